@@ -1,0 +1,373 @@
+"""What the trainer and an engine say to each other: JSON with a schema, never pickle.
+
+Trainer to engine: ``Open``, ``Join``, ``Announce``, ``Close``, ``Commit``, ``Abort``, ``Leave``, ``Readback``.
+Engine to trainer: ``EngineInfo`` (what it is) and ``Ack`` (the answer to every message).
+Inside an engine each rank answers ``RankAck``; the engine folds them into one ``Ack``.
+
+One update is  Open, Join (when the group changed), Announce for each bucket, Close, Commit.
+``Close`` means "no more buckets, is everything there?"; ``Commit`` makes it live.  They are two
+messages so that no engine switches before all engines have everything.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from weightcast.config import DigestKind, PauseMode, VerifyLevel
+from weightcast.errors import WireError
+from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
+
+Session = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+Text = Annotated[str, Meta(max_length=4096)]
+Version = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+$")]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+GroupName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Common settings: immutable, keyword-only, unknown fields refused."""
+
+
+class Owner(_Wire):
+    """The trainer process that owns a session, for error messages.
+
+    Attributes:
+        host: Its host name.
+        pid: Its process id there.
+    """
+
+    host: Text
+    pid: Annotated[int, Meta(ge=0, le=1 << 32)]
+
+
+class MemoryHandle(_Wire):
+    """A bucket buffer that a process on the same host can map.
+
+    Attributes:
+        kind: ``cuda`` (a CUDA IPC handle) or ``shm`` (an anonymous shared-memory file of the trainer).
+        device: For ``cuda``, the UUID of the GPU; for ``shm``, ``"cpu"``.
+        size_bytes: Size of the buffer.
+        token: For ``shm``, the random name that the file must carry, so that a reused pid cannot be mistaken.
+        pid: For ``shm``, the process that holds the file.
+        fd: For ``shm``, its descriptor there.
+        handle: For ``cuda``, the handle of the allocation.
+        offset_bytes: For ``cuda``, where the buffer starts in the allocation.
+        event: For ``cuda``, the handle of the event that says the buffer is filled; empty if it was filled and waited for.
+    """
+
+    kind: Literal["cuda", "shm"]
+    device: Text
+    size_bytes: Size
+    token: Annotated[str, Meta(max_length=64)] = ""
+    pid: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
+    fd: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    handle: Annotated[bytes, Meta(max_length=256)] = b""
+    offset_bytes: Size = 0
+    event: Annotated[bytes, Meta(max_length=256)] = b""
+
+
+class IpcSource(_Wire, tag="ipc"):
+    """The bucket lies in memory that this host shares: one handle for each trainer rank that filled one."""
+
+    handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
+
+
+class BroadcastSource(_Wire, tag="broadcast"):
+    """The bucket comes by a broadcast from rank 0 of the named group."""
+
+    group: GroupName
+
+
+Source = IpcSource | BroadcastSource
+
+
+class Open(_Wire, tag="open"):
+    """Start an update.  Refused, with nothing changed, if it does not fit the model or the state.
+
+    Attributes:
+        session: Unguessable id; every later message carries it.
+        owner: Who opens it.
+        version: The version to be; not lower than the one served unless ``allow_older``.
+        timeout_s: Deadline of each wait inside the engine.
+        lease_s: The session ends by itself this long after the last message.
+        pause: What happens to running requests at the switch.
+        verify: Proof wanted.
+        digest: Digest wanted.
+        specs: Every tensor that will be sent, in order.
+    """
+
+    session: Session
+    owner: Owner
+    version: Version
+    allow_older: bool = False
+    timeout_s: Seconds
+    lease_s: Seconds
+    pause: PauseMode
+    verify: VerifyLevel
+    digest: DigestKind = "fast"
+    specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+
+
+class Join(_Wire, tag="join"):
+    """Join a process group across both worlds.  Needs no session; the group outlives an update.
+
+    Attributes:
+        group: Its name.
+        host: Where the trainer's store listens.
+        port: Likewise.
+        token: Prefix of the store's keys; a stranger's group cannot be met by accident.
+        first_rank: Group rank of this engine's rank 0; the others follow in order.
+        world_size: Ranks in the group, the trainer's head (rank 0) included.
+        backend: ``nccl`` or ``gloo``.
+        timeout_s: Deadline for meeting.
+    """
+
+    group: GroupName
+    host: Host
+    port: Port
+    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+    first_rank: Rank
+    world_size: Annotated[int, Meta(ge=2, le=1 << 20)]
+    backend: Literal["nccl", "gloo"]
+    timeout_s: Seconds
+
+
+class Leave(_Wire, tag="leave"):
+    """Leave a group and let go of mapped buffers.  Leaving what was never joined is fine.
+
+    Attributes:
+        group: Its name; None lets go of mapped buffers only.
+    """
+
+    group: GroupName | None = None
+
+
+class Announce(_Wire, tag="announce"):
+    """A bucket is coming: where from, and what is in it.  Answered when it has been taken over."""
+
+    session: Session
+    layout: BucketLayout
+    source: Source
+
+
+class Close(_Wire, tag="close"):
+    """No more buckets.  Answered with the digests of what arrived and what is missing, if anything.
+
+    Attributes:
+        session: The session.
+        buckets: How many were sent.
+    """
+
+    session: Session
+    buckets: Annotated[int, Meta(ge=0, le=1 << 32)]
+
+
+class Commit(_Wire, tag="commit"):
+    """Make the new weights live: pause, switch, run the finishers, prove, stamp the version, resume.
+
+    Attributes:
+        session: The session.
+        expected: Finished fast digest of each tensor by name, for the check of what is resident; empty without proof.
+    """
+
+    session: Session
+    expected: dict[str, Annotated[str, Meta(max_length=64)]] = {}
+
+
+class Abort(_Wire, tag="abort"):
+    """End the session without a commit.  Answered when nothing of it is left.
+
+    Attributes:
+        session: The session.
+        reason: For the engine's log.
+    """
+
+    session: Session
+    reason: Text = ""
+
+
+class Readback(_Wire, tag="readback"):
+    """Digest what is live now, through the loader's layout.  Changes nothing."""
+
+
+Message = Open | Join | Leave | Announce | Close | Commit | Abort | Readback
+
+State = Literal["serving", "updating", "quarantined"]
+
+
+class Held(_Wire):
+    """Partial digest of the part of a source tensor that one rank keeps.
+
+    Attributes:
+        spec: The whole source tensor, its dtype as the engine keeps it.
+        box_offset: First index kept, for each dimension.
+        box_shape: Extent kept, likewise.
+        total: Partial sum (see ``wire.digest``), unsigned 64 bits.
+    """
+
+    spec: TensorSpec
+    box_offset: tuple[int, ...]
+    box_shape: tuple[int, ...]
+    total: int
+
+
+class RankAck(_Wire):
+    """Answer of one engine rank.
+
+    Attributes:
+        rank: Tensor-parallel rank.
+        ok: False if it refused or failed; ``error`` says why.
+        error: The rank's own words.
+        refused: True if it refused before changing anything.
+        touched: True if live parameters may have been changed by this session.
+        missing: Source tensors that did not arrive (whole), by name.
+        not_updated: Parameters and buffers that no source tensor writes, by name.
+        received: Digest by tensor name of what arrived.
+        held: What this rank keeps of each source tensor.
+        unproven: Source tensors whose place in the model cannot be read back, by name.
+        load_s: Seconds spent copying since the last answer.
+        verify_s: Seconds spent on digests since the last answer.
+        peak_extra_bytes: Most extra memory since the session opened, measured.
+    """
+
+    rank: int
+    ok: bool = True
+    error: str = ""
+    refused: bool = False
+    touched: bool = False
+    missing: tuple[str, ...] = ()
+    not_updated: tuple[str, ...] = ()
+    received: dict[str, str] = {}
+    held: tuple[Held, ...] = ()
+    unproven: tuple[str, ...] = ()
+    load_s: float = 0.0
+    verify_s: float = 0.0
+    peak_extra_bytes: int = 0
+
+
+class Ack(_Wire):
+    """Answer of one engine to one message.
+
+    Attributes:
+        ok: False if it refused or failed; ``error`` says why in the engine's own words.
+        error: Likewise.
+        failed_ranks: Engine ranks that failed.
+        state: What the engine does now.
+        version: Version it serves now; None before the first one is known.
+        ranks: How many ranks it has.
+        received: After Close: digest by tensor name of what arrived (rank 0's).
+        received_ranks: After Close: how many ranks received exactly that.
+        resident: After Commit or Readback: finished digest by tensor name of what the ranks keep together.
+        resident_ranks: After Commit: how many ranks hold nothing but what was expected.
+        mismatched: Names whose digests differ, between ranks or from what was expected.
+        missing: Source tensors that did not arrive, by name.
+        not_updated: Parameters that no source tensor writes, by name.
+        unproven: Tensors whose place cannot be read back, by name.
+        load_s: Seconds the slowest rank spent copying.
+        verify_s: Seconds the slowest rank spent on digests.
+        stall_s: After Commit: seconds in which the engine generated nothing.
+        peak_extra_bytes: Most extra memory of any rank since the session opened.
+    """
+
+    ok: bool
+    error: str = ""
+    failed_ranks: tuple[int, ...] = ()
+    state: State = "serving"
+    version: int | None = None
+    ranks: int = 0
+    received: dict[str, str] = {}
+    received_ranks: int = 0
+    resident: dict[str, str] = {}
+    resident_ranks: int = 0
+    mismatched: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    not_updated: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+    load_s: float = 0.0
+    verify_s: float = 0.0
+    stall_s: float = 0.0
+    peak_extra_bytes: int = 0
+
+
+class RankInfo(_Wire):
+    """Where one engine rank runs.
+
+    Attributes:
+        rank: Tensor-parallel rank.
+        pid: Its process.
+        device: UUID of its GPU, or ``"cpu"``.
+    """
+
+    rank: int
+    pid: int
+    device: str
+
+
+class EngineInfo(_Wire):
+    """What an engine with our receiver says of itself.
+
+    Attributes:
+        protocol: Version of this protocol.
+        engine: Kind and version, e.g. ``"weightcast 0.1.0"``.
+        model: Name under which it serves.
+        state: What it does now.
+        version: Version it serves; None if unknown.
+        digest: Model digest of what it serves, from its last commit; None if it was never proven.
+        tp_size: Tensor-parallel size.
+        host_id: Boot id of its host: two processes with the same one can share memory.
+        ranks: Where its ranks run.
+        staging: ``device``, ``host`` or ``none``: where a new version waits for its commit.
+        transports: What it can receive by.
+        specs: Every tensor that a full update must contain, with the dtype that it keeps.
+        session_owner: Who updates it now, if anybody.
+    """
+
+    protocol: int
+    engine: str
+    model: str
+    state: State
+    version: int | None
+    digest: str | None
+    tp_size: int
+    host_id: str
+    ranks: tuple[RankInfo, ...]
+    staging: Literal["device", "host", "none"]
+    transports: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    session_owner: str | None = None
+    message: str = ""
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Message)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Any of the classes above as JSON."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """Bytes from a trainer as a message, every field checked.
+
+    Raises:
+        WireError: Too large, not JSON, or not one of ours; the text names the field.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        message = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"not a weightcast message: {error}") from None
+    if isinstance(message, Announce):
+        message.layout.check()
+    return message

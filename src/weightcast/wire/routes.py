@@ -1,0 +1,45 @@
+"""A route: a copy from a box of a source tensor to a strided region of a resident parameter.
+
+Routes are what an engine's loader does, written down: which part of which Hugging Face tensor ends
+where.  They are data, so they can be recorded once, checked for coverage, replayed and read back.
+All numbers are in elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True):
+    """A strided region of a tensor's storage, in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One copy.
+
+    Attributes:
+        source: Name of the source tensor.
+        box_offset: First index of the copied box in the source, one number for each dimension.
+        box_shape: Extent of the box, likewise.
+        parameter: Name of the resident parameter or buffer.
+        region: Where the box lies in the parameter's storage, its dimensions in the source's order.
+    """
+
+    source: str
+    box_offset: tuple[int, ...]
+    box_shape: tuple[int, ...]
+    parameter: str
+    region: Region
+
+
+def routes_digest(routes: Iterable[Route]) -> str:
+    """16 hex characters that change with any route; tells whether two tables are the same."""
+    lines = sorted(msgspec.json.encode(route) for route in routes)
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()[:16]
