@@ -1,0 +1,1 @@
+"""The reference engine: model, scheduler and OpenAI server.  Started by `launch.serve`."""

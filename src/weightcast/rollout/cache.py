@@ -1,0 +1,130 @@
+"""Keys and values of the running sequences, one slot per sequence.
+
+Slots ``[0, batch)`` are the running sequences, without holes, so that a decode step reads views of
+the cache and copies nothing.  Who sits where is the scheduler's decision; this module only moves.
+
+Memory is reserved for ``slots x max_len`` tokens.  On a CPU the pages are mapped zeroed and touched
+when first written, so an idle slot costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+class SlotCache(Cache):
+    """A transformers cache over one preallocated tensor, (layers, 2, slots, kv heads, max_len, head_dim).
+
+    Before each forward pass the runner calls `start_prefill` or `start_decode`, which says what
+    `update` does with the keys and values that the layers hand in.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layers=[])
+        self._shape = (num_layers, 2, num_slots, num_kv_heads, max_len, head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._data = torch.empty(0)
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._used = [0] * num_slots
+        self._rows: torch.Tensor | None = None
+        self._positions = torch.empty(0)
+        self._first = self._count = self._length = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes reserved while the cache is allocated."""
+        return math.prod(self._shape) * self._dtype.itemsize
+
+    def allocate(self) -> None:
+        """Get the memory, if it is not there.  Everything in it is zero."""
+        if self._layers:
+            return
+        if self._device.type == "cpu":
+            raw = torch.frombuffer(mmap.mmap(-1, self.size_bytes), dtype=torch.uint8)
+            self._data = raw.view(self._dtype).view(self._shape)
+        else:
+            self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self._layers = [(layer[0], layer[1]) for layer in self._data]
+
+    def free(self) -> None:
+        """Give the memory back; the next forward pass needs `allocate` first."""
+        self._layers = []
+        self._data = torch.empty(0)
+        self._used = [0] * len(self._used)
+
+    def start_prefill(self, *, first: int, lengths: list[int]) -> None:
+        """The next forward pass fills slots ``first, first + 1, ...`` from position 0.
+
+        Args:
+            first: First slot.
+            lengths: Tokens of each row, without padding.
+        """
+        self._rows = None
+        self._first, self._count = first, len(lengths)
+        longest = max(lengths)
+        for slot in range(first, first + len(lengths)):
+            # Positions after the end are masked, but 0 * nan is nan: what an earlier sequence left there must be
+            # finite, whatever weights it was computed with.
+            if self._used[slot] > longest:
+                self._data[:, :, slot, :, longest : self._used[slot]].zero_()
+            self._used[slot] = longest
+
+    def start_decode(self, positions: torch.Tensor, *, length: int) -> None:
+        """The next forward pass appends one token to slots ``[0, len(positions))``.
+
+        Args:
+            positions: Where the new token goes, per slot, int64, on the cache's device.
+            length: 1 + the largest position.
+        """
+        self._rows = torch.arange(len(positions), device=self._device)
+        self._positions = positions
+        self._count, self._length = len(positions), length
+        for slot in range(len(positions)):
+            self._used[slot] = max(self._used[slot], length)
+
+    def copy(self, source: int, target: int, *, length: int) -> None:
+        """Copy the first `length` positions of one slot over another."""
+        data = self._data
+        data[:, :, target, :, :length].copy_(data[:, :, source, :, :length])
+        if self._used[target] > length:
+            data[:, :, target, :, length : self._used[target]].zero_()
+        self._used[target] = length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one layer's new keys and values; return all that the layer shall attend to.
+
+        Args:
+            key_states: (batch, kv heads, tokens, head_dim).
+            value_states: The same shape.
+            layer_idx: The layer.
+            args: Unused; transformers passes more in some versions.
+            kwargs: Unused.
+        """
+        keys, values = self._layers[layer_idx]
+        if self._rows is None:
+            rows, length = slice(self._first, self._first + self._count), key_states.shape[2]
+            keys[rows, :, :length].copy_(key_states)
+            values[rows, :, :length].copy_(value_states)
+            return key_states, value_states
+        keys, values = keys[: self._count], values[: self._count]
+        keys[self._rows, :, self._positions] = key_states[:, :, 0]
+        values[self._rows, :, self._positions] = value_states[:, :, 0]
+        return keys[:, :, : self._length], values[:, :, : self._length]

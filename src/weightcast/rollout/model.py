@@ -1,0 +1,422 @@
+"""A transformers causal LM, cut for tensor parallelism.
+
+Heads and the MLP's inner width are divided among the ranks; embeddings, norms and the output head
+are whole on each.  The forward pass is transformers' own, with the attention product and the two
+sums per layer put in.  Nothing here knows about requests, versions or how weights arrive.
+
+Names are Hugging Face's, on both faces: `expected_weights` says what a complete update holds, whole
+and unsharded, and `load_weights` takes exactly that.  `load_weights` is views and `copy_` alone, so
+that whoever watches it can learn which box of which tensor goes where and repeat it without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from weightcast.errors import ConfigError
+from weightcast.rollout.cache import SlotCache
+from weightcast.rollout.reduce import GroupReduce, Reduce, no_group
+from weightcast.wire.layout import TensorSpec, dtype_name
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+ATTENTION = "weightcast"
+
+_BY_OUTPUT = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_BY_INPUT = frozenset({"o_proj", "down_proj"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a whole tensor goes on this rank.
+
+    Attributes:
+        shape: Its whole shape.
+        dim: The dimension that is cut, or None.
+        start: First index of this rank's part.
+        length: Length of this rank's part.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    start: int
+    length: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part."""
+        return tuple(self.length if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+
+class _SummedLinear(nn.Module):
+    """A linear layer that holds some input columns; the ranks' results are added up, the bias once."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, reduce: Reduce) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self._reduce = reduce
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., local inputs) to (..., outputs)."""
+        out = F.linear(x, self.weight)
+        self._reduce(out)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Grouped-query attention: causal over a whole prompt without a mask, or one token over the cache with one.
+
+    Args:
+        module: The attention layer.
+        query: (batch, heads, tokens, head_dim).
+        key: (batch, kv heads, length, head_dim), a view of the cache when decoding.
+        value: The same shape.
+        attention_mask: None for a prompt; (batch, 1, 1, length), added to the scores, when decoding.
+        scaling: Factor of the scores.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    groups = heads // key.shape[1]
+    if attention_mask is not None:
+        # The heads that share keys become rows of one product: the cache is read once and never repeated.
+        query = query.reshape(batch, heads // groups, groups, head_dim)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(batch, 1, heads, head_dim), None
+    if groups > 1:
+        shape = (batch, key.shape[1], groups, tokens, head_dim)
+        key = key[:, :, None].expand(shape).reshape(batch, heads, tokens, head_dim)
+        value = value[:, :, None].expand(shape).reshape(batch, heads, tokens, head_dim)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=tokens > 1, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+class ReferenceModel(nn.Module):
+    """One rank's part of a causal LM; parameters carry Hugging Face's names.
+
+    Attributes:
+        config: The model's configuration, undivided.
+        tp_rank: This rank.
+        tp_size: Number of ranks.
+        tied: True if the output head is the embedding.
+    """
+
+    def __init__(self, config: PretrainedConfig, *, tp_rank: int, tp_size: int, reduce: Reduce) -> None:
+        super().__init__()
+        self.config = config
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
+        with torch.device("meta"):
+            whole: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+        self.model: nn.Module = whole.model
+        self.lm_head: nn.Module = whole.lm_head
+        self.tied = bool(config.tie_word_embeddings)
+        self._reduce = reduce
+        self._places: dict[str, _Place] = {}
+        self._parameters_by_name: dict[str, nn.Parameter] = {}
+        self._host_copies: dict[str, torch.Tensor] = {}
+
+    def materialise(self, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Give every parameter of this rank its memory, uninitialised."""
+        if self.tied:
+            self.lm_head.register_parameter("weight", None)
+        for prefix, module in list[tuple[str, nn.Module]](self.named_modules()):
+            for leaf, whole in list(module.named_parameters(recurse=False)):
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                place = self._place(name, tuple(whole.shape))
+                parameter = nn.Parameter(
+                    torch.empty(place.local_shape, dtype=dtype, device=device), requires_grad=False
+                )
+                module.register_parameter(leaf, parameter)
+                self._places[name] = place
+                self._parameters_by_name[name] = parameter
+        if self.tied:
+            self.lm_head.register_parameter("weight", self._parameters_by_name["model.embed_tokens.weight"])
+        if self.tp_size > 1:
+            self._sum_outputs()
+        # Rotary frequencies are computed, not loaded: what was made on the meta device has no values.
+        with torch.device("cpu"):
+            rotary = type(cast(nn.Module, self.model.rotary_emb))(self.config)
+        self.model.rotary_emb = rotary.to(device)
+        lost = [name for name, buffer in self.named_buffers() if buffer.is_meta]
+        if lost:
+            raise ConfigError(f"{self.config.model_type}: no values for buffers {', '.join(lost[:5])}")
+        self.eval()
+
+    def _place(self, name: str, shape: tuple[int, ...]) -> _Place:
+        parts = name.split(".")
+        owner, leaf = parts[-2], parts[-1]
+        dim = None
+        if owner in _BY_OUTPUT:
+            dim = 0
+        elif owner in _BY_INPUT and leaf == "weight":
+            dim = 1
+        if dim is None or self.tp_size == 1:
+            return _Place(shape=shape, dim=None, start=0, length=0)
+        length = shape[dim] // self.tp_size
+        return _Place(shape=shape, dim=dim, start=self.tp_rank * length, length=length)
+
+    def _sum_outputs(self) -> None:
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if name in _BY_INPUT:
+                    linear = cast(nn.Linear, child)
+                    weight, bias = linear._parameters["weight"], linear._parameters["bias"]
+                    setattr(module, name, _SummedLinear(cast(nn.Parameter, weight), bias, self._reduce))
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        config = self.config
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+    # -- weights
+
+    def expected_weights(self) -> list[TensorSpec]:
+        """Every tensor that a complete update holds: Hugging Face names, whole shapes, this engine's dtype."""
+        return [
+            TensorSpec(name=name, dtype=dtype_name(parameter.dtype), shape=self._places[name].shape)
+            for name, parameter in self._parameters_by_name.items()
+        ]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy whole tensors into this rank's parameters: views and `copy_`, nothing else.
+
+        Args:
+            weights: Hugging Face name and whole tensor, on any device, in any order.
+
+        Returns:
+            The names that were loaded.
+
+        Raises:
+            ConfigError: An unknown name, or a shape that is not the model's.  What came before it is loaded.
+        """
+        loaded: set[str] = set()
+        for name, tensor in weights:
+            place = self._places.get(name)
+            if place is None:
+                hint = "its output head is tied to the embedding" if self.tied and name == "lm_head.weight" else None
+                raise ConfigError(f"{name} is not a weight of this {self.config.model_type} model", hint=hint)
+            if tuple(tensor.shape) != place.shape:
+                raise ConfigError(f"{name}: expected shape {place.shape}, got {tuple(tensor.shape)}")
+            part = tensor if place.dim is None else tensor.narrow(place.dim, place.start, place.length)
+            self._parameters_by_name[name].copy_(part)
+            loaded.add(name)
+        return loaded
+
+    # -- forward
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: SlotCache | None,
+    ) -> torch.Tensor:
+        """The last hidden states, (batch, tokens, hidden); every rank gets the same.
+
+        Args:
+            input_ids: (batch, tokens), int64.
+            position_ids: (batch, tokens), int64.
+            mask: None for whole prompts, else (batch, 1, 1, length), added to the scores.
+            cache: Prepared with `start_prefill` or `start_decode`; None to keep nothing.
+        """
+        output = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return output.last_hidden_state
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden) to (rows, vocabulary), float32."""
+        return self.lm_head(hidden).float()
+
+    # -- sleep
+
+    @torch.no_grad()
+    def offload(self) -> None:
+        """Move the weights from the accelerator to host memory; on a CPU they stay where they are."""
+        for name, parameter in self._parameters_by_name.items():
+            if parameter.device.type == "cpu":
+                continue
+            host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=True)
+            host.copy_(parameter)
+            parameter.data = host
+            self._host_copies[name] = host
+
+    @torch.no_grad()
+    def restore(self, device: torch.device) -> None:
+        """Undo `offload`.  The parameters have new storage afterwards."""
+        for name, host in self._host_copies.items():
+            self._parameters_by_name[name].data = host.to(device)
+        self._host_copies.clear()
+
+
+def read_config(model_dir: Path) -> PretrainedConfig:
+    """The configuration of a model folder.
+
+    Raises:
+        ConfigError: Not a model folder, or not a family that the reference engine knows.
+    """
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{model_dir} is not a model folder: it has no config.json")
+    try:
+        config = cast(PretrainedConfig, AutoConfig.from_pretrained(model_dir))  # pyright: ignore[reportUnknownMemberType]
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}", hint=f"supported: {', '.join(SUPPORTED)}") from error
+    if config.model_type not in SUPPORTED:
+        raise ConfigError(
+            f"{path}: the reference engine does not know model type {config.model_type!r}",
+            hint=f"supported: {', '.join(SUPPORTED)}",
+        )
+    return config
+
+
+def check_config(config: PretrainedConfig, *, tp_size: int, max_len: int | None = None) -> None:
+    """Refuse what would be computed wrongly.
+
+    Raises:
+        ConfigError: A tensor-parallel degree that does not divide the model, attention over a sliding
+            window, quantised weights, or a context longer than the model was made for.
+    """
+    sizes = {
+        "attention heads": int(config.num_attention_heads),
+        "key-value heads": int(config.num_key_value_heads),
+        "MLP width": int(config.intermediate_size),
+    }
+    if tp_size < 1 or any(size % tp_size for size in sizes.values()):
+        works = [n for n in range(1, min(sizes.values()) + 1) if not any(size % n for size in sizes.values())]
+        raise ConfigError(
+            f"tensor parallel degree {tp_size} does not divide "
+            + " and ".join(f"{size} {name}" for name, size in sizes.items() if tp_size < 1 or size % tp_size),
+            hint=f"degrees that work for this model: {', '.join(map(str, works))}",
+        )
+    window = getattr(config, "sliding_window", None)
+    layer_types: list[str] = getattr(config, "layer_types", None) or []
+    if config.model_type != "mistral" and "sliding_attention" not in layer_types:
+        window = None
+    longest = max_len or int(config.max_position_embeddings)
+    if window is not None and longest > window:
+        raise ConfigError(
+            f"this model attends over a sliding window of {window} tokens, which the reference engine does not do",
+            hint=f"limit the context to {window} tokens",
+        )
+    if max_len is not None and not 2 <= max_len <= int(config.max_position_embeddings):
+        raise ConfigError(
+            f"a context of {max_len} tokens is outside what the model was made for",
+            hint=f"between 2 and {config.max_position_embeddings}",
+        )
+    if getattr(config, "quantization_config", None):
+        raise ConfigError("the reference engine serves unquantised weights only")
+
+
+def build_model(
+    model_dir: Path | str,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    group: Reduce | dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_len: int | None = None,
+) -> ReferenceModel:
+    """One rank's part of the model in `model_dir`, loaded.
+
+    Args:
+        model_dir: A Hugging Face folder: config.json and safetensors.
+        tp_rank: This rank.
+        tp_size: Number of ranks; must divide heads, key-value heads and the MLP's width.
+        group: The ranks: something that adds a tensor up over them in place, or a process group.  None will do
+            for one rank, and for a part of a model that is never run.
+        dtype: Dtype of all weights; None for the checkpoint's own.
+        device: Where they live.
+        max_len: The longest context that will be served; None for the model's own limit.
+
+    Raises:
+        ConfigError: The folder, the model or the degree cannot be served; the text says why.
+    """
+    folder = Path(model_dir)
+    config = read_config(folder)
+    check_config(config, tp_size=tp_size, max_len=max_len)
+    reduce = GroupReduce(group) if isinstance(group, dist.ProcessGroup) else group or no_group
+    model = ReferenceModel(config, tp_rank=tp_rank, tp_size=tp_size, reduce=reduce)
+    model.materialise(dtype=dtype or config_dtype(config), device=torch.device(device))
+    load_checkpoint(model, folder)
+    return model
+
+
+def config_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that a configuration names, float32 if it names none."""
+    dtype: Any = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def load_checkpoint(model: ReferenceModel, folder: Path) -> None:
+    """Fill a model from safetensors, one tensor at a time, cast to the model's dtype.
+
+    Raises:
+        ConfigError: No safetensors, an unreadable file, or tensors that are not the model's.
+    """
+    expected = {spec.name for spec in model.expected_weights()}
+    loaded: set[str] = set()
+    for path in _weight_files(folder):
+        try:
+            loaded |= model.load_weights(_tensors(path, expected))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    missing = sorted(expected - loaded)
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} of {len(expected)} tensors: {', '.join(missing[:5])}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            table: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return [folder / name for name in sorted(set(table.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is not a safetensors index: {error}") from error
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no safetensors")
+    return files
+
+
+def _tensors(path: Path, expected: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    opened: Any = safe_open(path, framework="pt", device="cpu")
+    with opened as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            # Some checkpoints repeat the tied head or carry rotary tables; the model computes both.
+            if name in expected or not (name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")):
+                yield name, file.get_tensor(name)

@@ -1,0 +1,133 @@
+"""One rank of the reference engine: model, cache and weight receiver in one process.
+
+The executor hands it the scheduler's commands and the trainer's messages; it knows neither.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weightcast.errors import ConfigError
+from weightcast.receiver import WeightReceiver
+from weightcast.receiver.agent import StagingChoice
+from weightcast.rollout import commands
+from weightcast.rollout.model import build_model
+from weightcast.rollout.reduce import GroupReduce, SharedMemoryReduce, join
+from weightcast.rollout.runner import Runner
+from weightcast.wire.messages import Message, RankAck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What every rank of one engine is built from.
+
+    Attributes:
+        model_dir: A Hugging Face folder: config.json and safetensors.
+        dtype: torch's name of the dtype of weights and cache, e.g. ``"bfloat16"``.
+        device: ``"cpu"``, ``"cuda"`` (rank r takes GPU r of those visible) or ``"cuda:N"`` (rank r takes N + r).
+        max_batch: Sequences that run at once.
+        max_len: Tokens of a sequence, prompt and answer together.
+        staging: Where a new version waits until it is committed.
+        threads: CPU threads of each rank; 0 divides the cores among the ranks.
+        sum_timeout_s: Limit for a sum over the ranks, in seconds; only a rank that is lost comes near it.
+    """
+
+    model_dir: str
+    dtype: str
+    device: str
+    max_batch: int
+    max_len: int
+    staging: StagingChoice = "auto"
+    threads: int = 0
+    sum_timeout_s: float = 120.0
+
+
+class RolloutWorker:
+    """One rank.  `run` and `apply` may be called by two threads at once; each by one thread at a time."""
+
+    def __init__(self, settings: WorkerSettings, *, rank: int, tp_size: int, rendezvous: str) -> None:
+        """Build and load this rank; returns when it can work.
+
+        Args:
+            settings: The same on every rank.
+            rank: This rank.
+            tp_size: Number of ranks.
+            rendezvous: ``host:port`` of a TCP store where the ranks meet; unused for one rank.
+
+        Raises:
+            ConfigError: The model cannot be served as asked.
+            EngineFailure: The ranks did not meet.
+        """
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(settings.threads or max(1, cores // tp_size))
+        device = _device(settings.device, rank)
+        dtype = getattr(torch, settings.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(f"{settings.dtype!r} is not a dtype for weights", hint="float32, bfloat16 or float16")
+        self._reduce: GroupReduce | SharedMemoryReduce | None = None
+        if tp_size > 1:
+            self._reduce = join(rendezvous, rank=rank, size=tp_size, device=device, timeout_s=settings.sum_timeout_s)
+        model = build_model(
+            Path(settings.model_dir),
+            tp_rank=rank,
+            tp_size=tp_size,
+            group=self._reduce,
+            dtype=dtype,
+            device=device,
+            max_len=settings.max_len,
+        )
+        self._runner = Runner(model, max_batch=settings.max_batch, max_len=settings.max_len, dtype=dtype, device=device)
+        self._receiver = WeightReceiver(
+            model,
+            load_weights=model.load_weights,
+            expected=model.expected_weights(),
+            tp_rank=rank,
+            tp_size=tp_size,
+            device=device,
+            staging=settings.staging,
+        )
+
+    def apply(self, message: Message) -> RankAck:
+        """Hand a weight message to the receiver."""
+        return self._receiver.apply(message)
+
+    def run(self, command: bytes) -> bytes:
+        """Carry out one of the scheduler's commands."""
+        return commands.encode(self._runner.run(commands.decode_command(command)))
+
+    def interrupt(self, reason: str) -> None:
+        """End a wait for the trainer now."""
+        self._receiver.interrupt(reason)
+
+    def close(self) -> None:
+        """Let go of groups and shared memory; safe to call twice."""
+        self._receiver.close()
+        if self._reduce is not None:
+            self._reduce.close()
+
+
+def make_worker(rank: int, tp_size: int, rendezvous: str, *, settings: WorkerSettings) -> RolloutWorker:
+    """Build one rank; what an executor calls in the rank's process."""
+    return RolloutWorker(settings, rank=rank, tp_size=tp_size, rendezvous=rendezvous)
+
+
+def _device(name: str, rank: int) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{name!r} is not a device", hint="cpu, cuda or cuda:N") from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(f"the reference engine does not run on {device.type}", hint="cpu, cuda or cuda:N")
+    count = torch.cuda.device_count()
+    index = (device.index or 0) + rank
+    if index >= count:
+        raise ConfigError(f"rank {rank} needs GPU {index} and {count} are visible")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
