@@ -1,0 +1,124 @@
+"""Who is to blame when the ranks of a job stop answering each other.
+
+A rank that dies or falls silent takes its neighbours with it: they give up, close their connections, and
+*their* neighbours would blame them.  So a rank that gives up first leaves a note in the job's key-value
+store saying whom it was waiting for, then follows the notes of those it was waiting for itself.  Whoever is
+blamed and left no note is the culprit.
+
+Knows keys and ranks.  It moves no tensor and ends nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch.distributed as dist
+
+_POLL_S = 0.02
+
+
+class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank that gave up leaves behind.
+
+    Attributes:
+        blames: The ranks it was waiting for; empty if the trouble is its own.
+        reason: Its own words.
+    """
+
+    blames: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Where the notes lead.
+
+    Attributes:
+        silent: Ranks that were waited for and left no note: dead, stuck, or busy with something else.
+        quit: Ranks that gave up for a reason of their own, with that reason.
+    """
+
+    silent: tuple[int, ...]
+    quit: dict[int, str]
+
+
+class RollCall:
+    """The notes of one group of ranks.
+
+    Args:
+        store: The job's key-value store.
+        prefix: Of the keys; the same on every rank, never used twice.
+        rank: This rank.
+    """
+
+    def __init__(self, store: dist.Store, *, prefix: str, rank: int) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+        self._rank = rank
+
+    def here(self, world_size: int, *, timeout_s: float) -> tuple[int, ...]:
+        """Say that this rank is here, and wait for the others.
+
+        Returns:
+            The ranks that did not come in time, in order; empty if all are here.
+        """
+        self._store.set(f"here/{self._rank}", "1")
+        missing = [rank for rank in range(world_size) if rank != self._rank]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if not missing or self._store.check([f"here/{rank}" for rank in missing]):
+                return ()
+            if time.monotonic() > deadline:
+                return tuple(rank for rank in missing if not self._store.check([f"here/{rank}"]))
+            time.sleep(_POLL_S)
+
+    def leave_note(self, *, blames: Iterable[int], reason: str) -> None:
+        """Say that this rank gives up; the first note of a rank is the one that counts."""
+        if not self._store.check([f"gave-up/{self._rank}"]):
+            note = _Note(blames=tuple(sorted(blames)), reason=reason)
+            self._store.set(f"gave-up/{self._rank}", msgspec.json.encode(note).decode())
+
+    def verdict(self, suspects: Sequence[int], *, reason: str, patience_s: float) -> Verdict:
+        """Give up waiting for the suspects and find out who is behind it.
+
+        Args:
+            suspects: The ranks that this rank was waiting for.
+            reason: What for, for the others to read.
+            patience_s: How long to wait for notes, in seconds.  The store may be in a process that died too,
+                so this is also the limit for its answers.
+        """
+        found: list[Verdict] = []
+        # The store has no deadline of its own that we may choose: ask it from a thread that may be left behind.
+        asking = threading.Thread(
+            target=self._follow, args=(suspects, reason, patience_s, found), name="weightcast-rollcall", daemon=True
+        )
+        asking.start()
+        asking.join(patience_s + 1.0)
+        return found[0] if found else Verdict(silent=tuple(sorted(suspects)), quit={})
+
+    def _follow(self, suspects: Sequence[int], reason: str, patience_s: float, found: list[Verdict]) -> None:
+        try:
+            self.leave_note(blames=suspects, reason=reason)
+            seen = {self._rank}
+            silent = set(suspects)
+            quit: dict[int, str] = {}
+            deadline = time.monotonic() + patience_s
+            while silent and time.monotonic() < deadline:
+                for rank in sorted(silent):
+                    if not self._store.check([f"gave-up/{rank}"]):
+                        continue
+                    note = msgspec.json.decode(self._store.get(f"gave-up/{rank}"), type=_Note)
+                    silent.discard(rank)
+                    seen.add(rank)
+                    if not note.blames:
+                        quit[rank] = note.reason
+                    silent |= set(note.blames) - seen
+                if quit:
+                    break
+                time.sleep(_POLL_S)
+            found.append(Verdict(silent=() if quit else tuple(sorted(silent)), quit=quit))
+        except (RuntimeError, msgspec.MsgspecError):
+            return  # the store is gone with the process that held it; the caller names its own suspects

@@ -1,0 +1,56 @@
+import threading
+
+import pytest
+import torch
+
+from weightcast.comm import memory
+from weightcast.comm.memory import PeakMemory
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+def touch(num_bytes: int) -> torch.Tensor:
+    return torch.ones(num_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture(params=["kernel", "sampler"])
+def way(request, monkeypatch, tmp_path):
+    if request.param == "sampler":
+        monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    return request.param
+
+
+def test_peak_is_seen_after_it_is_gone(way):
+    with PeakMemory(CPU) as peak:
+        block = touch(64 * MIB)
+        if way == "sampler":
+            threading.Event().wait(0.05)
+        del block
+    assert 60 * MIB < peak.extra_bytes < 80 * MIB
+
+
+def test_what_was_there_before_does_not_count(way):
+    block = touch(64 * MIB)
+    with PeakMemory(CPU) as peak:
+        assert block[-1] == 1
+    assert peak.extra_bytes < 16 * MIB
+
+
+def test_an_inner_measurement_does_not_hide_the_outer_peak():
+    with PeakMemory(CPU) as outer:
+        block = touch(96 * MIB)
+        del block
+        with PeakMemory(CPU) as inner:
+            block = touch(32 * MIB)
+            del block
+    assert 24 * MIB < inner.extra_bytes < 60 * MIB
+    assert outer.extra_bytes > 90 * MIB
+
+
+def test_peak_can_be_read_from_inside():
+    with PeakMemory(CPU) as peak:
+        assert peak.extra_bytes < 16 * MIB
+        block = touch(64 * MIB)
+        assert peak.extra_bytes > 60 * MIB
+        del block
