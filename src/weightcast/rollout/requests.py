@@ -1,0 +1,206 @@
+"""One request to generate, and its answer as it grows.
+
+The scheduler writes an answer from its own thread; one reader follows it, from any thread or from an
+event loop.  Nothing here decides what is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weightcast.errors import DeadlineExceeded, EngineFailure
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What to generate.
+
+    Attributes:
+        request_id: Unique among the requests under way.
+        prompt: Token ids, at least one.
+        max_tokens: Most tokens to generate; None until the context is full.
+        temperature: 0 takes the likeliest token each time.
+        top_p: Choose among the likeliest tokens that together reach this mass; 1 for all.
+        top_k: Choose among this many tokens; 0 for all.
+        seed: Same seed, prompt and weights, same tokens, whoever shares the batch; None for fresh randomness.
+        stop_token_ids: Tokens that end the answer; they are part of it.
+        ignore_eos: Go on past the model's own end-of-sequence tokens.
+        top_logprobs: Alternatives to report with each token.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What an answer gained since its reader last looked.
+
+    Attributes:
+        tokens: New token ids.
+        logprobs: Their log-probabilities in the model's own distribution.
+        top: Alternatives of each, likeliest first.
+        finish_reason: Why it ended, or None.
+        error: What went wrong, if the reason is ``"error"``.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    finish_reason: FinishReason | None
+    error: str | None
+
+
+@dataclass(slots=True)
+class Answer:
+    """Tokens so far, and which version of the weights each came from.
+
+    Attributes:
+        tokens: Generated token ids.
+        logprobs: Natural log-probability of each in the model's own distribution, before temperature and filters.
+        top: Alternatives of each token.
+        spans: (version, tokens) in order; the counts add up to ``len(tokens)``.
+        version: Version of the last token, or the one served when an answer without tokens ended.
+        finish_reason: Why it ended, or None while it grows.
+        error: What went wrong, if the reason is ``"error"``.
+    """
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+    spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    version: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class Generation:
+    """The reader's end of a request.
+
+    One reader: `result` from a thread, or `finished` or `progress` from an event loop.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self._answer = Answer()
+        self._changed = threading.Condition()
+        self._read = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._each_token = False
+
+    # -- the scheduler's side
+
+    def add(self, token: int, logprob: float, top: list[tuple[int, float]], *, version: int) -> None:
+        """One more token."""
+        answer = self._answer
+        with self._changed:
+            answer.tokens.append(token)
+            answer.logprobs.append(logprob)
+            answer.top.append(top)
+            if answer.spans and answer.spans[-1][0] == version:
+                answer.spans[-1] = (version, answer.spans[-1][1] + 1)
+            else:
+                answer.spans.append((version, 1))
+            answer.version = version
+        if self._each_token:
+            self._notify()
+
+    def finish(self, reason: FinishReason, *, version: int, error: str | None = None) -> None:
+        """The answer is complete; calls after the first change nothing."""
+        with self._changed:
+            if self._answer.finish_reason is not None:
+                return
+            self._answer.finish_reason = reason
+            self._answer.error = error
+            if not self._answer.tokens:
+                self._answer.version = version
+            self._changed.notify_all()
+        self._notify()
+
+    # -- the reader's side
+
+    @property
+    def answer(self) -> Answer:
+        """The answer so far; complete once `finish_reason` is set."""
+        return self._answer
+
+    def result(self, timeout_s: float) -> Answer:
+        """Wait in a thread until the answer is complete.
+
+        Raises:
+            DeadlineExceeded: It was not complete in time; it goes on growing.
+            EngineFailure: It ended with an error.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._answer.finish_reason is not None, timeout_s):
+                raise DeadlineExceeded(
+                    who=f"request {self.request.request_id}", waiting_for="its last token", timeout_s=timeout_s
+                )
+        return self._complete()
+
+    async def finished(self) -> Answer:
+        """Wait in an event loop until the answer is complete.
+
+        Raises:
+            EngineFailure: It ended with an error.
+        """
+        await self._wait(each_token=False)
+        return self._complete()
+
+    async def progress(self) -> AsyncIterator[Progress]:
+        """What the answer gains, as it gains it; the last one has the finish reason."""
+        while True:
+            await self._wait(each_token=True)
+            with self._changed:
+                answer, start = self._answer, self._read
+                self._read = len(answer.tokens)
+                gained = Progress(
+                    tokens=answer.tokens[start:],
+                    logprobs=answer.logprobs[start:],
+                    top=answer.top[start:],
+                    finish_reason=answer.finish_reason,
+                    error=answer.error,
+                )
+            yield gained
+            if gained.finish_reason is not None:
+                return
+
+    def _complete(self) -> Answer:
+        if self._answer.finish_reason == "error":
+            raise EngineFailure(self._answer.error or "the engine failed")
+        return self._answer
+
+    def _notify(self) -> None:
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and its reader with it
+                loop.call_soon_threadsafe(wake.set)
+
+    async def _wait(self, *, each_token: bool) -> None:
+        if self._wake is None:
+            self._wake = asyncio.Event()
+            self._loop = asyncio.get_running_loop()
+            self._each_token = each_token
+        while True:
+            self._wake.clear()
+            with self._changed:
+                gained = each_token and len(self._answer.tokens) > self._read
+                if gained or self._answer.finish_reason is not None:
+                    return
+            await self._wake.wait()

@@ -1,0 +1,6 @@
+"""What all tests share: helpers in this folder can be imported by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,218 @@
+"""The reference model equals transformers, whole or cut, and its loader is views and copies alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiny import VOCAB, greedy, tiny_config, tiny_model
+from weightcast.errors import ConfigError
+from weightcast.receiver.executor import LocalExecutor
+from weightcast.rollout.model import build_model, check_config
+from weightcast.rollout.requests import GenerationRequest
+from weightcast.rollout.scheduler import Limits, Scheduler
+from weightcast.rollout.worker import WorkerSettings, make_worker
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (5, 17, 1, 30, 9)]
+
+
+def generate(executor, prompts, *, max_tokens=12, max_batch=8):
+    scheduler = Scheduler(
+        executor,
+        limits=Limits(max_batch=max_batch, max_len=64, prefill_tokens=64),
+        eos_token_ids=frozenset(),
+        vocab_size=VOCAB,
+    )
+    try:
+        answers = [
+            scheduler.submit(
+                GenerationRequest(request_id=str(i), prompt=tuple(p), max_tokens=max_tokens, temperature=0)
+            )
+            for i, p in enumerate(prompts)
+        ]
+        return [answer.result(60) for answer in answers]
+    finally:
+        scheduler.close()
+        executor.close()
+
+
+def settings(folder, **changes):
+    return WorkerSettings(
+        **({"model_dir": str(folder), "dtype": "float32", "device": "cpu", "max_batch": 8, "max_len": 64} | changes)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_batch_of_different_lengths_equals_transformers(tmp_path, family, tied):
+    model = tiny_model(tmp_path, family=family, tie_word_embeddings=tied)
+    worker = make_worker(0, 1, "", settings=settings(tmp_path))
+    answers = generate(LocalExecutor(worker), prompts())
+    assert [a.tokens for a in answers] == [greedy(model, p, 12) for p in prompts()]
+
+
+def test_biases_in_every_projection(tmp_path):
+    model = tiny_model(tmp_path, attention_bias=True, mlp_bias=True)
+    answers = generate(LocalExecutor(make_worker(0, 1, "", settings=settings(tmp_path))), prompts())
+    assert [a.tokens for a in answers] == [greedy(model, p, 12) for p in prompts()]
+
+
+def test_slots_are_reused_without_traces(tmp_path):
+    # Two slots for five requests of different lengths: every one of them is moved or put where another was.
+    model = tiny_model(tmp_path)
+    worker = make_worker(0, 1, "", settings=settings(tmp_path, max_batch=2))
+    answers = generate(LocalExecutor(worker), prompts(), max_batch=2)
+    assert [a.tokens for a in answers] == [greedy(model, p, 12) for p in prompts()]
+
+
+def _rank(rank, size, port, folder, shared_memory, results):
+    from weightcast.rollout import commands, reduce
+
+    if not shared_memory:
+        reduce.platform.machine = lambda: "some-other-cpu"
+    torch.set_num_threads(1)
+    worker = make_worker(rank, size, f"127.0.0.1:{port}", settings=settings(folder))
+    rows = prompts()
+    order = commands.Sampling(
+        temperature=[0.0] * 5, top_k=[0] * 5, top_p=[1.0] * 5, uniform=[0.0] * 5, top_logprobs=[0] * 5
+    )
+    first = commands.Prefill(moves=[], first_slot=0, rows=rows, twins=[], sampling=order)
+    reply = worker.run(commands.encode(first))
+    mechanism = type(worker._reduce).__name__
+    tokens = []
+    lengths = [len(row) for row in rows]
+    for step in range(12):
+        if rank == 0:
+            tokens.append(commands.decode_answer(reply, commands.Chosen).tokens)
+            results["chosen", step] = tokens[-1]
+        while ("chosen", step) not in results.keys():  # noqa: SIM118 - a proxy of another process
+            pass
+        positions = [length + step for length in lengths]
+        decode = commands.Decode(moves=[], tokens=results["chosen", step], positions=positions, sampling=order)
+        reply = worker.run(commands.encode(decode))
+    results["mechanism", rank] = mechanism
+    if rank == 0:
+        results["tokens"] = [list(column) for column in zip(*tokens, strict=True)]
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "shared_memory"),
+    [("llama", 2, True), ("qwen2", 3, True), ("qwen3", 2, True), ("llama", 3, False)],
+)
+def test_ranks_together_equal_transformers(tmp_path, family, size, shared_memory):
+    changes = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    model = tiny_model(tmp_path, family=family, tie_word_embeddings=family == "qwen3", **changes)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        ranks = [
+            context.Process(target=_rank, args=(rank, size, store.port, tmp_path, shared_memory, results))
+            for rank in range(size)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        assert [rank.exitcode for rank in ranks] == [0] * size
+        assert results["tokens"] == [greedy(model, p, 12) for p in prompts()]
+        expected = "SharedMemoryReduce" if shared_memory else "GroupReduce"
+        assert {results["mechanism", rank] for rank in range(size)} == {expected}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_of_all_ranks_make_the_whole(tmp_path, family, size):
+    whole = tiny_model(tmp_path, family=family).state_dict()
+    parts = [build_model(tmp_path, tp_rank=rank, tp_size=size) for rank in range(size)]
+    for spec in parts[0].expected_weights():
+        assert spec.shape == tuple(whole[spec.name].shape)
+        assert spec.dtype == "float32"
+    assert {spec.name for spec in parts[0].expected_weights()} == set(whole)
+    for name, parameter in parts[0].named_parameters():
+        pieces = [dict(part.named_parameters())[name] for part in parts]
+        cut = [dim for dim, length in enumerate(parameter.shape) if length != whole[name].shape[dim]]
+        joined = torch.cat(pieces, dim=cut[0]) if cut else pieces[-1]
+        torch.testing.assert_close(joined, whole[name], rtol=0, atol=0)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_loading_is_views_and_copies(tmp_path):
+    tiny_model(tmp_path / "a")
+    other = tiny_model(tmp_path / "b", seed=1)
+    model = build_model(tmp_path / "a", tp_rank=1, tp_size=2)
+    with _Recorder() as recorder:
+        loaded = model.load_weights(other.state_dict().items())
+    assert loaded == set(other.state_dict())
+    assert recorder.seen <= {"aten.copy_.default", "aten.slice.Tensor", "aten.narrow.default", "aten.detach.default"}
+    fresh = build_model(tmp_path / "b", tp_rank=1, tp_size=2)
+    for name, parameter in fresh.named_parameters():
+        torch.testing.assert_close(dict(model.named_parameters())[name], parameter, rtol=0, atol=0)
+
+
+def test_unknown_names_and_wrong_shapes_are_named(tmp_path):
+    tiny_model(tmp_path, tie_word_embeddings=True)
+    model = build_model(tmp_path)
+    assert "lm_head.weight" not in {spec.name for spec in model.expected_weights()}
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is not a weight"):
+        model.load_weights([("lm_head.weight", torch.zeros(VOCAB, 96))])
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight: expected shape \(96,\), got \(95,\)"):
+        model.load_weights([("model.norm.weight", torch.zeros(95))])
+
+
+@pytest.mark.parametrize("size", [4, 5, 24])
+def test_degree_that_does_not_divide_is_refused_with_those_that_do(size):
+    with pytest.raises(ConfigError) as caught:
+        check_config(tiny_config(), tp_size=size)
+    assert caught.value.hint == "degrees that work for this model: 1, 2, 3, 6"
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        build_model(tmp_path)
+    tiny_model(tmp_path)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace("llama", "gpt2"))
+    with pytest.raises(ConfigError, match="gpt2"):
+        build_model(tmp_path)
+    tiny_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        build_model(tmp_path)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="no safetensors"):
+        build_model(tmp_path)
+
+
+def test_sliding_window_is_refused_where_it_matters():
+    config = tiny_config("mistral", sliding_window=32)
+    with pytest.raises(ConfigError, match="sliding window"):
+        check_config(config, tp_size=1, max_len=64)
+    check_config(config, tp_size=1, max_len=32)
+
+
+def test_weights_are_cast_at_the_first_load_only(tmp_path):
+    tiny_model(tmp_path)
+    model = build_model(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {spec.dtype for spec in model.expected_weights()} == {"bfloat16"}
