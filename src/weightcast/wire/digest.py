@@ -249,11 +249,9 @@ class _Coefficients:
         for x in indices.split(_SPAN):
             high = shifted[: len(x)]
             x.add_(_signed((self._seed + _GOLDEN) & _MASK))
-            for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
-                # int64 shifts copy the sign; the mask makes the shift a logical one.
-                torch.bitwise_right_shift(x, shift, out=high)
-                x.bitwise_xor_(high.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
-            x.bitwise_or_(1)
+            for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+                x.bitwise_xor_(_shift_right(x, shift, high)).mul_(_signed(factor))
+            x.bitwise_xor_(_shift_right(x, 31, high)).bitwise_or_(1)
         return indices
 
 
@@ -352,6 +350,11 @@ def _num_words(piece: Piece) -> int:
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without autograd and with the memory that its values say (complex conjugates are lazy)."""
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _shift_right(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
+    """`x >> bits` as unsigned numbers: an int64 shift copies the sign, the mask takes the copies away."""
+    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -1,0 +1,319 @@
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+"""The sums of `weightcast.wire.digest` on CUDA: one Triton launch for any number of pieces.
+
+On the host, pieces become *jobs*: a matrix of words in memory, and where its rows and columns lie in the full tensor.
+A job is cut into tiles, one program each. Jobs and tiles are two small device tensors; they are remembered for pieces
+that lie where they lay before, so that digesting the same weights again costs a launch and no copy.
+
+On the device, a program keeps one sum per column while it walks down its rows. A word costs a sign extension and two
+multiply-adds; A(r) is computed once per row, B(c) once per column when the rows are done. No coefficients are read
+from memory. Words of 8 and of 16 bits need one launch each.
+
+Importing this needs Triton, which is why `weightcast.wire.digest` does so only for tensors on CUDA. It refuses to
+know dtypes, names and digests: it sees words.
+"""
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from weightcast.wire.digest import SEED_A, SEED_B, Grid, grid_of, merge_levels
+
+if TYPE_CHECKING:
+    from weightcast.wire.digest import Piece
+
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+_SEED_A = tl.constexpr(SEED_A)
+_SEED_B = tl.constexpr(SEED_B)
+
+# A tile of two warps: 32 bytes of a bf16 row per thread, so that A(r) is spread over 16 words.
+_COLS = 1024
+_ROWS = 64
+_STEP = 4
+_NUM_WARPS = 2
+# Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
+_MAX_REGISTERS = 128
+# Below this many columns a program covers whole rows instead, at more work per word.
+_NARROW_COLS = 64
+_NARROW_WORDS = 1 << 14
+
+_FIELDS = tl.constexpr(11)
+_NARROW, _WIDE, _ALIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_REMEMBERED_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a launch reads: `jobs` int64 `[jobs, 11]`, `tiles` int32 `[tiles, 2]` (job, tile of the job)."""
+
+    word_bytes: int
+    jobs: torch.Tensor
+    tiles: torch.Tensor
+
+    def to(self, device: torch.device) -> "Plan":
+        """A copy on `device`, queued on its current stream through pinned memory, so that the host does not wait."""
+        jobs, tiles = (part.pin_memory().to(device, non_blocking=True) for part in (self.jobs, self.tiles))
+        return replace(self, jobs=jobs, tiles=tiles)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of both tensors."""
+        return self.jobs.nbytes + self.tiles.nbytes
+
+
+def partial_sums(pieces: "Sequence[Piece]") -> torch.Tensor:
+    """As `weightcast.wire.digest.partial_sums`, for checked pieces that all lie on one CUDA device."""
+    device = pieces[0].tensor.device
+    out = torch.zeros(len(pieces), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        # A plan of another stream may not have arrived yet: streams do not share plans.
+        key = (device, torch.cuda.current_stream().cuda_stream, tuple(map(_place, pieces)))
+        plans = _remembered.get(key)
+        grids: list[Grid] = []
+        if plans is None:
+            grids = [rows_of_runs(grid_of(piece)) for piece in pieces]
+            plans = tuple(plan.to(device) for plan in plans_of(grids))
+            # Copies of pieces lie elsewhere next time.
+            if all(grid.words.data_ptr() == piece.tensor.data_ptr() for grid, piece in zip(grids, pieces, strict=True)):
+                _remembered.put(key, plans)
+        for plan in plans:
+            launch(plan, out)
+    return out
+
+
+def rows_of_runs(grid: Grid) -> Grid:
+    """The grid itself if each of its rows is one run of adjacent words, else a contiguous copy of it."""
+    trailing = merge_levels(grid.words.shape[1:], grid.words.stride()[1:])
+    if grid.words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1):
+        return grid
+    return replace(grid, words=grid.words.contiguous())
+
+
+def plans_of(grids: Sequence[Grid]) -> list[Plan]:
+    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs."""
+    plans: list[Plan] = []
+    for word_bytes in (1, 2):
+        jobs = [
+            job
+            for index, grid in enumerate(grids)
+            if grid.words.itemsize == word_bytes and grid.words.numel()
+            for job in _jobs(grid, index)
+        ]
+        if not jobs:
+            continue
+        table = torch.tensor(jobs, dtype=torch.int64)
+        rows, cols, tile_rows = table[:, 1], table[:, 2], table[:, 10]
+        counts = (rows + tile_rows - 1) // tile_rows * ((cols + _COLS - 1) // _COLS)
+        job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
+        first_tile = counts.cumsum(0) - counts
+        tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
+        plans.append(Plan(word_bytes=word_bytes, jobs=table, tiles=tiles.to(torch.int32)))
+    return plans
+
+
+def launch(plan: Plan, out: torch.Tensor) -> None:
+    """Add the plan's sums to `out`, int64, on the current stream of the current device."""
+    _sum_tiles[(len(plan.tiles),)](
+        plan.jobs,
+        plan.tiles,
+        out,
+        WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
+        COLS=_COLS,
+        STEP=_STEP,
+        FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        maxnreg=_MAX_REGISTERS,
+    )
+
+
+def _jobs(grid: Grid, index: int) -> Iterator[tuple[int, ...]]:
+    """One row of `Plan.jobs` for every part of a grid whose columns are evenly spaced runs of the full columns."""
+    words, word_bytes = grid.words, grid.words.itemsize
+    levels = merge_levels(words.shape[1:], grid.column_strides)
+    run = levels.pop()[0] if levels and levels[-1][1] == 1 else 1
+    num_runs, run_stride = levels.pop() if levels else (1, run)
+    rows, cols, row_stride = words.shape[0], num_runs * run, words.stride(0)
+    narrow = cols < _NARROW_COLS
+    first = sum(at * stride for at, stride in zip(grid.column, grid.column_strides, strict=True))
+    for number, outer in enumerate(itertools.product(*(range(size) for size, _ in levels))):
+        address = words.data_ptr() + number * cols * word_bytes
+        unaligned = (address | cols * word_bytes | row_stride * word_bytes * (rows > 1)) % 16
+        yield (
+            address,
+            rows,
+            cols,
+            row_stride,
+            grid.row,
+            first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True)),
+            run,
+            run_stride,
+            index,
+            (_NARROW if narrow else _WIDE if unaligned else _ALIGNED).value,
+            max(1, _NARROW_WORDS // cols) if narrow else _ROWS,
+        )
+
+
+def _place(piece: "Piece") -> tuple[object, ...]:
+    """Everything about a piece that its jobs depend on."""
+    tensor = piece.tensor
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), piece.full_shape, piece.box
+
+
+class _Remembered:
+    """Plans by key, the least recently used forgotten when all together exceed `_REMEMBERED_BYTES`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[object, tuple[Plan, ...]] = OrderedDict()
+        self._size_bytes = 0
+
+    def get(self, key: object) -> tuple[Plan, ...] | None:
+        with self._lock:
+            plans = self._plans.get(key)
+            if plans is not None:
+                self._plans.move_to_end(key)
+            return plans
+
+    def put(self, key: object, plans: tuple[Plan, ...]) -> None:
+        with self._lock:
+            if key in self._plans:
+                return
+            self._plans[key] = plans
+            self._size_bytes += sum(plan.size_bytes for plan in plans)
+            while self._size_bytes > _REMEMBERED_BYTES and len(self._plans) > 1:
+                _, old = self._plans.popitem(last=False)
+                self._size_bytes -= sum(plan.size_bytes for plan in old)
+
+
+_remembered = _Remembered()
+
+
+@triton.jit
+def _coefficient(index, SEED: tl.constexpr):
+    x = index.to(tl.uint64) + SEED + _GOLDEN
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return ((x ^ (x >> 31)) | 1).to(tl.int64)
+
+
+@triton.jit
+def _column(index, first, cols, run, run_stride):
+    """The full tensor's column of column `index` of the job."""
+    column = index
+    if run < cols:
+        column = index // run * run_stride + index % run
+    return first + column
+
+
+@triton.jit
+def _sum_down(
+    words,
+    rows,
+    cols,
+    row_stride,
+    first_row,
+    COLS: tl.constexpr,
+    STEP: tl.constexpr,
+    VECTOR: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """Sum over rows of word * A(row) for each of COLS columns, int64 [COLS].
+
+    VECTOR is a promise: every row starts at a multiple of 16 bytes, and `cols` is a multiple of VECTOR words.
+    """
+    offsets = tl.arange(0, COLS)
+    inside = offsets < cols
+    low = tl.zeros([COLS], tl.int64)
+    high = tl.zeros([COLS], tl.int32)
+    for start in range(0, rows, STEP):
+        for i in tl.static_range(STEP):
+            row = start + i
+            places = words + row * row_stride + offsets
+            mask = inside & (row < rows)
+            if VECTOR > 1:
+                places = tl.max_contiguous(tl.multiple_of(places, 16), VECTOR)
+                mask = tl.max_constancy(mask, VECTOR)
+            word = tl.load(places, mask=mask, other=0).to(tl.int32)
+            # A word times a 64-bit number, as one 32 x 32 -> 64 bit product and one of 32 bits.
+            a = _coefficient(first_row + row, _SEED_A)
+            a_low = a.to(tl.int32)
+            a_high = ((a - a_low.to(tl.int64)) >> 32).to(tl.int32)
+            if FUSED:
+                # Written out, the compiler makes a 64 x 64 bit product of it.
+                low = tl.inline_asm_elementwise(
+                    "mad.wide.s32 $0, $1, $2, $3;",
+                    "=l,r,r,l",
+                    [word, a_low, low],
+                    dtype=tl.int64,
+                    is_pure=True,
+                    pack=1,
+                )
+            else:
+                low += word.to(tl.int64) * a_low.to(tl.int64)
+            high += word * a_high
+    return low + (high.to(tl.int64) << 32)
+
+
+@triton.jit
+def _sum_narrow(words, rows, cols, row_stride, first_row, first_col, run, run_stride, WORDS: tl.constexpr):
+    """Sum of word * A(row) * B(column) over a few columns: one word per lane, both coefficients computed for each."""
+    offsets = tl.arange(0, WORDS)
+    sums = tl.zeros([WORDS], tl.int64)
+    num_cols = cols.to(tl.int32)
+    num_words = rows.to(tl.int32) * num_cols
+    for at in range(0, num_words, WORDS):
+        row = (at + offsets) // num_cols
+        col = (at + offsets) % num_cols
+        word = tl.load(words + row * row_stride + col, mask=at + offsets < num_words, other=0).to(tl.int64)
+        a = _coefficient(first_row + row, _SEED_A)
+        b = _coefficient(_column(col.to(tl.int64), first_col, cols, run, run_stride), _SEED_B)
+        sums += word * a * b
+    return tl.sum(sums)
+
+
+@triton.jit
+def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, FUSED: tl.constexpr):
+    program = tl.program_id(0)
+    tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
+    job = jobs + tl.load(tiles + 2 * program) * _FIELDS
+    address = tl.load(job)
+    rows = tl.load(job + 1)
+    cols = tl.load(job + 2)
+    row_stride = tl.load(job + 3)
+    first_row = tl.load(job + 4)
+    first_col = tl.load(job + 5)
+    run = tl.load(job + 6)
+    run_stride = tl.load(job + 7)
+    index = tl.load(job + 8)
+    kind = tl.load(job + 9)
+    tile_rows = tl.load(job + 10)
+
+    col_tiles = (cols + COLS - 1) // COLS
+    row = tile // col_tiles * tile_rows
+    col = tile % col_tiles * COLS
+    rows = tl.minimum(rows - row, tile_rows)
+    start = address.to(tl.pointer_type(WORD)) + row * row_stride + col
+    first_row += row
+
+    if kind == _NARROW:
+        total = _sum_narrow(start, rows, cols, row_stride, first_row, first_col, run, run_stride, COLS // 4)
+    else:
+        if kind == _ALIGNED:
+            vector: tl.constexpr = 128 // WORD.primitive_bitwidth
+            sums = _sum_down(start, rows, cols - col, row_stride, first_row, COLS, STEP, vector, FUSED)
+        else:
+            sums = _sum_down(start, rows, cols - col, row_stride, first_row, COLS, STEP, 1, FUSED)
+        column = _column(col + tl.arange(0, COLS), first_col, cols, run, run_stride)
+        total = tl.sum(sums * _coefficient(column, _SEED_B))
+    tl.atomic_add(out + index, total, sem="relaxed")
