@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -29,7 +29,7 @@ def silent(what: str, done_bytes: int, total_bytes: int) -> None:
 
 
 @contextmanager
-def console_progress() -> Iterator[Progress]:
+def console_progress() -> Generator[Progress]:
     """A ``Progress`` on stderr: a bar with bytes per second on a terminal, a line every two seconds elsewhere."""
     if not sys.stderr.isatty():
         yield _PlainProgress()

@@ -74,7 +74,9 @@ class DemoConfig:
         if self.steps < 1:
             raise ConfigError(f"steps={self.steps}: at least one step")
         if not self.modes or len(set(self.modes)) != len(self.modes):
-            raise ConfigError(f"modes={list(self.modes)}: name each mode once", hint=f"one of {', '.join(get_args(Mode))}")
+            raise ConfigError(
+                f"modes={list(self.modes)}: name each mode once", hint=f"one of {', '.join(get_args(Mode))}"
+            )
         for mode in self.modes:
             if mode not in get_args(Mode):
                 raise ConfigError(f"mode {mode!r}: choose from {', '.join(get_args(Mode))}")

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ def ensure_smollm2(progress: Progress) -> Path:
     if folder.is_dir():
         return folder
     gguf_file = _gguf_file()
-    _require("gguf", "transformers", "accelerate")
+    require_packages("gguf", "transformers", "accelerate")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / f"{MODEL_NAME}.lock"):
         if folder.is_dir():  # another process made it while this one waited
@@ -81,6 +81,17 @@ def ensure_smollm2(progress: Progress) -> Path:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def require_packages(*packages: str) -> None:
+    """Check that these can be imported, without importing them.
+
+    Raises:
+        ConfigError: One cannot; the hint says what to install.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the demo needs the package {package}", hint=_INSTALL_HINT)
 
 
 def hf_name(gguf_name: str) -> str:
@@ -126,14 +137,8 @@ def _gguf_file() -> Path:
     raise ConfigError(f"the installed package {_PACKAGE} holds no GGUF file", hint=_INSTALL_HINT)
 
 
-def _require(*packages: str) -> None:
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the demo needs the package {package}", hint=_INSTALL_HINT)
-
-
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a process that dies
         yield

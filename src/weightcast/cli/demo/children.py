@@ -1,0 +1,166 @@
+"""Processes that the demo starts: each in a session of its own, with a log file, ended whatever happens.
+
+Knows process ids, signals and files; knows nothing of engines and trainers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from weightcast.errors import EngineFailure
+
+_GRACE_S = 15.0
+_POLL_S = 0.05
+
+
+class Child:
+    """One running process and its log."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.name = name
+        self.process = process
+        self.log = log
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal.
+
+        The process is looked at and not reaped, so its id stays its own until ``Children.close``.
+        """
+        if self.process.returncode is not None:
+            return self.process.returncode
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    @property
+    def output(self) -> IO[bytes]:
+        """Its stdout; only for a child started with ``pipe_stdout``."""
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def tail(self, *, lines: int = 20) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Children:
+    """All processes of one mode; a context manager that leaves none of them behind.
+
+    A process that is told to end gets fifteen seconds; then its whole session is killed.  If this process is itself
+    killed, a reaper does the same.
+    """
+
+    def __init__(self, log_folder: Path) -> None:
+        """Start with none.
+
+        Args:
+            log_folder: Where ``NAME.log`` goes for each child; created if missing.
+        """
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._log_folder = log_folder
+        self._running: list[Child] = []
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-m", "weightcast.cli.demo.reaper"], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str], pipe_stdout: bool = False) -> Child:
+        """Start one process.
+
+        Args:
+            name: For messages and the log file.
+            command: Program and arguments.
+            env: Its whole environment.
+            pipe_stdout: Keep stdout for ``Child.output``; else it goes to the log like stderr.
+        """
+        log = self._log_folder / f"{name}.log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipe_stdout else stream,
+                stderr=stream,
+                env=dict(env),
+                start_new_session=True,
+            )
+        self._tell_reaper(f"+{process.pid}")
+        child = Child(name, process, log)
+        self._running.append(child)
+        return child
+
+    def check(self) -> None:
+        """Look whether all still run or have ended well.
+
+        Raises:
+            EngineFailure: A child ended with an error; the message has the tail of its log.
+        """
+        failed = [child for child in self._running if child.exit_code not in (None, 0)]
+        if failed:
+            raise EngineFailure("\n".join(_describe(child) for child in failed))
+
+    def wait(self, children: Sequence[Child], *, timeout_s: float) -> None:
+        """Return when these have ended well.
+
+        Raises:
+            EngineFailure: One ended with an error or not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while any(child.exit_code is None for child in children):
+            self.check()
+            if time.monotonic() > deadline:
+                names = ", ".join(child.name for child in children if child.exit_code is None)
+                raise EngineFailure(f"{names}: still running {timeout_s:g} s after the last step")
+            time.sleep(_POLL_S)
+        self.check()
+
+    def close(self) -> None:
+        """End every child, youngest first, and the reaper; safe to call twice."""
+        for child in self._running:
+            child.process.terminate()  # the leader alone: an engine ends its own ranks
+        deadline = time.monotonic() + _GRACE_S
+        while self._running:
+            child = self._running[-1]
+            while child.exit_code is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            # Before the leader is reaped its id cannot be given away, so this hits its own session and no other.
+            with suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+            child.process.wait()
+            if child.process.stdout is not None:
+                child.process.stdout.close()
+            self._tell_reaper(f"-{child.process.pid}")
+            self._running.pop()
+        if self._reaper.stdin is not None and not self._reaper.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._reaper.stdin.close()
+            self._reaper.wait()
+
+    def _tell_reaper(self, line: str) -> None:
+        if self._reaper.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._reaper.stdin.write(f"{line}\n".encode())
+                self._reaper.stdin.flush()
+
+
+def _describe(child: Child) -> str:
+    code = child.exit_code or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{child.name} {how}; the end of {child.log}:\n{child.tail()}"

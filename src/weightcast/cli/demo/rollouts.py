@@ -1,0 +1,166 @@
+"""Completions from engines, over the endpoint that every OpenAI-compatible server has.
+
+Knows HTTP and token ids; knows nothing of rewards, training or weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from weightcast.comm.http import Client
+from weightcast.config import Target
+from weightcast.errors import DeadlineExceeded, TargetRejected, TargetUnreachable
+
+_HEALTH_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled completion.
+
+    Attributes:
+        text: Without special tokens.
+        token_ids: The end-of-text token included, if it was sampled.
+        logprobs: Natural log-probability of each token under the engine's weights, at temperature 1.
+        finished: True if the model ended it, False if it ran into ``max_tokens``.
+        version: Version of the weights that sampled it.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+    version: int
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct):
+    text: str
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: str
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    weight_version: int
+
+
+_reply_decoder = msgspec.json.Decoder(_Reply, strict=False)  # not strict: some servers write the version as text
+
+
+class Engines:
+    """Several engines that serve the same model; prompts are dealt out in turn."""
+
+    def __init__(self, urls: Sequence[str], *, timeout_s: float) -> None:
+        self._clients = [Client(Target(url), timeout_s=timeout_s) for url in urls]
+        self._pool = ThreadPoolExecutor(max_workers=8 * len(urls), thread_name_prefix="rollout")
+
+    def wait_ready(self, *, timeout_s: float) -> None:
+        """Return when every engine answers ``/health``.
+
+        Raises:
+            DeadlineExceeded: One does not; ``who`` is its URL.
+        """
+        deadline = time.monotonic() + timeout_s
+        for client in self._clients:
+            while not _healthy(client):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(who=client.target.url, waiting_for="GET /health", timeout_s=timeout_s)
+                time.sleep(_HEALTH_INTERVAL_S)
+
+    def sample(
+        self, prompts: Sequence[list[int]], *, group_size: int, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        """``group_size`` completions at temperature 1 for each prompt, from all engines at once.
+
+        Args:
+            prompts: Token ids.
+            group_size: Completions for each prompt.
+            max_tokens: Longest completion.
+            seed: Of the first prompt; each following one takes the next number.
+
+        Raises:
+            TargetError, DeadlineExceeded, WireError: As ``Client.post_json``.
+        """
+        waiting = [
+            self._pool.submit(
+                _complete, client, prompt, group_size=group_size, max_tokens=max_tokens, seed=seed + number
+            )
+            for number, (client, prompt) in enumerate(zip(itertools.cycle(self._clients), prompts, strict=False))
+        ]
+        return [future.result() for future in waiting]
+
+    def close(self) -> None:
+        """Drop every connection."""
+        self._pool.shutdown(cancel_futures=True)
+        for client in self._clients:
+            client.close()
+
+
+def completion_request(prompt: list[int], *, group_size: int, max_tokens: int, seed: int) -> bytes:
+    """The JSON body of ``POST /v1/completions``."""
+    body = {
+        "prompt": prompt,
+        "n": group_size,
+        "max_tokens": max_tokens,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    return msgspec.json.encode(body)
+
+
+def parse_completions(reply: bytes, *, url: str) -> list[Completion]:
+    """The completions in an answer of ``POST /v1/completions``.
+
+    Raises:
+        TargetRejected: The answer lacks token ids, log-probabilities or the version.
+    """
+    try:
+        decoded = _reply_decoder.decode(reply)
+    except msgspec.MsgspecError as error:
+        raise TargetRejected(
+            f"{url}: POST /v1/completions: the answer is not what was asked for: {error}", url=url
+        ) from error
+    completions = [
+        Completion(
+            text=choice.text,
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs.token_logprobs,
+            finished=choice.finish_reason == "stop",
+            version=decoded.weight_version,
+        )
+        for choice in decoded.choices
+    ]
+    for completion in completions:
+        if len(completion.token_ids) != len(completion.logprobs) or not completion.token_ids:
+            raise TargetRejected(
+                f"{url}: {len(completion.token_ids)} token ids but {len(completion.logprobs)} log-probabilities",
+                url=url,
+            )
+    return completions
+
+
+def _complete(client: Client, prompt: list[int], *, group_size: int, max_tokens: int, seed: int) -> list[Completion]:
+    body = completion_request(prompt, group_size=group_size, max_tokens=max_tokens, seed=seed)
+    return parse_completions(client.post_json("/v1/completions", body), url=client.target.url)
+
+
+def _healthy(client: Client) -> bool:
+    try:
+        client.get_json("/health", timeout_s=5.0)
+    except (TargetUnreachable, TargetRejected, DeadlineExceeded):
+        return False  # still starting; the caller has the deadline
+    return True
