@@ -61,8 +61,9 @@ class UpdateConfig:
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
         timeout_s: Deadline of each single wait, in seconds.
         on_failure: ``"raise"``, or ``"quarantine"``: go on with the healthy targets and report the rest.
-        wire_dtype: Cast floating-point tensors to this dtype before they are sent, e.g. ``"bfloat16"``; None keeps them.
+        wire_dtype: Cast floating-point tensors to this before they are sent, e.g. ``"bfloat16"``; None keeps them.
         allow_older: Accept a version lower than the one an engine serves (a trainer resumed from a checkpoint).
+        behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
         rendezvous_host: Address of this process that engines can reach; None asks the routing table.
     """
 
@@ -75,6 +76,7 @@ class UpdateConfig:
     on_failure: OnFailure = "raise"
     wire_dtype: str | None = None
     allow_older: bool = False
+    behaviour_tolerance: float = 0.1
     rendezvous_host: str | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class Exporter(Protocol):
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor of an update, Hugging Face names, wire dtypes, the same order on every rank.  No communication."""
+        """Every tensor of an update: Hugging Face names, wire dtypes, one order on all ranks.  No communication."""
         ...
 
     def shards(self) -> Iterator[Shard]:
@@ -156,6 +156,10 @@ class Transport(Protocol):
         """Create what the membership needs (groups); does nothing if it is there already."""
         ...
 
+    def settle(self) -> None:
+        """Return when nothing is under way any more, whatever became of it."""
+        ...
+
     def send(self, bucket: Bucket, handles: Sequence[MemoryHandle]) -> None:
         """Start sending; returns before the bucket may be reused."""
         ...
@@ -171,6 +175,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Let go of groups and buffers on both sides; safe to call twice."""
         ...
-
-
-JsonObject = dict[str, Any]

@@ -1,0 +1,1 @@
+"""Mechanisms that know bytes and ranks, and no engine."""

@@ -1,0 +1,1 @@
+"""Who is in: what each engine is, and whether it takes part."""

@@ -1,0 +1,1 @@
+"""How buckets travel: lifetimes, order, failure.  Engines are the adapters' business."""

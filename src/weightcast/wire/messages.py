@@ -33,11 +33,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 GroupName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
-class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Common settings: immutable, keyword-only, unknown fields refused."""
-
-
-class Owner(_Wire):
+class Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer process that owns a session, for error messages.
 
     Attributes:
@@ -49,7 +45,7 @@ class Owner(_Wire):
     pid: Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
-class MemoryHandle(_Wire):
+class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A bucket buffer that a process on the same host can map.
 
     Attributes:
@@ -61,7 +57,7 @@ class MemoryHandle(_Wire):
         fd: For ``shm``, its descriptor there.
         handle: For ``cuda``, the handle of the allocation.
         offset_bytes: For ``cuda``, where the buffer starts in the allocation.
-        event: For ``cuda``, the handle of the event that says the buffer is filled; empty if it was filled and waited for.
+        event: For ``cuda``, the handle of the event that says the buffer is filled; empty if it already is.
     """
 
     kind: Literal["cuda", "shm"]
@@ -75,13 +71,13 @@ class MemoryHandle(_Wire):
     event: Annotated[bytes, Meta(max_length=256)] = b""
 
 
-class IpcSource(_Wire, tag="ipc"):
+class IpcSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ipc"):
     """The bucket lies in memory that this host shares: one handle for each trainer rank that filled one."""
 
     handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
 
 
-class BroadcastSource(_Wire, tag="broadcast"):
+class BroadcastSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="broadcast"):
     """The bucket comes by a broadcast from rank 0 of the named group."""
 
     group: GroupName
@@ -90,7 +86,7 @@ class BroadcastSource(_Wire, tag="broadcast"):
 Source = IpcSource | BroadcastSource
 
 
-class Open(_Wire, tag="open"):
+class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="open"):
     """Start an update.  Refused, with nothing changed, if it does not fit the model or the state.
 
     Attributes:
@@ -117,7 +113,7 @@ class Open(_Wire, tag="open"):
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
 
 
-class Join(_Wire, tag="join"):
+class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
     """Join a process group across both worlds.  Needs no session; the group outlives an update.
 
     Attributes:
@@ -141,7 +137,7 @@ class Join(_Wire, tag="join"):
     timeout_s: Seconds
 
 
-class Leave(_Wire, tag="leave"):
+class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
     """Leave a group and let go of mapped buffers.  Leaving what was never joined is fine.
 
     Attributes:
@@ -151,7 +147,7 @@ class Leave(_Wire, tag="leave"):
     group: GroupName | None = None
 
 
-class Announce(_Wire, tag="announce"):
+class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="announce"):
     """A bucket is coming: where from, and what is in it.  Answered when it has been taken over."""
 
     session: Session
@@ -159,7 +155,7 @@ class Announce(_Wire, tag="announce"):
     source: Source
 
 
-class Close(_Wire, tag="close"):
+class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
     """No more buckets.  Answered with the digests of what arrived and what is missing, if anything.
 
     Attributes:
@@ -171,7 +167,7 @@ class Close(_Wire, tag="close"):
     buckets: Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
-class Commit(_Wire, tag="commit"):
+class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="commit"):
     """Make the new weights live: pause, switch, run the finishers, prove, stamp the version, resume.
 
     Attributes:
@@ -183,7 +179,7 @@ class Commit(_Wire, tag="commit"):
     expected: dict[str, Annotated[str, Meta(max_length=64)]] = {}
 
 
-class Abort(_Wire, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
     """End the session without a commit.  Answered when nothing of it is left.
 
     Attributes:
@@ -195,7 +191,7 @@ class Abort(_Wire, tag="abort"):
     reason: Text = ""
 
 
-class Readback(_Wire, tag="readback"):
+class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="readback"):
     """Digest what is live now, through the loader's layout.  Changes nothing."""
 
 
@@ -204,7 +200,7 @@ Message = Open | Join | Leave | Announce | Close | Commit | Abort | Readback
 State = Literal["serving", "updating", "quarantined"]
 
 
-class Held(_Wire):
+class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Partial digest of the part of a source tensor that one rank keeps.
 
     Attributes:
@@ -220,7 +216,7 @@ class Held(_Wire):
     total: int
 
 
-class RankAck(_Wire):
+class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Answer of one engine rank.
 
     Attributes:
@@ -254,7 +250,7 @@ class RankAck(_Wire):
     peak_extra_bytes: int = 0
 
 
-class Ack(_Wire):
+class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Answer of one engine to one message.
 
     Attributes:
@@ -298,7 +294,7 @@ class Ack(_Wire):
     peak_extra_bytes: int = 0
 
 
-class RankInfo(_Wire):
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where one engine rank runs.
 
     Attributes:
@@ -312,7 +308,7 @@ class RankInfo(_Wire):
     device: str
 
 
-class EngineInfo(_Wire):
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine with our receiver says of itself.
 
     Attributes:

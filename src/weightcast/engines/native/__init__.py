@@ -1,0 +1,1 @@
+"""Engines with the weightcast receiver."""

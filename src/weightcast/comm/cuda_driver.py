@@ -1,0 +1,112 @@
+"""The four calls of the CUDA driver that share an allocation between processes.
+
+torch's own sharing (``_share_cuda_``) counts one reader for each export; a bucket has as many readers as there are
+engine ranks, so its counter would never come back to zero and the memory would stay in limbo.  The driver's handles
+have no such count: who opens closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from weightcast.errors import WeightcastError
+
+_HANDLE_BYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class DriverError(WeightcastError):
+    """A call of the CUDA driver failed."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * _HANDLE_BYTES)]
+
+
+@cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(f"no CUDA driver: {error}") from error
+    driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+    driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
+    driver.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
+    driver.cuMemGetAddressRange_v2.argtypes = [
+        ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_uint64,
+    ]
+    return driver
+
+
+def _call(name: str, *args: Any) -> None:
+    driver = _driver()
+    code = getattr(driver, name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+
+
+def _make_current(device: torch.device) -> None:
+    """Make the device's primary context current in this thread; the driver, unlike the runtime, leaves that to us."""
+    torch.cuda.set_device(device)
+    torch.cuda.current_stream(device).query()
+
+
+def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
+    """Handle of the allocation that holds ``pointer``, and the pointer's offset in it in bytes.
+
+    Raises:
+        DriverError: The allocation cannot be shared (virtual memory of expandable segments, say).
+    """
+    _make_current(device)
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
+    return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES), pointer - base.value
+
+
+def open_memory(handle: bytes, device: torch.device) -> int:
+    """Map another process's allocation; its address here.
+
+    Raises:
+        DriverError: Not a handle, the owner is gone, or the devices cannot reach each other.
+    """
+    if len(handle) != _HANDLE_BYTES:
+        raise DriverError(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
+    _make_current(device)
+    pointer = ctypes.c_uint64()
+    raw = _Handle()
+    ctypes.memmove(ctypes.byref(raw), handle, _HANDLE_BYTES)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), raw, _LAZY_ENABLE_PEER_ACCESS)
+    return pointer.value
+
+
+def close_memory(pointer: int, device: torch.device) -> None:
+    """Unmap what ``open_memory`` mapped."""
+    _make_current(device)
+    _call("cuIpcCloseMemHandle", pointer)
+
+
+class _Region:
+    """Memory by address, in the form that torch reads (``__cuda_array_interface__``, version 3)."""
+
+    def __init__(self, pointer: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+def as_tensor(pointer: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory at ``pointer`` as a flat uint8 tensor; no copy.  The caller keeps it mapped."""
+    return torch.as_tensor(_Region(pointer, size_bytes), device=device)

@@ -1,0 +1,272 @@
+"""A process group across two worlds: the trainer's head and every engine rank.
+
+Built from a store of its own, so neither side's default group is touched or even needed.  It knows ranks
+and bytes; engines, sessions and buckets are other people's business.
+
+Every wait has a deadline of ours.  The backend's own timeout is set far beyond it: NCCL's watchdog ends the
+whole process when *its* timeout passes, which would take an engine down with a dead trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
+
+BackendName = Literal["nccl", "gloo"]
+_NEVER = timedelta(days=1)
+_FIRST_POLL_S = 5e-5
+_LONGEST_POLL_S = 2e-3
+
+
+class GroupFailed(WeightcastError):
+    """The group cannot be used any more: a peer died, or somebody aborted it."""
+
+
+def local_address_towards(host: str, port: int) -> str:
+    """Address of this host on the route to another one; no packet is sent.
+
+    Raises:
+        GroupFailed: The name does not resolve, or there is no route.
+    """
+    try:
+        family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise GroupFailed(f"no route to {host}: {error}") from error
+
+
+def backend_for(device: torch.device) -> BackendName:
+    """``nccl`` for CUDA tensors, ``gloo`` for host tensors."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class Rendezvous:
+    """Where the members of a group meet: a store that the head listens on."""
+
+    def __init__(self, *, host: str, timeout_s: float) -> None:
+        """Listen on a free port of all interfaces.
+
+        Args:
+            host: Address under which engines can reach this process.
+            timeout_s: Deadline of each operation on the store, in seconds.
+        """
+        self.host = host
+        self.store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
+        )
+        self.port: int = self.store.port
+
+
+class WorldGroup:
+    """One member's end of the group.
+
+    Thread rule: one thread at a time calls ``broadcast`` or ``receive``; ``abort`` may come from any other.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: dist.Store,
+        name: str,
+        token: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        address: str,
+        timeout_s: float,
+    ) -> None:
+        """Meet the others.  Returns when all are there and a first byte has gone round.
+
+        Raises:
+            DeadlineExceeded: Somebody did not come in time.
+            GroupFailed: Somebody came and died.
+        """
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._aborted = threading.Event()
+        self._why = ""
+        store = dist.PrefixStore(f"weightcast/{token}", store)
+        # Creating a gloo group, and the first collective of an nccl one, block inside the backend without
+        # a deadline that we control; so they run on a thread that can be left behind.
+        self._group: Any = None
+        made: list[BaseException | None] = []
+
+        def make() -> None:
+            try:
+                self._group = _new_group(store, rank, world_size, device, address, timeout_s)
+                hello = torch.zeros(1, dtype=torch.uint8, device=device)
+                self._finish(self._start(hello), "the first byte", timeout_s)
+                made.append(None)
+            except (RuntimeError, ValueError, WeightcastError) as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make, name=f"weightcast-join-{name}", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if not made:
+            self.abort("the others did not come in time")
+            raise DeadlineExceeded(
+                who=f"group {name}",
+                waiting_for=f"all {world_size} members to meet",
+                timeout_s=timeout_s,
+                hint="check that every engine can reach the trainer's address and port, and that the interfaces agree "
+                "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+            )
+        if made[0] is not None:
+            self.abort(str(made[0]))
+            if isinstance(made[0], DeadlineExceeded):
+                raise made[0]
+            raise GroupFailed(f"group {name}: could not meet: {made[0]}") from made[0]
+
+    @staticmethod
+    def join(
+        *,
+        host: str,
+        port: int,
+        name: str,
+        token: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> WorldGroup:
+        """Connect to a head's ``Rendezvous`` and meet the others.
+
+        Raises:
+            DeadlineExceeded, GroupFailed: As the constructor; also when nothing listens at host and port.
+        """
+        try:
+            store = dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except (RuntimeError, ValueError) as error:
+            raise GroupFailed(
+                f"group {name}: nothing to meet at {host}:{port}: {error}",
+                hint=f"open TCP {port} from here to {host}, or pass an address that this host can reach",
+            ) from error
+        return WorldGroup(
+            store=store,
+            name=name,
+            token=token,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            address=local_address_towards(host, port),
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def alive(self) -> bool:
+        """False after an abort."""
+        return not self._aborted.is_set()
+
+    def start_broadcast(self, data: torch.Tensor) -> Any:
+        """Enter the broadcast of flat uint8 ``data`` from rank 0; returns a handle for ``finish``."""
+        self._check()
+        return self._start(data)
+
+    def finish(self, work: Any, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
+        """Wait for a broadcast.  After it, ``data`` is complete on this rank, not merely enqueued.
+
+        Args:
+            work: From ``start_broadcast``.
+            what: For the error, e.g. ``"bucket 3"``.
+            timeout_s: Deadline in seconds.
+            poll: Called between looks; may raise to give up (a peer was seen to refuse).
+
+        Raises:
+            DeadlineExceeded: The deadline passed; the group is unusable now.
+            GroupFailed: A peer died or the group was aborted.
+        """
+        self._finish(work, what, timeout_s, poll)
+
+    def broadcast(self, data: torch.Tensor, *, what: str, timeout_s: float) -> None:
+        """``start_broadcast`` and ``finish`` in one."""
+        self.finish(self.start_broadcast(data), what=what, timeout_s=timeout_s)
+
+    def abort(self, why: str) -> None:
+        """Make every wait in this process end now.  Safe to call twice and from any thread."""
+        if self._aborted.is_set():
+            return
+        self._why = why
+        self._aborted.set()
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Let go of the group; safe to call twice."""
+        self.abort("closed")
+        self._group = None
+
+    def _check(self) -> None:
+        if self._aborted.is_set() or self._group is None:
+            raise GroupFailed(f"group {self.name}: {self._why or 'not there'}")
+
+    def _start(self, data: torch.Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            return self._group.broadcast([data], options)
+        except RuntimeError as error:
+            raise GroupFailed(f"group {self.name}: {_first_line(error)}") from error
+
+    def _finish(self, work: Any, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _FIRST_POLL_S
+        while not work.is_completed():
+            if poll is not None:
+                poll()
+            self._check()
+            if time.monotonic() > deadline:
+                self.abort(f"waited {timeout_s:g} s for {what}")
+                raise DeadlineExceeded(who=f"group {self.name}", waiting_for=what, timeout_s=timeout_s)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, _LONGEST_POLL_S)
+        self._check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.abort(_first_line(error))
+            raise GroupFailed(f"group {self.name}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:300]
+
+
+def _new_group(
+    store: dist.Store, rank: int, world_size: int, device: torch.device, address: str, timeout_s: float
+) -> Any:
+    backends: Any = dist
+    if device.type == "cuda":
+        if not dist.is_nccl_available():
+            raise ConfigError("this torch has no nccl", hint="use --via ipc, or an engine on the CPU")
+        torch.cuda.set_device(device)
+        options = backends.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER
+        return backends.ProcessGroupNCCL(store, rank, world_size, options)
+    options = backends.ProcessGroupGloo._Options()
+    # Gloo's own timeout bounds the connecting too, and a gloo wait that we gave up must end some day.
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 2
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        options._devices = [backends.ProcessGroupGloo.create_default_device()]
+    else:
+        # Gloo's default is the interface that the host's name resolves to, which need not reach the other side.
+        options._devices = [backends.ProcessGroupGloo.create_device(hostname=address)]
+    return backends.ProcessGroupGloo(store, rank, world_size, options)

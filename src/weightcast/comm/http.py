@@ -1,0 +1,164 @@
+"""HTTP to an engine: one client, deadlines, bearer key, the engine's own words in every error.
+
+It knows URLs and bytes, no engine's routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from weightcast.config import Target
+from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
+
+_FRAME_BYTES = 4
+_MAX_REPLY_BYTES = 512 << 20
+
+
+class Client:
+    """HTTP to one target.  Thread-safe; ``close`` is safe to call twice."""
+
+    def __init__(self, target: Target, *, timeout_s: float) -> None:
+        headers = {"content-type": "application/json"}
+        if target.api_key is not None:
+            headers["authorization"] = f"Bearer {target.api_key}"
+        self.target = target
+        self._timeout_s = timeout_s
+        # trust_env=False: a proxy from the environment would sit between the trainer and the engine it is told of.
+        self._client = httpx.Client(
+            base_url=target.url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
+            limits=httpx.Limits(max_connections=8),
+            trust_env=False,
+        )
+
+    def get_json(self, path: str, *, timeout_s: float | None = None) -> bytes:
+        """GET; the body of a 200."""
+        return self._ask("GET", path, b"", timeout_s)
+
+    def post_json(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
+        """POST JSON bytes; the body of the answer.
+
+        Raises:
+            TargetUnreachable: Nothing listens there, or the name does not resolve.
+            DeadlineExceeded: No answer within the deadline.
+            TargetLost: The connection broke after the request was sent.
+            TargetRejected: A status of 400 or more, with the engine's own words.
+        """
+        return self._ask("POST", path, body, timeout_s)
+
+    def open_lease(self, path: str, body: bytes, *, timeout_s: float | None = None) -> tuple[bytes, Lease]:
+        """POST and keep the answer's stream open: closing it tells the engine that the caller is gone.
+
+        Returns:
+            The first frame of the answer and the lease.
+        """
+        url = self.target.url
+        request = self._client.build_request("POST", path, content=body, timeout=self._timeouts(timeout_s))
+        try:
+            response = self._client.send(request, stream=True)
+            if response.status_code >= 400:
+                response.read()
+                raise self._refusal("POST", path, response)
+            chunks = response.iter_raw()
+            return _read_frame(chunks), Lease(response, chunks)
+        except httpx.TimeoutException as error:
+            raise self._late("POST", path, timeout_s, error) from error
+        except httpx.ConnectError as error:
+            raise self._unreachable(error) from error
+        except (httpx.TransportError, EOFError) as error:
+            raise TargetLost(f"{url}: connection broke during POST {path}: {error}", url=url) from error
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._client.close()
+
+    def _timeouts(self, timeout_s: float | None) -> httpx.Timeout:
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        return httpx.Timeout(limit, connect=min(limit, 10.0))
+
+    def _ask(self, method: str, path: str, body: bytes, timeout_s: float | None) -> bytes:
+        url = self.target.url
+        try:
+            response = self._client.request(method, path, content=body, timeout=self._timeouts(timeout_s))
+        except httpx.ConnectTimeout as error:
+            raise self._unreachable(error) from error
+        except httpx.TimeoutException as error:
+            raise self._late(method, path, timeout_s, error) from error
+        except httpx.ConnectError as error:
+            raise self._unreachable(error) from error
+        except httpx.TransportError as error:
+            raise TargetLost(f"{url}: connection broke during {method} {path}: {error}", url=url) from error
+        if response.status_code >= 400:
+            raise self._refusal(method, path, response)
+        return response.content
+
+    def _refusal(self, method: str, path: str, response: httpx.Response) -> TargetRejected:
+        hints = {
+            401: "pass the engine's key: Target(url, api_key=...) or --api-key",
+            403: "pass the engine's key: Target(url, api_key=...) or --api-key",
+            404: "this server has no such route; is it an engine with the weightcast receiver?",
+        }
+        return TargetRejected(
+            f"{self.target.url} refused {method} {path} with status {response.status_code}: {_words(response)}",
+            url=self.target.url,
+            hint=hints.get(response.status_code),
+        )
+
+    def _unreachable(self, error: Exception) -> TargetUnreachable:
+        url = self.target.url
+        return TargetUnreachable(
+            f"{url}: cannot connect: {error}",
+            url=url,
+            hint="check host and port; is the engine up? try `weightcast status`",
+        )
+
+    def _late(self, method: str, path: str, timeout_s: float | None, error: Exception) -> DeadlineExceeded:
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        late = DeadlineExceeded(who=self.target.url, waiting_for=f"the answer to {method} {path}", timeout_s=limit)
+        late.__cause__ = error
+        return late
+
+
+class Lease:
+    """An answer that is kept open on purpose."""
+
+    def __init__(self, response: httpx.Response, chunks: Iterator[bytes]) -> None:
+        self._response = response
+        self._chunks = chunks  # httpx closes the connection when this is collected
+
+    def close(self) -> None:
+        """Let go; safe to call twice."""
+        self._response.close()
+
+
+def _read_frame(chunks: Iterator[bytes]) -> bytes:
+    """First frame of a stream: a 4-byte big-endian length and that many bytes."""
+    data = b""
+    while len(data) < _FRAME_BYTES or len(data) < _FRAME_BYTES + int.from_bytes(data[:_FRAME_BYTES], "big"):
+        if len(data) >= _FRAME_BYTES and int.from_bytes(data[:_FRAME_BYTES], "big") > _MAX_REPLY_BYTES:
+            raise EOFError("the first frame is too large to be an answer")
+        chunk = next(chunks, None)
+        if chunk is None:
+            raise EOFError("the answer ended early")
+        data += chunk
+    return data[_FRAME_BYTES : _FRAME_BYTES + int.from_bytes(data[:_FRAME_BYTES], "big")]
+
+
+def _words(response: httpx.Response) -> str:
+    """The engine's own words, whatever envelope it put them in."""
+    try:
+        body: Any = response.json()
+    except ValueError:
+        return response.text.strip()[:500] or "no text"
+    fields: dict[str, Any] = body if isinstance(body, dict) else {}
+    for key in ("error", "detail", "message"):
+        inner: Any = fields.get(key)
+        if isinstance(inner, dict):
+            inner = inner.get("message", inner)
+        if inner:
+            return str(inner)[:2000]
+    return response.text.strip()[:500]

@@ -1,0 +1,39 @@
+"""Ask a server what it is.  The server is asked, never the packages that this process happens to have."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightcast.comm.http import Client
+from weightcast.errors import ConfigError, TargetRejected
+from weightcast.wire.messages import PROTOCOL, EngineInfo
+
+
+def probe(client: Client) -> EngineInfo:
+    """What the engine behind a client is and serves.
+
+    Raises:
+        TargetUnreachable, DeadlineExceeded: Nothing answers there.
+        TargetRejected: It answers and refuses (a wrong key, say).
+        ConfigError: It answers, but is no engine that weightcast can update.
+    """
+    url = client.target.url
+    try:
+        body = client.get_json("/weightcast/info")
+    except TargetRejected as error:
+        if "status 404" in str(error) or "status 405" in str(error):
+            raise ConfigError(
+                f"{url} answers, but has no weightcast receiver",
+                hint="start the engine with `weightcast serve`, or check the port",
+            ) from error
+        raise
+    try:
+        info = msgspec.json.decode(body, type=EngineInfo)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{url} answers /weightcast/info with something else: {error}") from None
+    if info.protocol != PROTOCOL:
+        raise ConfigError(
+            f"{url} speaks protocol {info.protocol}, this weightcast speaks {PROTOCOL}",
+            hint="install the same version of weightcast on both sides",
+        )
+    return info

@@ -1,0 +1,296 @@
+"""One engine rank: the only place that knows what a message means.
+
+``WeightReceiver`` sits beside a model and answers messages.  It can be embedded in any engine that has the model in
+its process: give it the model, the model's ``load_weights`` and what must be done after new weights are in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal, assert_never
+
+import torch
+from torch import nn
+
+from weightcast.comm.memory import PeakMemory
+from weightcast.errors import ConfigError, Refused, WeightcastError
+from weightcast.receiver.loader import Finisher, Loader, residents_of
+from weightcast.receiver.recorder import LoadWeights
+from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.receiver.staging import choose_place
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.digest import Box, Piece, add_partial, as_unsigned, finish, partial_sums, sha256_digest
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    Close,
+    Commit,
+    IpcSource,
+    Join,
+    Leave,
+    Message,
+    Open,
+    RankAck,
+    Readback,
+)
+
+StagingChoice = Literal["auto", "device", "host", "none"]
+
+
+class WeightReceiver:
+    """Receives updates for one rank's model.
+
+    Thread rule: ``apply`` is called by one thread at a time; ``interrupt`` by any other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        load_weights: LoadWeights,
+        expected: Sequence[TensorSpec] | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        device: torch.device | str = "cpu",
+        finishers: Sequence[Finisher] = (),
+        draft: nn.Module | None = None,
+        staging: StagingChoice = "auto",
+    ) -> None:
+        """Learn the model's loader and make room for a second version.
+
+        Args:
+            model: This rank's part of the model.
+            load_weights: Takes ``(name, tensor)`` pairs of whole tensors and keeps this rank's slices.
+            expected: Every tensor of a full update, whole; None takes the model's own parameters and buffers.
+            tp_rank: This rank.
+            tp_size: How many there are.
+            device: Where the parameters live.
+            finishers: Called once after new weights are live (rebuild captured graphs, say).
+            draft: A draft model beside it; its parameters are reported as not updated.
+            staging: Where a new version waits for its commit; ``auto`` takes the device, else the host, else nothing.
+
+        Raises:
+            ConfigError: The staging asked for is not possible, or the loader writes a parameter twice.
+        """
+        self.rank = tp_rank
+        self.tp_size = tp_size
+        self.device = torch.device(device)
+        if str(self.device) == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if expected is None:
+            if tp_size > 1:
+                raise ConfigError("a tensor-parallel rank must be told which whole tensors to expect")
+            expected = [TensorSpec.of(name, tensor) for name, tensor in residents_of(model).items()]
+        self.loader = Loader(model, load_weights=load_weights, expected=expected, finishers=finishers)
+        place = "none" if staging == "auto" and not self.loader.can_stage else staging
+        self.loader.stage(choose_place(place, size_bytes=self.loader.size_bytes, device=self.device))
+        self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
+        self._memory = SharedMemorySource(self.device)
+        self._broadcast = BroadcastSource(self.device)
+        self._open: Open | None = None
+        self._committed = ""
+        self._interrupted = threading.Event()
+        self._received: list[tuple[TensorSpec, torch.Tensor]] = []
+        self._hashed: dict[str, str] = {}
+        self._peak: PeakMemory | None = None
+        self._load_s = self._verify_s = 0.0
+
+    def apply(self, message: Message) -> RankAck:
+        """Do what the message asks; never raises for what the world did, the answer says it."""
+        self._load_s = self._verify_s = 0.0
+        try:
+            return self._apply(message)
+        except Refused as error:
+            return self._ack(ok=False, refused=True, error=_text(error))
+        except (WeightcastError, RuntimeError, OSError, ValueError) as error:
+            return self._ack(ok=False, error=_text(error))
+
+    def interrupt(self, reason: str) -> None:
+        """End a wait for the trainer now; the message that waits is answered with a failure."""
+        self._interrupted.set()
+        self._broadcast.interrupt(reason)
+
+    def close(self) -> None:
+        """Let go of groups and mapped memory; safe to call twice."""
+        self._memory.close()
+        self._broadcast.close()
+
+    def _apply(self, message: Message) -> RankAck:
+        match message:
+            case Open():
+                return self._begin(message)
+            case Join():
+                self._interrupted.clear()
+                self._broadcast.join(message, rank=self.rank)
+                return self._ack()
+            case Leave():
+                if message.group is not None:
+                    self._broadcast.leave(message.group)
+                self._memory.close()
+                self._broadcast.trim()
+                return self._ack()
+            case Announce():
+                return self._take(message)
+            case Close():
+                return self._count(message)
+            case Commit():
+                return self._commit(message)
+            case Abort():
+                return self._abort(message)
+            case Readback():
+                return self._ack(held=True)
+            case _:
+                assert_never(message)
+
+    def _begin(self, message: Open) -> RankAck:
+        self.loader.check(message.specs)
+        self.loader.begin()
+        self._open = message
+        self._committed = ""
+        self._received.clear()
+        self._hashed.clear()
+        self._interrupted.clear()
+        self._peak = PeakMemory(self.device)
+        self._peak.__enter__()
+        return self._ack()
+
+    def _take(self, message: Announce) -> RankAck:
+        session = self._session(message.session)
+        started = time.monotonic()
+        if isinstance(message.source, IpcSource):
+            bucket = self._memory.read(message.layout, message.source.handles)
+        else:
+            bucket = self._broadcast.read(message.layout, message.source.group, timeout_s=session.timeout_s)
+        if self._interrupted.is_set():
+            raise Refused("interrupted")
+        arrived = time.monotonic()
+        if session.verify != "none":
+            self._digest(bucket, session)
+        digested = time.monotonic()
+        self.loader.load(bucket)
+        if isinstance(message.source, IpcSource):
+            # The trainer may overwrite its buffer as soon as it has our answer.
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        else:
+            self._broadcast.release()
+        self._verify_s = digested - arrived
+        self._load_s = time.monotonic() - digested + (arrived - started if self.device.type == "cuda" else 0.0)
+        return self._ack()
+
+    def _digest(self, bucket: Bucket, session: Open) -> None:
+        """Sums stay on the device until Close; a look at them here would stop the stream for every bucket."""
+        if session.digest == "sha256":
+            for slot, view in bucket.views():
+                if slot.whole:
+                    self._hashed[slot.spec.name] = sha256_digest(view)
+            rest = [(slot, view) for slot, view in bucket.views() if not slot.whole]
+        else:
+            rest = list(bucket.views())
+        pieces = [
+            Piece(
+                tensor=view,
+                full_shape=slot.spec.shape,
+                box=Box(offset=(slot.first_row, *(0 for _ in slot.spec.shape[1:])), shape=slot.shape)
+                if slot.spec.shape
+                else None,
+            )
+            for slot, view in rest
+        ]
+        if pieces:
+            sums = partial_sums(pieces)
+            self._received.extend((slot.spec, sums[index]) for index, (slot, _) in enumerate(rest))
+
+    def _count(self, message: Close) -> RankAck:
+        session = self._session(message.session)
+        missing = self.loader.missing(session.specs)
+        if missing:
+            return self._ack(ok=False, missing=tuple(missing), error=f"{len(missing)} tensors did not arrive whole")
+        started = time.monotonic()
+        received = self._finish_received()
+        self._verify_s = time.monotonic() - started
+        return self._ack(received=received)
+
+    def _commit(self, message: Commit) -> RankAck:
+        session = self._session(message.session)
+        if self.loader.missing(session.specs):
+            raise Refused("not everything has arrived")
+        started = time.monotonic()
+        self._committed = session.session  # from here on an abort has something to undo
+        self.loader.commit()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._load_s = time.monotonic() - started
+        return self._ack(held=session.verify in ("resident", "behaviour"))
+
+    def _abort(self, message: Abort) -> RankAck:
+        if self._committed == message.session and self.loader.staging.staged:
+            self.loader.commit()  # flips back; the finishers run for the old weights again
+            self._committed = ""
+        touched = self._open is not None and self._open.session == message.session and self.loader.touched
+        if self._open is not None and self._open.session == message.session:
+            self._end()
+        return self._ack(touched=touched)
+
+    def _end(self) -> None:
+        self._open = None
+        self._received.clear()
+        self._hashed.clear()
+
+    def _session(self, session: str) -> Open:
+        if self._open is None or self._open.session != session:
+            raise Refused("no such session here; it was never opened, or it was ended")
+        return self._open
+
+    def _finish_received(self) -> dict[str, str]:
+        totals: dict[str, int] = {}
+        specs: dict[str, TensorSpec] = {}
+        if self._received:
+            values = torch.stack([total for _, total in self._received]).tolist()
+            for (spec, _), value in zip(self._received, values, strict=True):
+                specs[spec.name] = spec
+                totals[spec.name] = add_partial(totals.get(spec.name, 0), as_unsigned(value))
+        found = {name: finish(totals[name], dtype=spec.torch_dtype, shape=spec.shape) for name, spec in specs.items()}
+        return found | self._hashed
+
+    def _ack(
+        self,
+        *,
+        ok: bool = True,
+        error: str = "",
+        refused: bool = False,
+        touched: bool = False,
+        missing: tuple[str, ...] = (),
+        received: dict[str, str] | None = None,
+        held: bool = False,
+    ) -> RankAck:
+        kept = ()
+        if held:
+            started = time.monotonic()
+            kept = tuple(self.loader.held())
+            self._verify_s += time.monotonic() - started
+        return RankAck(
+            rank=self.rank,
+            ok=ok,
+            error=error,
+            refused=refused,
+            touched=touched or self.loader.touched,
+            missing=missing,
+            not_updated=(*self.loader.not_updated, *self._draft),
+            received=received or {},
+            held=kept,
+            unproven=tuple(sorted(self.loader.computed)),
+            load_s=self._load_s,
+            verify_s=self._verify_s,
+            peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
+        )
+
+
+def _text(error: BaseException) -> str:
+    hint = getattr(error, "hint", None)
+    first = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    return f"{first} ({hint})" if hint else first

@@ -1,0 +1,58 @@
+"""Is every element of every parameter written exactly once?  Arithmetic on routes; it moves nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from weightcast.errors import ConfigError
+from weightcast.receiver.recorder import box_of
+from weightcast.wire.routes import Route
+
+
+def uncovered(routes: Iterable[Route], residents: Mapping[str, torch.Tensor]) -> list[str]:
+    """Residents that the routes leave unwritten, wholly or in part, by name.
+
+    Raises:
+        ConfigError: Two routes write the same element: the loader's last word would depend on the order of arrival.
+    """
+    by_parameter: dict[str, list[Route]] = {}
+    for route in routes:
+        by_parameter.setdefault(route.parameter, []).append(route)
+    missing: list[str] = []
+    for name, tensor in residents.items():
+        written = by_parameter.get(name, [])
+        if _overlap(written, tuple(tensor.shape)):
+            sources = ", ".join(sorted({route.source for route in written}))
+            raise ConfigError(f"{name} is written twice, from {sources}")
+        if sum(math.prod(route.box_shape) for route in written) < tensor.numel():
+            missing.append(name)
+    return missing
+
+
+def _overlap(routes: list[Route], shape: tuple[int, ...]) -> bool:
+    if len(routes) < 2:
+        return False
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for route in routes:
+        box = box_of(shape, route.region.offset, route.region.shape, route.region.stride)
+        if box is None:
+            return _overlap_by_mask(routes, shape)
+        boxes.append((box[0], box[1]))
+    return any(
+        all(a < d + e and d < a + b for a, b, d, e in zip(first[0], first[1], second[0], second[1], strict=True))
+        for index, first in enumerate(boxes)
+        for second in boxes[:index]
+    )
+
+
+def _overlap_by_mask(routes: list[Route], shape: tuple[int, ...]) -> bool:
+    seen = torch.zeros(math.prod(shape), dtype=torch.bool)
+    for route in routes:
+        part = seen.as_strided(route.region.shape, route.region.stride, route.region.offset)
+        if bool(part.any()):
+            return True
+        part.fill_(True)
+    return False

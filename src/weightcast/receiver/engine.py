@@ -1,0 +1,369 @@
+"""The engine's floor: one update at a time; serving, updating or quarantined.
+
+It knows the state, the session's owner and lease, and when the engine must hold still.  What a message does to a
+model is the agent's business, how it gets there the executor's, and what "hold still" means the engine's own
+(``EngineHooks``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, assert_never
+
+from weightcast.config import PauseMode
+from weightcast.errors import EngineFailure, Refused, WeightcastError
+from weightcast.receiver.executor import Executor
+from weightcast.receiver.fold import failures, fold_received, fold_resident
+from weightcast.receiver.staging import Place
+from weightcast.wire.digest import model_digest
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import (
+    PROTOCOL,
+    Abort,
+    Ack,
+    Announce,
+    Close,
+    Commit,
+    EngineInfo,
+    Join,
+    Leave,
+    Message,
+    Open,
+    RankAck,
+    RankInfo,
+    Readback,
+    State,
+)
+
+log = logging.getLogger("weightcast.receiver")
+
+
+class EngineHooks(Protocol):
+    """What the receiver asks of the engine that it lives in."""
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Return when nothing runs; nothing runs until ``resume``."""
+        ...
+
+    def resume(self) -> None:
+        """Go on."""
+        ...
+
+    def drop_caches(self) -> None:
+        """Forget what was computed with the old weights and is not part of a request that keeps it."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """What is generated from now on comes from this version."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What does not change while the engine runs; see ``EngineInfo``."""
+
+    engine: str
+    model: str
+    host_id: str
+    ranks: tuple[RankInfo, ...]
+    staging: Place
+    transports: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(slots=True)
+class _Session:
+    open: Open
+    deadline: float
+    buckets: int = 0
+    closed: bool = False
+    failed: str = ""
+    paused_at: float | None = None
+    not_updated: tuple[str, ...] = ()
+    received_by: int = 0
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class ReceiverEngine:
+    """Answers the trainer's messages for one engine.  Thread-safe."""
+
+    def __init__(self, executor: Executor, hooks: EngineHooks, facts: EngineFacts, *, version: int | None = 0) -> None:
+        self._executor = executor
+        self._hooks = hooks
+        self._facts = facts
+        self._state: State = "serving"
+        self._version = version
+        self._digest: str | None = None
+        self._message = ""
+        self._session: _Session | None = None
+        # One message at a time.  Whoever must not wait for it (abort, lease, deadline) interrupts the ranks first.
+        self._busy = threading.RLock()
+        self._watch = threading.Thread(target=self._watch_deadlines, name="weightcast-lease", daemon=True)
+        self._stopped = threading.Event()
+        self._watch.start()
+
+    @property
+    def state(self) -> State:
+        """Serving, updating or quarantined."""
+        return self._state
+
+    def info(self) -> EngineInfo:
+        """What this engine is and serves."""
+        session = self._session
+        facts = self._facts
+        return EngineInfo(
+            protocol=PROTOCOL,
+            engine=facts.engine,
+            model=facts.model,
+            state=self._state,
+            version=self._version,
+            digest=self._digest,
+            tp_size=self._executor.tp_size,
+            host_id=facts.host_id,
+            ranks=facts.ranks,
+            staging=facts.staging,
+            transports=facts.transports,
+            specs=facts.specs,
+            session_owner=None if session is None else _owner(session.open),
+            message=self._message,
+        )
+
+    def apply(self, message: Message) -> Ack:
+        """Do what the message asks.  ``ok=False`` in the answer: refused or failed; it says which state is left."""
+        if isinstance(message, Abort):
+            self._interrupt_if_current(message.session, message.reason or "the trainer gave up")
+        with self._busy:
+            try:
+                return self._apply(message)
+            except Refused as error:
+                return self._ack(ok=False, error=_words(error))
+            except WeightcastError as error:
+                ranks = error.ranks if isinstance(error, EngineFailure) else ()
+                if self._session is not None:
+                    self._session.failed = _words(error)
+                if ranks:
+                    self._quarantine(_words(error))
+                return self._ack(ok=False, error=_words(error), failed_ranks=ranks)
+
+    def holds(self, session: str) -> bool:
+        """True while this session is the one under way."""
+        current = self._session
+        return current is not None and current.open.session == session
+
+    def lease_lost(self, session: str) -> None:
+        """The trainer's connection is gone: end its session, keep or restore the old version."""
+        self._end_if_current(session, "the trainer's connection was lost")
+
+    def close(self) -> None:
+        """Stop watching deadlines."""
+        self._stopped.set()
+
+    def _apply(self, message: Message) -> Ack:
+        match message:
+            case Open():
+                return self._begin(message)
+            case Join():
+                return self._fan_out(message, timeout_s=message.timeout_s)
+            case Leave():
+                return self._fan_out(message, timeout_s=30.0)
+            case Announce():
+                return self._take(message)
+            case Close():
+                return self._close(message)
+            case Commit():
+                return self._commit(message)
+            case Abort():
+                return self._abort(message)
+            case Readback():
+                resident = fold_resident(self._ranks(message, timeout_s=300.0))
+                return self._ack(resident=resident.digests, mismatched=resident.broken)
+            case _:
+                assert_never(message)
+
+    def _begin(self, message: Open) -> Ack:
+        current = self._session
+        if current is not None:
+            if current.open.session == message.session:
+                raise Refused("this session is open already")
+            raise Refused(f"already being updated by {_owner(current.open)}", hint="wait for it to finish, or end it")
+        if self._version is not None and message.version < self._version and not message.allow_older:
+            raise Refused(
+                f"version {message.version} is older than {self._version}, which is served",
+                hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
+            )
+        acks = self._executor.apply(message, timeout_s=message.timeout_s)
+        ranks, error = failures(acks)
+        if ranks:
+            self._executor.apply(Abort(session=message.session), timeout_s=message.timeout_s)
+            raise Refused(error)
+        session = _Session(open=message, deadline=time.monotonic() + message.lease_s)
+        session.not_updated = _union(acks)
+        self._session = session
+        if self._facts.staging == "none":
+            self._hold_still(session)
+        if self._state == "serving":
+            self._state = "updating"
+        return self._ack(not_updated=session.not_updated)
+
+    def _take(self, message: Announce) -> Ack:
+        session = self._current(message.session)
+        if session.closed or message.layout.index != session.buckets:
+            raise Refused(f"bucket {message.layout.index} came where bucket {session.buckets} was due")
+        announced = {spec.name: spec for spec in session.open.specs}
+        for slot in message.layout.slots:
+            if announced.get(slot.spec.name) != slot.spec:
+                raise Refused(f"bucket {message.layout.index}: {slot.spec.name} is not what was announced at Open")
+        ack = self._fan_out(message, timeout_s=session.open.timeout_s)
+        session.buckets += 1
+        return ack
+
+    def _close(self, message: Close) -> Ack:
+        session = self._current(message.session)
+        if message.buckets != session.buckets:
+            raise Refused(f"{session.buckets} buckets arrived, the trainer sent {message.buckets}")
+        acks = self._ranks(message, timeout_s=session.open.timeout_s)
+        session.closed = True
+        received, agreeing, differing = fold_received(acks)
+        return self._ack(
+            received=received,
+            received_ranks=agreeing,
+            mismatched=differing,
+            not_updated=session.not_updated,
+            unproven=acks[0].unproven,
+            **_costs(acks),
+        )
+
+    def _commit(self, message: Commit) -> Ack:
+        session = self._current(message.session)
+        if not session.closed:
+            raise Refused("the session was not closed: nobody knows whether everything has arrived")
+        self._hold_still(session)
+        acks = self._ranks(message, timeout_s=session.open.timeout_s)
+        resident = fold_resident(acks)
+        wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(message.expected))))
+        if message.expected and wrong:
+            # _abort on the way out flips back where a second set of weights is kept.
+            raise Refused(f"what is kept differs from what was sent: {', '.join(wrong[:8])}")
+        self._session = None
+        self._version = session.open.version
+        self._digest = model_digest(resident.digests) if message.expected else None
+        self._message = ""
+        self._state = "serving"
+        self._hooks.drop_caches()
+        self._hooks.set_version(session.open.version)
+        stall_s = self._go_on(session)
+        return self._ack(
+            resident=resident.digests,
+            resident_ranks=len(acks),
+            not_updated=session.not_updated,
+            unproven=acks[0].unproven,
+            stall_s=stall_s,
+            **_costs(acks),
+        )
+
+    def _abort(self, message: Abort) -> Ack:
+        session = self._session
+        if session is None or session.open.session != message.session:
+            return self._ack()  # nothing of it is left
+        self._session = None
+        reason = message.reason or session.failed or "no reason given"
+        try:
+            acks = self._executor.apply(message, timeout_s=session.open.timeout_s)
+        except EngineFailure as error:
+            self._quarantine(_words(error))
+            return self._ack(ok=False, error=_words(error), failed_ranks=error.ranks)
+        ranks, error = failures(acks)
+        if ranks or any(ack.touched for ack in acks):
+            self._quarantine(f"an update to version {session.open.version} ended half way: {reason}. {error}".strip())
+        else:
+            log.warning("update to version %s ended: %s; version %s stays", session.open.version, reason, self._version)
+            if self._state == "updating":
+                self._state = "serving"
+            if self._state == "serving":
+                self._go_on(session)
+        return self._ack()
+
+    def _fan_out(self, message: Message, *, timeout_s: float) -> Ack:
+        return self._ack(**_costs(self._ranks(message, timeout_s=timeout_s)))
+
+    def _ranks(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        acks = self._executor.apply(message, timeout_s=timeout_s)
+        ranks, error = failures(acks)
+        if ranks:
+            if self._session is not None:
+                self._session.failed = error
+            missing = sorted({name for ack in acks for name in ack.missing})
+            shown = f": {', '.join(missing[:8])}" if missing else ""
+            raise Refused(error + shown)
+        return acks
+
+    def _current(self, session: str) -> _Session:
+        current = self._session
+        if current is None or current.open.session != session:
+            raise Refused("no such session: it was never opened, it was ended, or another trainer's is open")
+        if current.failed:
+            raise Refused(f"this session has failed: {current.failed}")
+        current.deadline = time.monotonic() + current.open.lease_s
+        return current
+
+    def _hold_still(self, session: _Session) -> None:
+        if session.paused_at is None:
+            session.paused_at = time.monotonic()
+            self._hooks.pause(session.open.pause, session.open.timeout_s)
+
+    def _go_on(self, session: _Session) -> float:
+        if session.paused_at is None:
+            return 0.0
+        self._hooks.resume()
+        return time.monotonic() - session.paused_at
+
+    def _quarantine(self, why: str) -> None:
+        log.error("quarantined: %s", why)
+        self._state = "quarantined"
+        self._message = why
+        try:
+            self._hooks.pause("abort", 30.0)
+        except WeightcastError as error:
+            log.error("could not pause: %s", error)
+
+    def _interrupt_if_current(self, session: str, reason: str) -> None:
+        current = self._session
+        if current is not None and current.open.session == session:
+            self._executor.interrupt(reason)
+
+    def _end_if_current(self, session: str, reason: str) -> None:
+        self._interrupt_if_current(session, reason)
+        self.apply(Abort(session=session, reason=reason))
+
+    def _watch_deadlines(self) -> None:
+        while not self._stopped.wait(0.2):
+            current = self._session
+            if current is not None and time.monotonic() > current.deadline:
+                self._end_if_current(current.open.session, f"nothing was heard for {current.open.lease_s:g} s")
+
+    def _ack(self, *, ok: bool = True, **fields: Any) -> Ack:
+        return Ack(ok=ok, state=self._state, version=self._version, ranks=self._executor.tp_size, **fields)
+
+
+def _owner(message: Open) -> str:
+    return f"process {message.owner.pid} on {message.owner.host} (to version {message.version})"
+
+
+def _words(error: WeightcastError) -> str:
+    return f"{error} ({error.hint})" if error.hint else str(error)
+
+
+def _union(acks: Sequence[RankAck]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for ack in acks for name in ack.not_updated))
+
+
+def _costs(acks: Sequence[RankAck]) -> dict[str, Any]:
+    return {
+        "load_s": max(ack.load_s for ack in acks),
+        "verify_s": max(ack.verify_s for ack in acks),
+        "peak_extra_bytes": max(ack.peak_extra_bytes for ack in acks),
+    }

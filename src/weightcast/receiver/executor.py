@@ -1,0 +1,332 @@
+"""Fan out to every rank of an engine, fold nothing: one answer for each rank.
+
+``LocalExecutor`` has its one rank in this process; ``MpExecutor`` runs each rank in a process of its own.  Two
+lanes lead to a rank: one for weight messages, one for the engine's own work, so that an engine goes on generating
+while a new version arrives.  Neither lane knows what it carries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+import msgspec
+import torch.distributed as dist
+
+from weightcast.errors import EngineFailure
+from weightcast.wire.messages import Message, RankAck, encode
+
+_START_S = 600.0
+_GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
+_STOP_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+_APPLY, _INTERRUPT, _CLOSE = b"A", b"I", b"C"
+_OK, _FAILED = b"+", b"-"
+
+
+class Worker(Protocol):
+    """What lives in the process of one rank."""
+
+    def apply(self, message: Message) -> RankAck:
+        """A weight message.  Called by one thread at a time, possibly while ``run`` runs."""
+        ...
+
+    def run(self, command: bytes) -> bytes:
+        """The engine's own work; opaque here."""
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """End a wait inside ``apply`` now.  Called from another thread."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class Executor(Protocol):
+    """All ranks of one engine."""
+
+    tp_size: int
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        """The message on every rank, together.
+
+        Raises:
+            EngineFailure: A rank died or did not answer in time; it is named.
+        """
+        ...
+
+    def run(self, command: bytes) -> bytes:
+        """The command on every rank, together; rank 0's answer.
+
+        Raises:
+            EngineFailure: A rank died, failed or did not answer in time; it is named.
+        """
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """End every wait inside ``apply`` now; it then answers with failures."""
+        ...
+
+    def pids(self) -> Sequence[int]:
+        """Process id of each rank."""
+        ...
+
+    def close(self) -> None:
+        """End every rank; safe to call twice."""
+        ...
+
+
+class LocalExecutor:
+    """One rank, in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.tp_size = 1
+        self._worker = worker
+        self._closed = False
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        """As ``Executor.apply``; the worker keeps the deadline."""
+        return [self._worker.apply(message)]
+
+    def run(self, command: bytes) -> bytes:
+        """As ``Executor.run``."""
+        return self._worker.run(command)
+
+    def interrupt(self, reason: str) -> None:
+        """As ``Executor.interrupt``."""
+        self._worker.interrupt(reason)
+
+    def pids(self) -> Sequence[int]:
+        """This process."""
+        return (os.getpid(),)
+
+    def close(self) -> None:
+        """As ``Executor.close``."""
+        if not self._closed:
+            self._closed = True
+            self._worker.close()
+
+
+WorkerFactory = Callable[..., Worker]
+
+
+class MpExecutor:
+    """One process for each rank.
+
+    The factory is called in the rank's process as ``factory(rank, tp_size, rendezvous, **settings)``, where
+    ``rendezvous`` is ``host:port`` of a ``torch.distributed.TCPStore`` that this process serves.
+    """
+
+    def __init__(
+        self,
+        factory: WorkerFactory,
+        tp_size: int,
+        settings: dict[str, Any] | None = None,
+        *,
+        run_timeout_s: float = 300.0,
+        start_timeout_s: float = _START_S,
+    ) -> None:
+        """Start the ranks and wait until each has built its worker.
+
+        Raises:
+            EngineFailure: A rank could not build its worker; the text has its words.
+        """
+        self.tp_size = tp_size
+        self._run_timeout_s = run_timeout_s
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
+        )
+        context = multiprocessing.get_context("spawn")
+        self._control: list[Connection] = []
+        self._work: list[Connection] = []
+        self._processes: list[Any] = []
+        self._apply_lock, self._run_lock, self._send_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._broken: str | None = None
+        self._closed = False
+        for rank in range(tp_size):
+            control, control_end = context.Pipe()
+            work, work_end = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(factory, rank, tp_size, f"127.0.0.1:{self._store.port}", settings or {}, control_end, work_end),
+                name=f"weightcast-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            control_end.close()
+            work_end.close()
+            self._control.append(control)
+            self._work.append(work)
+            self._processes.append(process)
+        try:
+            for rank, reply in enumerate(self._replies(self._work, start_timeout_s, "its start")):
+                if reply[:1] != _OK:
+                    raise EngineFailure(f"rank {rank} could not start: {reply[1:].decode()}", ranks=[rank])
+        except EngineFailure:
+            self.close()
+            raise
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        """As ``Executor.apply``."""
+        with self._apply_lock:
+            self._check()
+            with self._send_lock:
+                self._send(self._control, _APPLY + encode(message))
+            what = type(message).__name__
+            replies = self._replies(self._control, timeout_s + _GRACE_S, f"the answer to {what}")
+        return [msgspec.json.decode(reply, type=RankAck) for reply in replies]
+
+    def run(self, command: bytes) -> bytes:
+        """As ``Executor.run``."""
+        with self._run_lock:
+            self._check()
+            self._send(self._work, command)
+            replies = self._replies(self._work, self._run_timeout_s, "a step")
+        failed = [rank for rank, reply in enumerate(replies) if reply[:1] != _OK]
+        if failed:
+            raise EngineFailure(f"rank {failed[0]} failed: {replies[failed[0]][1:].decode()}", ranks=failed)
+        return replies[0][1:]
+
+    def interrupt(self, reason: str) -> None:
+        """As ``Executor.interrupt``."""
+        with self._send_lock, suppress(EngineFailure):
+            self._send(self._control, _INTERRUPT + reason.encode())
+
+    def pids(self) -> Sequence[int]:
+        """Process id of each rank."""
+        return tuple(process.pid or 0 for process in self._processes)
+
+    def close(self) -> None:
+        """As ``Executor.close``.  A rank that does not end by itself is killed."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._send_lock:
+            for connection in self._control:
+                with suppress(OSError, ValueError):
+                    connection.send_bytes(_CLOSE)
+        deadline = time.monotonic() + _STOP_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(_STOP_S)
+            process.close()
+        for connection in (*self._control, *self._work):
+            connection.close()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise EngineFailure("the engine is shutting down")
+        if self._broken is not None:
+            raise EngineFailure(self._broken, hint="restart the engine")
+
+    def _send(self, connections: list[Connection], payload: bytes) -> None:
+        for rank, connection in enumerate(connections):
+            try:
+                connection.send_bytes(payload)
+            except (OSError, ValueError) as error:
+                raise self._lost(rank, str(error)) from error
+
+    def _replies(self, connections: list[Connection], timeout_s: float, what: str) -> list[bytes]:
+        """One reply from each rank.  A reply is a frame; a rank that dies closes its end."""
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, bytes] = {}
+        while len(replies) < len(connections):
+            waiting = {connection: rank for rank, connection in enumerate(connections) if rank not in replies}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                self._broken = f"rank {late[0]} did not give {what} within {timeout_s:g} s"
+                raise EngineFailure(self._broken, ranks=late, hint="restart the engine")
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    replies[rank] = connection.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError) as error:
+                    raise self._lost(rank, what) from error
+        return [replies[rank] for rank in range(len(connections))]
+
+    def _lost(self, rank: int, what: str) -> EngineFailure:
+        process = self._processes[rank]
+        process.join(1.0)
+        code = process.exitcode
+        how = "is gone" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+        self._broken = f"rank {rank} (pid {process.pid}) {how} during {what}"
+        return EngineFailure(self._broken, ranks=[rank], hint="restart the engine")
+
+
+def _rank_main(
+    factory: WorkerFactory,
+    rank: int,
+    tp_size: int,
+    rendezvous: str,
+    settings: dict[str, Any],
+    control: Connection,
+    work: Connection,
+) -> None:
+    """The process of one rank: work on the main thread, messages on a second, interrupts on a third."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends us in order
+    try:
+        worker = factory(rank, tp_size, rendezvous, **settings)
+    except Exception as error:  # noqa: BLE001  whatever it is, the parent must hear it
+        work.send_bytes(_FAILED + f"{type(error).__name__}: {error}".encode())
+        return
+    work.send_bytes(_OK)
+    messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def read_control() -> None:
+        while True:
+            try:
+                frame = control.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(1)  # the parent is gone
+            if frame[:1] == _INTERRUPT:
+                worker.interrupt(frame[1:].decode())
+            elif frame[:1] == _CLOSE:
+                worker.interrupt("the engine is shutting down")
+                with suppress(RuntimeError, OSError):
+                    worker.close()
+                os._exit(0)  # threads of gloo and nccl may be in a wait that nothing ends
+            else:
+                messages.put(frame[1:])
+
+    def answer_messages() -> None:
+        decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+        while True:
+            frame = messages.get()
+            assert frame is not None
+            control.send_bytes(encode(worker.apply(decoder.decode(frame))))
+
+    threading.Thread(target=read_control, name="control", daemon=True).start()
+    threading.Thread(target=answer_messages, name="messages", daemon=True).start()
+    while True:
+        try:
+            command = work.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+        try:
+            reply = _OK + worker.run(command)
+        except Exception as error:  # noqa: BLE001  the parent must hear it; the rank stays for the next command
+            reply = _FAILED + f"{type(error).__name__}: {error}".encode()
+        work.send_bytes(reply)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends, so that no orphan keeps a GPU."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

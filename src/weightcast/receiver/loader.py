@@ -1,0 +1,232 @@
+"""From buckets to parameters: replay the model's own copies, count what arrived, read back what is kept.
+
+The model's ``load_weights`` is watched once (``recorder``); from then on an update replays its copies into
+the waiting set (``staging``).  Sources that the model computes with stay with ``load_weights``: they go into the live
+parameters directly, and their place cannot be read back.
+
+It knows names, boxes and storage; sessions, groups and versions are the agent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from weightcast.errors import ConfigError, Refused
+from weightcast.receiver.coverage import uncovered
+from weightcast.receiver.recorder import LoadWeights, record_routes
+from weightcast.receiver.staging import Place, Staging
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.digest import Box, Piece, as_unsigned, partial_sums
+from weightcast.wire.layout import TensorSlot, TensorSpec
+from weightcast.wire.messages import Held
+from weightcast.wire.routes import Route
+
+Finisher = Callable[[], object]
+
+
+def residents_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, tied ones once."""
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]  torch has no other way
+    }
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    found.update((name, buffer) for name, buffer in model.named_buffers() if name not in transient)
+    return found
+
+
+class Loader:
+    """Loads the buckets of one update into one rank's model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        load_weights: LoadWeights,
+        expected: Sequence[TensorSpec],
+        finishers: Sequence[Finisher] = (),
+    ) -> None:
+        """Watch ``load_weights`` once; nothing is changed.
+
+        Raises:
+            ConfigError: The loader writes a parameter twice.
+        """
+        self.expected = {spec.name: spec for spec in expected}
+        self.residents = residents_of(model)
+        self._load_weights = load_weights
+        self._finishers = tuple(finishers)
+        recording = record_routes(load_weights, list(expected), self.residents)
+        self.routes: Mapping[str, list[Route]] = recording.routes
+        self.computed = frozenset(recording.computed)
+        self.why_computed: Mapping[str, str] = recording.why
+        routes = [route for found in recording.routes.values() for route in found]
+        self.not_updated = () if self.computed else tuple(uncovered(routes, self.residents))
+        self.staging = Staging(self.residents, "none")
+        self._arrived: dict[str, int] = {}
+        self._whole: dict[str, torch.Tensor] = {}
+        self.touched = False
+
+    @property
+    def can_stage(self) -> bool:
+        """False if some weights only the model's own code can place: that code writes into live parameters."""
+        return not self.computed
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one set of parameters and buffers on this rank."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.residents.values())
+
+    def stage(self, place: Place) -> None:
+        """Choose where a new version waits."""
+        if place != "none" and not self.can_stage:
+            name = next(iter(self.why_computed))
+            raise ConfigError(
+                f"this model's weights cannot be staged: {name}: {self.why_computed[name]}", hint="use staging none"
+            )
+        self.staging = Staging(self.residents, place)
+
+    def check(self, specs: Sequence[TensorSpec]) -> None:
+        """Do these tensors make a full update of this model?
+
+        Raises:
+            Refused: Something is missing, unknown, of another shape or of another family of dtypes; all are named.
+        """
+        offered = {spec.name: spec for spec in specs}
+        problems: list[str] = []
+        if len(offered) != len(specs):
+            problems.append("a name is announced twice")
+        missing = [name for name in self.expected if name not in offered]
+        unknown = [name for name in offered if name not in self.expected]
+        if missing:
+            problems.append(f"missing {_some(missing)}")
+        if unknown:
+            problems.append(f"unknown to this model: {_some(unknown)}")
+        for name, spec in offered.items():
+            want = self.expected.get(name)
+            if want is None:
+                continue
+            if want.shape != spec.shape:
+                problems.append(f"{name} has shape {spec.shape}, the model's has {want.shape}")
+            elif want.torch_dtype.is_floating_point != spec.torch_dtype.is_floating_point:
+                problems.append(f"{name} is {spec.dtype}, the model's is {want.dtype}")
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise Refused(f"these weights do not fit the model: {shown}", hint="is it a checkpoint of this model?")
+
+    def begin(self) -> None:
+        """Forget what an earlier update left."""
+        self._arrived.clear()
+        self._whole.clear()
+        self.touched = False
+
+    def load(self, bucket: Bucket) -> None:
+        """Copy the bucket's tensors where they belong.  Enqueued on the current stream of a GPU, done on a CPU.
+
+        Raises:
+            Refused: Rows arrive out of order or twice, or a tensor was not announced.
+        """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for slot, view in bucket.views():
+            name = slot.spec.name
+            if self._arrived.get(name, 0) != slot.first_row or (slot.whole and name in self._arrived):
+                raise Refused(f"{name}: rows from {slot.first_row} arrived after {self._arrived.get(name, 0)} rows")
+            self._arrived[name] = slot.first_row + slot.num_rows
+            if name in self.computed:
+                self._hand_over(slot, view)
+                continue
+            for route in self.routes.get(name, ()):
+                pair = self._pair(route, slot, view)
+                if pair is not None:
+                    targets.append(pair[0])
+                    sources.append(pair[1])
+        if targets:
+            self.touched |= not self.staging.staged
+            with torch.no_grad():
+                if targets[0].device.type == "cuda":
+                    # One launch for many tensors; a copy each would cost more than the bytes.
+                    torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateUsage]
+                else:
+                    for target, source in zip(targets, sources, strict=True):
+                        target.copy_(source)
+
+    def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
+        """Announced tensors that have not arrived, or not all of them."""
+        return [spec.name for spec in specs if self._arrived.get(spec.name, -1) != spec.num_rows]
+
+    def commit(self) -> None:
+        """Make the new version live and run the finishers, each once."""
+        self.staging.flip()
+        self.finish()
+
+    def finish(self) -> None:
+        """Run the finishers: captured graphs, packed weights, whatever depends on parameters."""
+        for finisher in self._finishers:
+            finisher()
+
+    def held(self) -> list[Held]:
+        """Digest what is live, in terms of the source tensors."""
+        routes = [route for found in self.routes.values() for route in found]
+        pieces: list[Piece] = []
+        specs: list[TensorSpec] = []
+        for route in routes:
+            live = self.staging.live(route.parameter)
+            spec = self.expected[route.source]
+            specs.append(TensorSpec.of(route.source, live.new_empty(0), dtype=live.dtype))
+            pieces.append(
+                Piece(
+                    tensor=_region(live, route),
+                    full_shape=spec.shape,
+                    box=Box(offset=route.box_offset, shape=route.box_shape),
+                )
+            )
+        totals = partial_sums(pieces).tolist() if pieces else []
+        return [
+            Held(
+                spec=TensorSpec(name=route.source, dtype=spec.dtype, shape=self.expected[route.source].shape),
+                box_offset=route.box_offset,
+                box_shape=route.box_shape,
+                total=as_unsigned(total),
+            )
+            for route, spec, total in zip(routes, specs, totals, strict=True)
+        ]
+
+    def _pair(self, route: Route, slot: TensorSlot, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Target and source of the part of a route that lies in the slot's rows; None if none does."""
+        target = _region(self.staging.target(route.parameter), route)
+        if not slot.spec.shape:
+            return target, view
+        first = max(route.box_offset[0], slot.first_row)
+        last = min(route.box_offset[0] + route.box_shape[0], slot.first_row + slot.num_rows)
+        if last <= first:
+            return None
+        source = view.narrow(0, first - slot.first_row, last - first)
+        for dim in range(1, len(route.box_shape)):
+            source = source.narrow(dim, route.box_offset[dim], route.box_shape[dim])
+        return target.narrow(0, first - route.box_offset[0], last - first), source
+
+    def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
+        """Give a whole tensor to the model's own loader, put together first if it came in rows."""
+        name = slot.spec.name
+        if not slot.whole:
+            whole = self._whole.setdefault(name, torch.empty(slot.spec.shape, dtype=view.dtype, device=view.device))
+            whole.narrow(0, slot.first_row, slot.num_rows).copy_(view)
+            if self._arrived[name] < slot.spec.num_rows:
+                return
+            view = self._whole.pop(name)
+        self.touched = True
+        with torch.no_grad():
+            self._load_weights([(name, view)])
+
+
+def _region(tensor: torch.Tensor, route: Route) -> torch.Tensor:
+    region = route.region
+    return tensor.detach().as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

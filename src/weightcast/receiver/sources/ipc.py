@@ -1,0 +1,60 @@
+"""Buckets in memory that a trainer on this host shares.  The sender is ``transports/ipc.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weightcast.comm.ipc import Mapping, MappingFailed, device_of, device_uuid
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
+from weightcast.wire.messages import MemoryHandle
+
+_MAX_MAPPINGS = 8  # two buffers for each of a few trainers; beyond that the oldest is let go
+
+
+class SharedMemorySource:
+    """Maps what it is told of, once, and keeps the mapping: opening a CUDA handle takes 0.2 to 0.4 ms."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mappings: dict[MemoryHandle, Mapping] = {}
+
+    def read(self, layout: BucketLayout, handles: Sequence[MemoryHandle]) -> Bucket:
+        """The bucket, where the sender put it; no copy.  Valid until the sender is answered.
+
+        Raises:
+            MappingFailed: None of the buffers can be mapped here; the text says why.
+        """
+        handle = self._nearest(handles)
+        if layout.size_bytes > handle.size_bytes:
+            raise MappingFailed(f"bucket {layout.index} has {layout.size_bytes} bytes, its buffer {handle.size_bytes}")
+        mapping = self._mappings.get(handle)
+        if mapping is None:
+            if len(self._mappings) >= _MAX_MAPPINGS:
+                self._mappings.pop(next(iter(self._mappings))).close()
+            mapping = self._mappings[handle] = Mapping(handle)
+        mapping.wait()
+        return Bucket(layout, mapping.data[: max(layout.size_bytes, 1)])
+
+    def close(self) -> None:
+        """Unmap everything; safe to call twice."""
+        for mapping in self._mappings.values():
+            mapping.close()
+        self._mappings.clear()
+
+    def _nearest(self, handles: Sequence[MemoryHandle]) -> MemoryHandle:
+        """The buffer on this rank's own device, else one on a device that it can see."""
+        here = device_uuid(self._device)
+        for handle in handles:
+            if handle.device == here:
+                return handle
+        for handle in handles:
+            if device_of(handle.device) is not None:
+                return handle
+        there = ", ".join(handle.device for handle in handles)
+        raise MappingFailed(
+            f"this rank runs on {here}; the trainer's buffers are on {there}, which it cannot see",
+            hint="do not hide the trainer's GPUs with CUDA_VISIBLE_DEVICES, or use broadcast",
+        )

@@ -1,0 +1,120 @@
+"""Buckets in memory that the engines on this host map.  The receiver is ``receiver/sources/ipc.py``.
+
+A buffer on each GPU that has both a trainer rank and an engine rank; one on the host for CPUs.  The head
+rank gathers the handles and posts them once for each bucket; an engine rank takes the buffer on its own device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+
+from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
+from weightcast.protocols import EngineRequest
+from weightcast.transports.link import Link
+from weightcast.transports.pump import Pump
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.messages import MemoryHandle
+
+_LEAVE_TIMEOUT_S = 5.0
+
+
+class IpcTransport:
+    """Same host: CUDA IPC on GPUs, shared memory on CPUs."""
+
+    name = "ipc"
+
+    def __init__(self, links: Sequence[Link], *, timeout_s: float) -> None:
+        self._links = list(links)
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
+        self._pump = Pump(self._send_one)
+        self._closed = False
+
+    def use(self, links: Sequence[Link]) -> None:
+        """The same targets, with the sessions of a new update."""
+        self._links = list(links)
+
+    def connect(self) -> None:
+        """Nothing to create: engines map a buffer when they first hear of it."""
+
+    def send(self, bucket: Bucket, handles: Sequence[MemoryHandle]) -> None:
+        """As ``Transport.send``."""
+        self._pump.put(bucket, tuple(handles))
+
+    def drain(self) -> None:
+        """As ``Transport.drain``."""
+        self._pump.drain()
+
+    def abort(self, reason: str) -> None:
+        """Posts are bounded by their deadline and ended by the engines' own abort."""
+
+    def settle(self) -> None:
+        """Wait until no thread works on a bucket any more."""
+        self._pump.settle()
+
+    def close(self) -> None:
+        """As ``Transport.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pump.close()
+        leave_all(self._links)
+        self._pool.shutdown(wait=True)
+
+    def _send_one(self, bucket: Bucket, handles: tuple[MemoryHandle, ...]) -> None:
+        posts = {
+            self._pool.submit(
+                post_bucket,
+                link,
+                link.adapter.bucket_request(link.session, bucket.layout, group=None, handles=handles),
+                index=bucket.layout.index,
+                timeout_s=self._timeout_s,
+            ): link
+            for link in self._links
+        }
+        first: BaseException | None = None
+        for post in as_completed(posts):
+            first = first or post.exception()
+        if first is not None:
+            raise first
+
+
+def post_bucket(link: Link, request: EngineRequest, *, index: int, timeout_s: float) -> None:
+    """Post one bucket to one target and read its answer.
+
+    Raises:
+        TargetRejected, TargetLost: Named, with the bucket, and half updated where the engine does not stage.
+    """
+    half = link.info.staging == "none"
+    try:
+        # The engine keeps the deadline itself and answers; ours is a little later, for one that cannot.
+        link.ask(request, timeout_s=timeout_s + 5.0)
+        link.sent += 1
+    except DeadlineExceeded as error:
+        raise TargetLost(
+            f"{link.url}: no answer to bucket {index} within {timeout_s:g} s", url=link.url, half_updated=half
+        ) from error
+    except TargetRejected as error:
+        raise TargetRejected(
+            f"{link.url} refused bucket {index} after {link.sent} buckets: {error}",
+            url=link.url,
+            half_updated=half,
+            hint=error.hint,
+        ) from error
+    except TargetError as error:
+        raise TargetLost(
+            f"{link.url}: lost at bucket {index} after {link.sent} buckets: {error}", url=link.url, half_updated=half
+        ) from error
+
+
+def leave_all(links: Sequence[Link], group: str | None = None) -> None:
+    """Ask targets to let go; one that does not answer has let go, or will be told when it comes back."""
+
+    def leave(link: Link) -> None:
+        with suppress(WeightcastError):
+            link.ask(link.adapter.leave_request(group), timeout_s=_LEAVE_TIMEOUT_S)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(links))) as pool:
+        list(pool.map(leave, links))

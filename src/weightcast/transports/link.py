@@ -1,0 +1,111 @@
+"""One target during one update: its connection, its adapter, its session.
+
+A request that fails says which target and, after the first bucket, that it may be half updated.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from weightcast.comm.http import Client, Lease
+from weightcast.errors import TargetError, WeightcastError, WireError
+from weightcast.protocols import Adapter, EngineRequest
+from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
+
+_ABORT_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """A target that takes part.
+
+    Attributes:
+        client: HTTP to it.
+        adapter: Its language.
+        info: What it said of itself when it was probed.
+        group_rank: Rank of its first engine rank in the broadcast group.
+        session: Id of the session that is open there; empty without one.
+        load_s: Seconds that its slowest rank spent copying, so far.
+        verify_s: Likewise on digests.
+    """
+
+    client: Client
+    adapter: Adapter
+    info: EngineInfo
+    group_rank: int = 1
+    session: str = ""
+    load_s: float = 0.0
+    verify_s: float = 0.0
+    peak_extra_bytes: int = 0
+    sent: int = 0
+    closed: Ack | None = None
+    committed: Ack | None = None
+    _lease: Lease | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        """The engine's URL."""
+        return self.client.target.url
+
+    def open(self, message: Open) -> Ack:
+        """Start a session; it ends when this process does."""
+        request = self.adapter.open_request(message)
+        self.load_s = self.verify_s = 0.0
+        self.peak_extra_bytes = self.sent = 0
+        self.closed = self.committed = None
+        if request.lease:
+            reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=message.timeout_s)
+        else:
+            reply = self.client.post_json(request.path, request.body, timeout_s=message.timeout_s)
+        self.session = message.session
+        return self._read(reply)
+
+    def ask(self, request: EngineRequest, *, timeout_s: float) -> Ack:
+        """Send a request and read the answer; its costs are added up."""
+        reply = self.client.post_json(request.path, request.body, timeout_s=timeout_s)
+        return self._read(reply)
+
+    def close(self, *, buckets: int, timeout_s: float) -> Ack:
+        """Everything was sent."""
+        message = Close(session=self.session, buckets=buckets)
+        self.closed = self.ask(self.adapter.close_request(message), timeout_s=timeout_s)
+        return self.closed
+
+    def commit(self, expected: dict[str, str], *, timeout_s: float) -> Ack:
+        """Make it live."""
+        message = Commit(session=self.session, expected=expected)
+        self.committed = self.ask(self.adapter.commit_request(message), timeout_s=timeout_s)
+        self.end()
+        return self.committed
+
+    def abort(self, reason: str) -> Ack | None:
+        """End the session if one is open; None if the engine does not answer."""
+        if not self.session:
+            return None
+        session, self.session = self.session, ""
+        try:
+            return self.ask(self.adapter.abort_request(session, reason), timeout_s=_ABORT_TIMEOUT_S)
+        except WeightcastError:
+            # The lease's closing below tells the engine too; whether it heard is found out by asking it again.
+            return None
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Let the lease go."""
+        self.session = ""
+        if self._lease is not None:
+            with suppress(WeightcastError):
+                self._lease.close()
+            self._lease = None
+
+    def _read(self, reply: bytes) -> Ack:
+        try:
+            ack = self.adapter.ack(reply)
+        except WireError as error:
+            raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
+        self.load_s += ack.load_s
+        self.verify_s += ack.verify_s
+        self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
+        return ack
