@@ -1,0 +1,420 @@
+"""Sharded tensors into whole ones, bucket by bucket, from the rank that holds a part to the ranks that need it.
+
+No rank ever holds a whole tensor beside its bucket.  Where a part lies contiguously in the bucket it is received
+there and nowhere else; where it does not, or where it has to be cast before it is sent, it passes through a scratch
+buffer of one bucket divided by the number of ranks.  All traffic of a bucket is one batch, or a few where the scratch
+buffer sets the pace.
+
+Every rank works out the same plan from the same table of who holds what, so nobody asks anybody during an update.
+Knows boxes and ranks; it does not know what a mesh, a module or an engine is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from weightcast.comm.local import Move, TrainerGroup
+from weightcast.errors import ConfigError
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.digest import Box
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+
+# Below this a scratch buffer only costs round trips.
+_MIN_SCRATCH_BYTES = 1 << 20
+_SCRATCH_ALIGNMENT_BYTES = 64
+
+Local = Callable[[int], tuple[Box, torch.Tensor] | None]
+
+
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    """A part that a rank holds; ``ready`` if its memory can be sent as it is: contiguous, wire dtype, right device."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    ready: bool
+
+
+class _Table(msgspec.Struct, frozen=True):
+    """What one rank holds: for each tensor a part or None; ``error`` if it cannot say."""
+
+    specs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    held: tuple[_Held | None, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a tensor and the ranks that hold it, in order; ``ready`` if all of those can send it as it is."""
+
+    box: Box
+    holders: tuple[int, ...]
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box of one slot, on its way from one rank to others."""
+
+    slot: TensorSlot
+    box: Box
+    source: int
+    targets: tuple[int, ...]
+    source_scratch_bytes: int
+    target_scratch_bytes: int
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What one rank does for one bucket."""
+
+    layout: BucketLayout
+    receivers: tuple[int, ...]
+    copies: list[tuple[TensorSlot, Box]] = field(default_factory=list)
+    gathers: list[TensorSlot] = field(default_factory=list)
+    waves: list[list[_Piece]] = field(default_factory=list)
+
+
+class Gatherer:
+    """Gathers the tensors of one exporter.
+
+    Args:
+        specs: Every tensor, the same on every rank.
+        local: What this rank holds of the tensor with this number, now; asked anew for every bucket.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], local: Local) -> None:
+        self._specs = tuple(specs)
+        self._local = local
+        self._number = {spec.name: number for number, spec in enumerate(self._specs)}
+        self._group: TrainerGroup | None = None
+        self._parts: list[list[_Part]] = []
+        self._steps: dict[int, _Steps] = {}
+
+    def prepare(self, group: TrainerGroup) -> None:
+        """Learn who holds what.  Collective; communicates the first time only.
+
+        Raises:
+            ConfigError: The ranks do not have the same model, or together do not hold every tensor exactly; the
+                same on every rank.
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        if self._group is group:
+            return
+        tables = [
+            msgspec.json.decode(raw, type=_Table)
+            for raw in group.all_gather_bytes(msgspec.json.encode(self._table(group)))
+        ]
+        for rank, table in enumerate(tables):
+            if table.error is not None:
+                raise ConfigError(f"trainer rank {rank}: {table.error}")
+            if table.specs != tables[0].specs:
+                raise ConfigError(f"trainer ranks 0 and {rank} have different models: {_difference(tables[0], table)}")
+        self._parts = [
+            _parts(spec, [table.held[number] for table in tables]) for number, spec in enumerate(self._specs)
+        ]
+        self._steps.clear()
+        self._group = group
+
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+        """Write the layout's tensors into the bucket of every receiver.  Collective.
+
+        When it returns, the bucket is complete and the model's memory may be written again.
+
+        Raises:
+            ConfigError: The layout is not of these tensors, or the model has changed since it was prepared.
+            TrainerRankFailed: Another rank failed; the message names it.
+        """
+        self.prepare(group)
+        try:
+            self._fill(bucket, layout, group)
+        except BaseException as error:
+            # The others are about to wait for this rank.
+            group.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    def _fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+        if (group.rank in group.receivers) != (bucket is not None):
+            raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
+        steps = self._steps.get(layout.index)
+        if steps is None or steps.layout is not layout or steps.receivers != group.receivers:
+            steps = self._steps[layout.index] = self._plan(layout, group)
+        what = f"its part of bucket {layout.index}"
+        with torch.no_grad():
+            for slot, box in steps.copies:
+                assert bucket is not None
+                _region(bucket, slot, box).copy_(self._own(slot, box))
+            if steps.gathers:
+                assert bucket is not None
+                group.all_gather([bucket.view(slot) for slot in steps.gathers], what=what)
+            scratch = _Scratch(group.device)
+            for wave in steps.waves:
+                self._move(wave, bucket, group, scratch, what)
+
+    def _move(
+        self, wave: Sequence[_Piece], bucket: Bucket | None, group: TrainerGroup, scratch: _Scratch, what: str
+    ) -> None:
+        scratch.reset(sum(_scratch_bytes(piece, group.rank) for piece in wave))
+        sends: list[Move] = []
+        receives: list[Move] = []
+        scatters: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in wave:
+            dtype = piece.slot.spec.torch_dtype
+            if piece.source == group.rank:
+                if piece.source_scratch_bytes:
+                    outgoing = scratch.take(piece.box.shape, dtype)
+                    outgoing.copy_(self._own(piece.slot, piece.box))
+                elif bucket is not None and _is_contiguous(piece.box.shape, piece.slot.shape):
+                    outgoing = _region(bucket, piece.slot, piece.box)  # cast and in place already
+                else:
+                    outgoing = self._own(piece.slot, piece.box)
+                sends.extend(Move(target, outgoing) for target in piece.targets)
+            elif group.rank in piece.targets:
+                assert bucket is not None
+                region = incoming = _region(bucket, piece.slot, piece.box)
+                if piece.target_scratch_bytes:
+                    incoming = scratch.take(piece.box.shape, dtype)
+                    scatters.append((region, incoming))
+                receives.append(Move(piece.source, incoming))
+        group.move(sends, receives, what=what)
+        for region, incoming in scatters:
+            region.copy_(incoming)
+
+    def _own(self, slot: TensorSlot, box: Box) -> torch.Tensor:
+        """This rank's memory of a box that it holds."""
+        held = self._local(self._number[slot.spec.name])
+        if held is None or not _contains(held[0], box):
+            raise ConfigError(f"{slot.spec.name}: the model has been sharded anew since the exporter was prepared")
+        return held[1][_slices(box, held[0].offset)]
+
+    def _table(self, group: TrainerGroup) -> _Table:
+        specs = tuple((spec.name, spec.dtype, spec.shape) for spec in self._specs)
+        held: list[_Held | None] = []
+        try:
+            for number, spec in enumerate(self._specs):
+                part = self._local(number)
+                if part is None:
+                    held.append(None)
+                    continue
+                box, tensor = part
+                ready = (
+                    tensor.is_contiguous()
+                    and tensor.dtype == spec.torch_dtype
+                    and tensor.device.type == group.device.type
+                )
+                held.append(_Held(box.offset, box.shape, ready))
+        except ConfigError as error:
+            # Said to everybody rather than raised here, where it would leave the others waiting.
+            return _Table(specs=specs, held=(), error=str(error))
+        return _Table(specs=specs, held=tuple(held))
+
+    def _plan(self, layout: BucketLayout, group: TrainerGroup) -> _Steps:
+        steps = _Steps(layout, group.receivers)
+        budget_bytes = max(layout.size_bytes // group.world_size, _MIN_SCRATCH_BYTES)
+        budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
+        load: Counter[int] = Counter()
+        used: Counter[int] = Counter()
+        wave: list[_Piece] = []
+        for slot in layout.slots:
+            number = self._number.get(slot.spec.name)
+            if number is None or self._specs[number] != slot.spec:
+                raise ConfigError(
+                    f"bucket {layout.index} carries {slot.spec.name}, which this exporter does not have so"
+                )
+            gathered = self._in_rank_order(slot, number, group)
+            if gathered:
+                steps.gathers.append(slot)
+            for part in self._parts[number]:
+                box = _cut_rows(part.box, slot)
+                if box is None:
+                    continue
+                if group.rank in part.holders and group.rank in group.receivers:
+                    steps.copies.append((slot, box))
+                if gathered:
+                    continue
+                for piece in self._pieces(slot, part, box, group, load, budget_bytes):
+                    needs = {rank: _scratch_bytes(piece, rank) for rank in (piece.source, *piece.targets)}
+                    if any(used[rank] + needed > budget_bytes for rank, needed in needs.items() if needed):
+                        steps.waves.append(wave)
+                        wave = []
+                        used.clear()
+                    used.update(needs)
+                    wave.append(piece)
+        steps.waves.append(wave)
+        mine = [
+            [piece for piece in wave if group.rank == piece.source or group.rank in piece.targets]
+            for wave in steps.waves
+        ]
+        steps.waves = [wave for wave in mine if wave]
+        return steps
+
+    def _in_rank_order(self, slot: TensorSlot, number: int, group: TrainerGroup) -> bool:
+        """True if rank r holds the r-th of equal parts of the slot and everybody wants all of them."""
+        parts = self._parts[number]
+        world = group.world_size
+        if not group.uses_nccl or not slot.whole or len(group.receivers) != world or len(parts) != world:
+            return False
+        rows = slot.spec.num_rows // world
+        return all(
+            part.holders == (rank,)
+            and part.box.offset == (rank * rows, *(0 for _ in slot.spec.shape[1:]))
+            and part.box.shape == (rows, *slot.spec.shape[1:])
+            for rank, part in enumerate(parts)
+        )
+
+    def _pieces(
+        self, slot: TensorSlot, part: _Part, box: Box, group: TrainerGroup, load: Counter[int], budget_bytes: int
+    ) -> Iterator[_Piece]:
+        targets = tuple(rank for rank in group.receivers if rank not in part.holders)
+        if not targets:
+            return
+        itemsize = slot.spec.torch_dtype.itemsize
+        source = min(part.holders, key=lambda rank: (load[rank], rank))
+        load[source] += math.prod(box.shape) * itemsize
+
+        def piece(box: Box) -> _Piece:
+            scratch_bytes = _align(math.prod(box.shape) * itemsize)
+            in_place = _is_contiguous(box.shape, slot.shape)
+            # A receiver that is also the source has the box in its bucket, cast, before anything is sent.
+            as_it_is = source in group.receivers and in_place
+            as_it_is = as_it_is or (part.ready and _is_contiguous(box.shape, part.box.shape))
+            return _Piece(
+                slot, box, source, targets, 0 if as_it_is else scratch_bytes, 0 if in_place else scratch_bytes
+            )
+
+        whole = piece(box)
+        if not whole.source_scratch_bytes and not whole.target_scratch_bytes:
+            yield whole
+            return
+        for small in _split(box, max(budget_bytes // itemsize, 1)):
+            yield piece(small)
+
+
+class _Scratch:
+    """One buffer for what cannot be sent or received in place, used anew for every wave."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8, device=device)
+        self._taken_bytes = 0
+
+    def reset(self, size_bytes: int) -> None:
+        self._taken_bytes = 0
+        if size_bytes > self._data.numel():
+            self._data = torch.empty(0, dtype=torch.uint8, device=self._data.device)  # let go before taking more
+            self._data = torch.empty(size_bytes, dtype=torch.uint8, device=self._data.device)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        start, size_bytes = self._taken_bytes, math.prod(shape) * dtype.itemsize
+        self._taken_bytes += _align(size_bytes)
+        return self._data[start : start + size_bytes].view(dtype).view(shape)
+
+
+def _parts(spec: TensorSpec, held: Sequence[_Held | None]) -> list[_Part]:
+    """The distinct parts of a tensor, by their place in it.
+
+    Raises:
+        ConfigError: They do not cover the tensor exactly once.
+    """
+    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    ready: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
+    for rank, part in enumerate(held):
+        if part is not None and math.prod(part.shape):
+            key = (part.offset, part.shape)
+            holders.setdefault(key, []).append(rank)
+            ready[key] = ready.get(key, True) and part.ready
+    # Parts come from cutting dimensions one by one, so they form a grid: the intervals of each dimension tile it,
+    # and there are as many parts as combinations.
+    complete = math.prod(spec.shape) == sum(math.prod(shape) for _, shape in holders)
+    count = 1
+    for dim, extent in enumerate(spec.shape):
+        end = 0
+        intervals = sorted({(offset[dim], shape[dim]) for offset, shape in holders})
+        for start, length in intervals:
+            complete = complete and start == end
+            end = start + length
+        complete = complete and (end == extent or not holders)
+        count *= len(intervals)
+    if not complete or count != len(holders):
+        boxes = ", ".join(f"{list(shape)} at {list(offset)}" for offset, shape in sorted(holders))
+        raise ConfigError(
+            f"{spec.name} {list(spec.shape)}: the trainer ranks hold {boxes or 'nothing'}, "
+            "which is not the whole tensor exactly once",
+            hint="every rank of the model's mesh must take part in the update",
+        )
+    return [
+        _Part(Box(offset=offset, shape=shape), tuple(ranks), ready[offset, shape])
+        for (offset, shape), ranks in sorted(holders.items())
+    ]
+
+
+def _difference(first: _Table, other: _Table) -> str:
+    """One place where two models differ."""
+    for mine, theirs in zip(first.specs, other.specs, strict=False):
+        if mine != theirs:
+            return f"{mine[0]} {mine[1]} {list(mine[2])} is {theirs[0]} {theirs[1]} {list(theirs[2])} there"
+    return f"{len(first.specs)} tensors here, {len(other.specs)} there"
+
+
+def _cut_rows(box: Box, slot: TensorSlot) -> Box | None:
+    """What of a box travels in this slot."""
+    if not box.shape:
+        return box
+    start = max(box.offset[0], slot.first_row)
+    end = min(box.offset[0] + box.shape[0], slot.first_row + slot.num_rows)
+    if start >= end:
+        return None
+    return Box(offset=(start, *box.offset[1:]), shape=(end - start, *box.shape[1:]))
+
+
+def _region(bucket: Bucket, slot: TensorSlot, box: Box) -> torch.Tensor:
+    """The place of a box in the bucket."""
+    return bucket.view(slot)[_slices(box, (slot.first_row, *(0 for _ in box.shape[1:])))]
+
+
+def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(
+        slice(offset - zero, offset - zero + extent)
+        for offset, extent, zero in zip(box.offset, box.shape, origin[: len(box.shape)], strict=True)
+    )
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return len(outer.shape) == len(inner.shape) and all(
+        a <= b and b + n <= a + m
+        for a, m, b, n in zip(outer.offset, outer.shape, inner.offset, inner.shape, strict=True)
+    )
+
+
+def _is_contiguous(shape: tuple[int, ...], within: tuple[int, ...]) -> bool:
+    """True if a box of this shape lies in one run of a contiguous tensor of the other shape."""
+    ones = next((dim for dim, extent in enumerate(shape) if extent != 1), len(shape))
+    return shape[ones + 1 :] == within[ones + 1 :]
+
+
+def _split(box: Box, max_elements: int) -> Iterator[Box]:
+    """Boxes of at most so many elements that make up the box, in order."""
+    if math.prod(box.shape) <= max_elements:
+        yield box
+        return
+    dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
+    step = max(max_elements * box.shape[dim] // math.prod(box.shape), 1)
+    for start in range(0, box.shape[dim], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += start
+        shape[dim] = min(step, box.shape[dim] - start)
+        yield from _split(Box(offset=tuple(offset), shape=tuple(shape)), max_elements)
+
+
+def _scratch_bytes(piece: _Piece, rank: int) -> int:
+    if rank == piece.source:
+        return piece.source_scratch_bytes
+    return piece.target_scratch_bytes if rank in piece.targets else 0
+
+
+def _align(size_bytes: int) -> int:
+    return -(-size_bytes // _SCRATCH_ALIGNMENT_BYTES) * _SCRATCH_ALIGNMENT_BYTES
