@@ -1,0 +1,158 @@
+"""A real receiver around a model of a few matrices: sessions, staging, ranks and HTTP, but nothing to generate.
+
+Run as ``python -m tests.toy_engine --port 0 --tp 2``; prints ``ready PORT`` when it answers.  Tests use it where
+the reference engine's language model would only cost time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from torch import nn
+
+from weightcast.comm.ipc import device_uuid, host_id
+from weightcast.config import PauseMode
+from weightcast.receiver import WeightReceiver
+from weightcast.receiver.engine import EngineFacts, ReceiverEngine
+from weightcast.receiver.executor import LocalExecutor, MpExecutor
+from weightcast.receiver.server import weight_routes
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Message, RankAck, RankInfo
+
+
+def toy_weights(*, seed: int, rows: int = 96, width: int = 64, layers: int = 3) -> dict[str, torch.Tensor]:
+    """What a trainer would send: column-parallel ``up``, row-parallel ``down``, a replicated ``norm`` and ``embed``."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {"embed.weight": torch.randn(rows, width, generator=generator)}
+    for layer in range(layers):
+        weights[f"layers.{layer}.up.weight"] = torch.randn(4 * width, width, generator=generator)
+        weights[f"layers.{layer}.down.weight"] = torch.randn(width, 4 * width, generator=generator)
+        weights[f"layers.{layer}.norm.weight"] = torch.randn(width, generator=generator)
+    return weights
+
+
+class ToyModel(nn.Module):
+    """Keeps its slices of the weights, as an engine rank does."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.specs = [TensorSpec.of(name, tensor, dtype=dtype) for name, tensor in weights.items()]
+        self.kept = nn.ParameterDict()
+        for name, tensor in weights.items():
+            part = self.slice(name, tensor).to(dtype, copy=True).contiguous()
+            self.kept[name.replace(".", "/")] = nn.Parameter(part, requires_grad=False)
+
+    def slice(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for part, dim in ((".up.", 0), (".down.", 1)):
+            if part in name:
+                size = tensor.shape[dim] // self.tp_size
+                return tensor.narrow(dim, self.tp_rank * size, size)
+        return tensor
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in weights:
+                self.kept[name.replace(".", "/")].copy_(self.slice(name, tensor))
+
+
+class ToyWorker:
+    """One rank."""
+
+    def __init__(self, rank: int, tp_size: int, rendezvous: str, *, seed: int, rows: int, staging: str, dtype: str) -> None:
+        torch.set_num_threads(1)
+        weights = toy_weights(seed=seed, rows=rows)
+        model = ToyModel(weights, tp_rank=rank, tp_size=tp_size, dtype=getattr(torch, dtype))
+        self.receiver = WeightReceiver(
+            model,
+            load_weights=model.load_weights,
+            expected=model.specs,
+            tp_rank=rank,
+            tp_size=tp_size,
+            staging=staging,  # type: ignore[arg-type]
+        )
+
+    def apply(self, message: Message) -> RankAck:
+        return self.receiver.apply(message)
+
+    def run(self, command: bytes) -> bytes:
+        return command
+
+    def interrupt(self, reason: str) -> None:
+        self.receiver.interrupt(reason)
+
+    def close(self) -> None:
+        self.receiver.close()
+
+
+class Clockwork:
+    """Hooks that only remember."""
+
+    def __init__(self) -> None:
+        self.paused = False
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def drop_caches(self) -> None:
+        pass
+
+    def set_version(self, version: int) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--staging", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--local", action="store_true")
+    args = parser.parse_args()
+    settings = {"seed": args.seed, "rows": args.rows, "staging": args.staging, "dtype": args.dtype}
+    executor = LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
+    weights = toy_weights(seed=args.seed, rows=args.rows)
+    facts = EngineFacts(
+        engine="toy 1",
+        model="toy",
+        host_id=host_id(),
+        ranks=tuple(
+            RankInfo(rank=rank, pid=pid, device=device_uuid(torch.device("cpu")))
+            for rank, pid in enumerate(executor.pids())
+        ),
+        staging="none" if args.staging == "none" else "device",
+        transports=("ipc", "broadcast"),
+        specs=tuple(TensorSpec.of(n, t, dtype=getattr(torch, args.dtype)) for n, t in weights.items()),
+    )
+    app = FastAPI()
+    app.include_router(weight_routes(ReceiverEngine(executor, Clockwork(), facts)))
+    # With the protocol named, asyncio switches Nagle off; without it every answer waits 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+
+    def announce() -> None:
+        while not server.started:
+            time.sleep(0.01)
+        print(f"ready {listener.getsockname()[1]}", flush=True)
+
+    threading.Thread(target=announce, daemon=True).start()
+    server.run(sockets=[listener])
+    executor.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
