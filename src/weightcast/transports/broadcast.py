@@ -49,10 +49,6 @@ class BroadcastTransport:
         self._filled = torch.cuda.Event() if device.type == "cuda" else None
         self._closed = False
 
-    def use(self, links: Sequence[Link]) -> None:
-        """The same targets, with the sessions of a new update."""
-        self._links = list(links)
-
     def connect(self) -> None:
         """Make the group if there is none.
 
@@ -197,7 +193,7 @@ class BroadcastTransport:
 
 def _join(link: Link, message: Join) -> None:
     try:
-        link.ask(link.adapter.join_request(message), timeout_s=message.timeout_s + 10.0)
+        link.ask(link.adapter.join_request(message), timeout_s=message.timeout_s)
     except TargetError:
         raise
     except DeadlineExceeded as error:

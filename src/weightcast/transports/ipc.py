@@ -32,10 +32,6 @@ class IpcTransport:
         self._pump = Pump(self._send_one)
         self._closed = False
 
-    def use(self, links: Sequence[Link]) -> None:
-        """The same targets, with the sessions of a new update."""
-        self._links = list(links)
-
     def connect(self) -> None:
         """Nothing to create: engines map a buffer when they first hear of it."""
 
@@ -89,8 +85,7 @@ def post_bucket(link: Link, request: EngineRequest, *, index: int, timeout_s: fl
     """
     half = link.info.staging == "none"
     try:
-        # The engine keeps the deadline itself and answers; ours is a little later, for one that cannot.
-        link.ask(request, timeout_s=timeout_s + 5.0)
+        link.ask(request, timeout_s=timeout_s)
         link.sent += 1
     except DeadlineExceeded as error:
         raise TargetLost(

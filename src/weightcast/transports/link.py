@@ -14,6 +14,7 @@ from weightcast.protocols import Adapter, EngineRequest
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 _ABORT_TIMEOUT_S = 30.0
+_MARGIN_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,8 +63,11 @@ class Link:
         return self._read(reply)
 
     def ask(self, request: EngineRequest, *, timeout_s: float) -> Ack:
-        """Send a request and read the answer; its costs are added up."""
-        reply = self.client.post_json(request.path, request.body, timeout_s=timeout_s)
+        """Send a request and read the answer; its costs are added up.
+
+        The engine keeps the deadline itself and answers; ours is a little later, for an engine that cannot.
+        """
+        reply = self.client.post_json(request.path, request.body, timeout_s=timeout_s + _MARGIN_S)
         return self._read(reply)
 
     def close(self, *, buckets: int, timeout_s: float) -> Ack:

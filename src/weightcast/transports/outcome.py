@@ -1,0 +1,130 @@
+"""How each target came out of an update, and what was proven on it.
+
+The checks compare what a target answered with what was sent; they ask nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from weightcast.errors import VerificationFailed, WeightcastError
+from weightcast.report import TargetReport, TargetStatus
+from weightcast.transports.link import Link
+from weightcast.wire.digest import model_digest
+from weightcast.wire.messages import Ack, EngineInfo
+
+Proof = Literal["none", "received", "resident", "behaviour"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One target in one update, across attempts.
+
+    Attributes:
+        info: What it said when it was probed; None if it did not answer.
+        failed: Why it dropped out, if it did.
+        proof: Highest level reached.
+        digest: Model digest at that level.
+        matched: Engine ranks that agree with it.
+        committed: Its answer to the commit.
+        peak_extra_bytes: Most extra memory of any of its ranks.
+        message: Anything worth knowing.
+    """
+
+    info: EngineInfo | None = None
+    failed: WeightcastError | None = None
+    proof: Proof = "none"
+    digest: str | None = None
+    matched: int = 0
+    committed: Ack | None = None
+    peak_extra_bytes: int = 0
+    message: str = ""
+
+    def received(self, link: Link, ack: Ack, sent: Mapping[str, str]) -> None:
+        """What arrived is what was sent.
+
+        Args:
+            link: The target.
+            ack: Its answer to Close.
+            sent: Digest by tensor name.
+
+        Raises:
+            VerificationFailed: A tensor arrived otherwise than it was sent; nothing was switched.
+        """
+        wrong = [name for name, digest in sent.items() if ack.received.get(name) != digest]
+        if wrong or ack.mismatched or ack.received_ranks != link.info.tp_size:
+            names = wrong or list(ack.mismatched)
+            raise VerificationFailed(
+                f"{link.url} received something else than was sent: {', '.join(names[:6])} "
+                f"({ack.received_ranks} of {link.info.tp_size} ranks agree)",
+                url=link.url,
+                names=names,
+                hint="nothing was switched; a bit flipped on the way, or a buffer was reused too early",
+            )
+        self.proof = "received"
+        self.matched = ack.received_ranks
+        self.digest = model_digest(ack.received)
+
+    def resident(self, link: Link, ack: Ack, expected: Mapping[str, str]) -> None:
+        """What the target keeps is what was sent.
+
+        Args:
+            link: The target.
+            ack: Its answer to Commit.
+            expected: Digest by tensor name, in the dtype that it keeps; empty for no proof.
+
+        Raises:
+            VerificationFailed: It keeps something else.
+        """
+        self.committed = ack
+        self.peak_extra_bytes = link.peak_extra_bytes
+        if not expected:
+            return
+        wrong = [name for name, digest in expected.items() if ack.resident.get(name) != digest]
+        if wrong:
+            raise VerificationFailed(
+                f"{link.url} keeps something else than was sent: {', '.join(wrong[:6])}", url=link.url, names=wrong
+            )
+        self.proof = "resident"
+        self.matched = ack.resident_ranks
+        self.digest = model_digest(ack.resident)
+        if ack.unproven:
+            self.message = f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them"
+
+    def row(self, url: str, now: EngineInfo | WeightcastError | None) -> TargetReport:
+        """The target's line in the report.
+
+        Args:
+            url: The target.
+            now: For a target that has not committed, what it said when it was asked again.
+        """
+        status: TargetStatus = "serving" if self.committed is not None else "untouched"
+        after = self.committed.version if self.committed is not None else None
+        message = self.message
+        if isinstance(now, EngineInfo):
+            status = "quarantined" if now.state == "quarantined" else status
+            after = now.version
+            message = message or now.message
+        elif now is not None:
+            status = "quarantined"
+            message = str(now)
+        if self.failed is not None:
+            message = str(self.failed)
+        info, ack, serving = self.info, self.committed, status == "serving"
+        return TargetReport(
+            url=url,
+            engine=info.engine if info is not None else "unknown",
+            version_before=info.version if info is not None else None,
+            version_after=after,
+            digest=self.digest if serving else None,
+            status=status,
+            proof=self.proof if serving else "none",
+            ranks=info.tp_size if info is not None else 0,
+            digests_matched=self.matched if serving else 0,
+            stall_s=ack.stall_s if ack is not None else 0.0,
+            peak_extra_bytes=self.peak_extra_bytes,
+            not_updated=ack.not_updated if ack is not None else (),
+            message=message,
+        )
