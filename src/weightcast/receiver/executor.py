@@ -16,13 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 import msgspec
-import torch.distributed as dist
-
+from weightcast.comm.group import Rendezvous
 from weightcast.errors import EngineFailure
 from weightcast.wire.messages import Message, RankAck, encode
 
@@ -146,9 +144,7 @@ class MpExecutor:
         """
         self.tp_size = tp_size
         self._run_timeout_s = run_timeout_s
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
-        )
+        self._meeting = Rendezvous(host="127.0.0.1", timeout_s=start_timeout_s)
         context = multiprocessing.get_context("spawn")
         self._control: list[Connection] = []
         self._work: list[Connection] = []
@@ -161,7 +157,7 @@ class MpExecutor:
             work, work_end = context.Pipe()
             process = context.Process(
                 target=_rank_main,
-                args=(factory, rank, tp_size, f"127.0.0.1:{self._store.port}", settings or {}, control_end, work_end),
+                args=(factory, rank, tp_size, f"127.0.0.1:{self._meeting.port}", settings or {}, control_end, work_end),
                 name=f"weightcast-rank-{rank}",
                 daemon=True,
             )

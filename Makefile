@@ -1,0 +1,40 @@
+# Everything a newcomer or CI runs.  `make demo` and `make test` need nothing else done first.
+PYTHON ?= python3
+# Installed first and pinned: whatever resolves torch on its own pulls gigabytes of CUDA packages onto a laptop.
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup demo test check gpu-test format clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $(READY)
+
+demo: setup
+	$(BIN)/weightcast demo $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+# On a machine with GPUs, with any Python that has torch and the packages of the extra `dev`.
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu $(TEST_ARGS)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
