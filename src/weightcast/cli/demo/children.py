@@ -22,6 +22,18 @@ _GRACE_S = 15.0
 _POLL_S = 0.05
 
 
+class ChildFailed(EngineFailure):
+    """A process ended with an error.
+
+    Attributes:
+        tails: The end of the log of each process that failed, by name.
+    """
+
+    def __init__(self, message: str, *, tails: Mapping[str, str], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.tails = dict(tails)
+
+
 class Child:
     """One running process and its log."""
 
@@ -110,17 +122,22 @@ class Children:
         """Look whether all still run or have ended well.
 
         Raises:
-            EngineFailure: A child ended with an error; the message has the tail of its log.
+            ChildFailed: A child ended with an error.
         """
         failed = [child for child in self._running if child.exit_code not in (None, 0)]
         if failed:
-            raise EngineFailure("\n".join(_describe(child) for child in failed))
+            raise ChildFailed(
+                ", ".join(f"{child.name} {_how(child.exit_code or 0)}" for child in failed),
+                tails={child.name: child.tail() for child in failed},
+                hint=f"their logs are in {self._log_folder}",
+            )
 
     def wait(self, children: Sequence[Child], *, timeout_s: float) -> None:
         """Return when these have ended well.
 
         Raises:
-            EngineFailure: One ended with an error or not in time.
+            ChildFailed: One ended with an error.
+            EngineFailure: One did not end in time.
         """
         deadline = time.monotonic() + timeout_s
         while any(child.exit_code is None for child in children):
@@ -160,7 +177,5 @@ class Children:
                 self._reaper.stdin.flush()
 
 
-def _describe(child: Child) -> str:
-    code = child.exit_code or 0
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"{child.name} {how}; the end of {child.log}:\n{child.tail()}"
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,13 +24,15 @@ import msgspec
 
 from weightcast.cli.demo import report as reporting
 from weightcast.cli.demo import table
-from weightcast.cli.demo.children import Child, Children
+from weightcast.cli.demo.children import Child, ChildFailed, Children
 from weightcast.cli.demo.placement import EnginePlace, Placement, place
-from weightcast.cli.demo.progress import console_progress
 from weightcast.cli.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.cli.demo.settings import DemoConfig, Mode
-from weightcast.cli.demo.smollm2 import ensure_smollm2, require_packages
-from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, WeightcastError
+from weightcast.cli.demo.smollm2 import MODEL_NAME, ensure_smollm2, require_packages
+from weightcast.cli.render import note, progress, say_json
+from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure
+
+Say = Callable[[str], None]
 
 _TRANSPORTS = {"colocated": "ipc", "disaggregated": "broadcast"}
 _POLL_S = 0.1
@@ -42,26 +44,24 @@ _event_decoder = msgspec.json.Decoder(Event)
 def run_demo(config: DemoConfig) -> int:
     """Run every mode, print a row for each step, write the report.
 
-    Rows and summary go to stdout, progress and errors to stderr.  No process is left behind, whatever happens.
+    Rows and summary go to stdout, or to stderr where stdout is to be JSON; progress and errors go to stderr.
+    No process is left behind, whatever happens; SIGTERM is treated like Ctrl-C.
 
     Returns:
-        0 if every mode finished and every digest matched, 130 after Ctrl-C or SIGTERM, else 1.
+        0 if every mode finished and every digest matched, else 1.
+
+    Raises:
+        ConfigError: Something is missing; nothing was started.
+        ChildFailed: A process failed; the end of its log has been printed.
+        EngineFailure, DeadlineExceeded: A process did not do its part in time.
     """
-    try:
-        with _sigterm_as_interrupt():
-            return _run(config)
-    except KeyboardInterrupt:
-        print("interrupted; everything that was started has been ended", file=sys.stderr)
-        return 130
-    except WeightcastError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"\nhint: {error.hint}", file=sys.stderr)
-        return 1
+    with _sigterm_as_interrupt():
+        return _run(config)
 
 
 def _run(config: DemoConfig) -> int:
     started_s = time.monotonic()
+    say = note if config.as_json else _say_now
     require_packages("transformers", "matplotlib", "fastapi", "uvicorn")
     num_gpus = _num_gpus(config)
     try:
@@ -70,10 +70,13 @@ def _run(config: DemoConfig) -> int:
         raise ConfigError(
             f"cannot make the folder {config.out}: {error.strerror}", hint="choose another --out"
         ) from error
-    with console_progress() as progress:
-        model = config.model if config.model is not None else ensure_smollm2(progress)
-    _say(f"model: {model}")
-    modes = [_run_mode(config, mode, model, place(mode, num_gpus=num_gpus)) for mode in config.modes]
+    if config.model is None:
+        with progress(f"expanding {MODEL_NAME}") as advance:
+            model = ensure_smollm2(advance)
+    else:
+        model = config.model
+    say(f"model: {model}")
+    modes = [_run_mode(config, mode, model, place(mode, num_gpus=num_gpus), say) for mode in config.modes]
     result = reporting.DemoReport(
         command=sys.argv,
         seed=config.seed,
@@ -85,11 +88,13 @@ def _run(config: DemoConfig) -> int:
     )
     written = reporting.write_report(result, config.out)
     plot = reporting.write_plot(modes, config.out)
-    _say("\n" + reporting.summary(result, plot=plot, written=written))
+    say("\n" + reporting.summary(result, plot=plot, written=written))
+    if config.as_json:
+        say_json(result)
     return 0 if result.all_matched else 1
 
 
-def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement) -> ModeRecord:
+def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement, say: Say) -> ModeRecord:
     started_s = time.monotonic()
     steps: list[StepRecord] = []
     samples: list[Sample] = []
@@ -98,27 +103,32 @@ def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement)
         Children(config.out / "logs" / mode) as children,
     ):
         urls = _start_engines(children, model, placement)
-        _say(f"\n{mode}: {placement.trainers} FSDP2 trainer processes, weights over {_TRANSPORTS[mode]}")
+        say(f"\n{mode}: {placement.trainers} FSDP2 trainer processes, weights over {_TRANSPORTS[mode]}")
         lines = [
             f"{url} tp {each.tp} {_where(placement, each)}" for url, each in zip(urls, placement.engines, strict=True)
         ]
         for line in lines:
-            _say(f"  engine {line}")
+            say(f"  engine {line}")
         if placement.note:
-            _say(f"  {placement.note}")
+            say(f"  {placement.note}")
         trainers = _start_trainers(
             children, _job(config, mode, model, placement, urls, Path(scratch)), placement, Path(scratch)
         )
-        for event in _events(children, trainers[0], config):
-            match event:
-                case Sample():
-                    samples.append(event)
-                    if not steps:
-                        _say(table.header())
-                case StepRecord():
-                    steps.append(event)
-                    _say(table.row(event))
-        children.wait(trainers, timeout_s=_LEAVE_S)
+        try:
+            for event in _events(children, trainers[0], config):
+                match event:
+                    case Sample():
+                        samples.append(event)
+                        if not steps:
+                            say(table.header())
+                    case StepRecord():
+                        steps.append(event)
+                        say(table.row(event))
+            children.wait(trainers, timeout_s=_LEAVE_S)
+        except ChildFailed as error:
+            for name, tail in error.tails.items():
+                note(f"\n--- the end of what {name} said ---\n{tail}\n")
+            raise
     if len(steps) != config.steps:
         raise EngineFailure(f"{mode}: the trainer ended after {len(steps)} of {config.steps} steps")
     return ModeRecord(
@@ -270,5 +280,5 @@ def _sigterm_as_interrupt() -> Generator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+def _say_now(text: str) -> None:
+    print(text, flush=True)  # at once: a pipe must show each step as it happens

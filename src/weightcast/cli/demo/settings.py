@@ -68,6 +68,7 @@ class DemoConfig:
     bucket_bytes: int = 64 << 20
     ready_timeout_s: float = 240.0
     step_timeout_s: float = 240.0
+    as_json: bool = False
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
 
     def __post_init__(self) -> None:

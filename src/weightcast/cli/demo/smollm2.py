@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightcast.cli.demo.progress import Progress
+from weightcast.cli.render import Advance
 from weightcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ def cache_folder() -> Path:
     return (configured if configured.is_absolute() else Path.home() / ".cache") / "weightcast"
 
 
-def ensure_smollm2(progress: Progress) -> Path:
+def ensure_smollm2(progress: Advance) -> Path:
     """The model's folder: config, ``model.safetensors`` (bfloat16, 269 MB), tokenizer and chat template.
 
     Made at the first call, in about 15 s; later calls return at once.  Two processes may call it at the same
     time.  A folder that exists is complete: it is renamed into place at the very end.
 
     Args:
-        progress: Told of every tensor that is expanded.
+        progress: Called with bytes expanded so far and bytes in all.
 
     Raises:
         ConfigError: A package is missing; the hint says what to install.
@@ -144,7 +144,7 @@ def _locked(path: Path) -> Generator[None]:
         yield
 
 
-def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
+def _convert(gguf_file: Path, folder: Path, progress: Advance) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -164,7 +164,7 @@ def _convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _read_tensors(gguf_file: Path, config: Any, progress: Progress) -> dict[str, torch.Tensor]:
+def _read_tensors(gguf_file: Path, config: Any, progress: Advance) -> dict[str, torch.Tensor]:
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -182,5 +182,5 @@ def _read_tensors(gguf_file: Path, config: Any, progress: Progress) -> dict[str,
             weight = undo_rope_order(weight, heads[kind])
         tensors[name] = weight.to(torch.bfloat16).contiguous()
         done_bytes += tensors[name].nbytes
-        progress(f"expanding {MODEL_NAME}", done_bytes, total_bytes)
+        progress(done_bytes, total_bytes)
     return tensors
