@@ -1,0 +1,122 @@
+"""No process of the demo outlives it: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from weightcast.cli.demo.children import ChildFailed, Children
+from weightcast.errors import EngineFailure
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+PARENT = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # an orphan's zombie is somebody else's to bury
+
+
+def gone(pid, *, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+@pytest.fixture
+def children(tmp_path):
+    with Children(tmp_path) as group:
+        yield group
+
+
+def start(children, name, program, **options):
+    return children.start(name, [sys.executable, "-c", program], env=os.environ, **options)
+
+
+def test_leaving_ends_every_child_and_grandchild(tmp_path):
+    with Children(tmp_path) as children:
+        child = start(children, "engine-0", PARENT, pipe_stdout=True)
+        grandchild = int(child.output.readline())
+        assert child.exit_code is None
+        assert alive(grandchild)
+    assert gone(child.process.pid)
+    assert gone(grandchild)
+
+
+def test_an_error_on_the_way_ends_them_too(tmp_path):
+    started = []
+
+    def interrupted():
+        with Children(tmp_path) as children:
+            child = start(children, "engine-0", SLEEPER, pipe_stdout=True)
+            child.output.readline()
+            started.append(child.process.pid)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert gone(started[0])
+
+
+def test_a_failing_child_is_named_with_the_end_of_its_log(children):
+    healthy = start(children, "trainer-0", SLEEPER)
+    broken = start(children, "engine-1", "import sys; print('out of tea', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(ChildFailed, match="engine-1 ended with exit code 3") as caught:
+        children.wait([broken, healthy], timeout_s=30.0)
+    assert "out of tea" in caught.value.tails["engine-1"]
+    assert "trainer-0" not in caught.value.tails
+
+
+def test_a_child_that_was_killed_is_named_with_the_signal(children):
+    child = start(children, "engine-0", SLEEPER, pipe_stdout=True)
+    child.output.readline()
+    child.process.kill()
+    with pytest.raises(ChildFailed, match="engine-0 was ended by SIGKILL"):
+        children.wait([child], timeout_s=30.0)
+
+
+def test_a_child_that_does_not_end_is_named(children):
+    child = start(children, "trainer-1", SLEEPER)
+    with pytest.raises(EngineFailure, match="trainer-1: still running"):
+        children.wait([child], timeout_s=0.2)
+
+
+def test_wait_returns_when_all_have_ended_well(children):
+    child = start(children, "trainer-0", "print('bye')")
+    children.wait([child], timeout_s=30.0)
+    children.check()
+    assert child.tail() == "bye"
+
+
+def test_if_the_demo_itself_is_killed_its_children_end(tmp_path):
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from weightcast.cli.demo.children import Children\n"
+        f"children = Children(Path({str(tmp_path)!r}))\n"
+        f"child = children.start('engine-0', [sys.executable, '-c', {SLEEPER!r}], env={{}}, pipe_stdout=True)\n"
+        "child.output.readline()\n"
+        "print(child.process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        pid = int(demo.stdout.readline())
+        assert alive(pid)
+        demo.send_signal(signal.SIGKILL)
+    assert gone(pid)

@@ -1,0 +1,110 @@
+"""What a demo leaves behind: numbers, a picture, words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weightcast.cli.demo import report as reporting
+from weightcast.cli.demo import table
+from weightcast.cli.demo.records import Answer, ModeRecord, Sample, StepRecord, reward_gain
+
+
+def step(version, *, reward, matched=4):
+    return StepRecord(
+        version=version,
+        reward=reward,
+        update_s=2.5,
+        phases={"gather": 0.5, "send": 1.25, "stall": 2.0},
+        bytes=500_000_000,
+        gb_per_s=0.2,
+        stall_s=2.0,
+        digests_matched=matched,
+        ranks=4,
+        generate_s=1.0,
+        train_s=1.5,
+        logprob_gap=0.001,
+        completion_tokens=300,
+    )
+
+
+def mode(name, transport, rewards, **options):
+    return ModeRecord(
+        mode=name,
+        transport=transport,
+        engines=["http://127.0.0.1:8000 tp 1 on the CPU"],
+        trainers=2,
+        reward_gain=reward_gain(rewards),
+        seconds=100.0,
+        steps=[step(index + 1, reward=reward, **options) for index, reward in enumerate(rewards)],
+        samples=[Sample(version=0, question="Why?", answers=[Answer(text="Because\nof tea", reward=0.25)])],
+    )
+
+
+def report(*modes):
+    return reporting.DemoReport(
+        command=["weightcast", "demo"],
+        seed=7,
+        model="SmolLM2-135M-Instruct",
+        machine=reporting.machine(),
+        versions=reporting.versions(),
+        seconds=200.0,
+        modes=list(modes),
+    )
+
+
+RISING = [0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "gain"), [(RISING, 0.7), ([0.5], 0.0), ([], 0.0), ([0.2, 0.9], 0.7), ([0.9, 0.5, 0.2], -0.7)]
+)
+def test_gain_is_last_quarter_less_first(rewards, gain):
+    assert reward_gain(rewards) == pytest.approx(gain)
+
+
+def test_report_json_has_the_promised_shape(tmp_path):
+    both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING))
+    written = json.loads(reporting.write_report(both, tmp_path).read_text())
+    assert [each["mode"] for each in written["modes"]] == ["colocated", "disaggregated"]
+    promised = {"version", "reward", "update_s", "phases", "gb_per_s", "stall_s", "digests_matched", "ranks"}
+    for each in written["modes"]:
+        assert each["reward_gain"] == pytest.approx(0.7)
+        assert promised <= set(each["steps"][0])
+    assert written["seed"] == 7
+    assert written["command"] == ["weightcast", "demo"]
+    assert "torch" in written["versions"]
+
+
+def test_plot_is_a_picture(tmp_path):
+    modes = [mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[::-1])]
+    assert reporting.write_plot(modes, tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_success_needs_every_rank_in_every_step():
+    assert report(mode("colocated", "ipc", RISING)).all_matched
+    assert not report(
+        mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING, matched=3)
+    ).all_matched
+    assert not report().all_matched
+
+
+def test_summary_shows_gain_answers_and_where_to_look(tmp_path):
+    both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[:1]))
+    text = reporting.summary(both, plot=tmp_path / "plot.png", written=tmp_path / "report.json")
+    assert "gain +0.70" in text
+    assert "too few steps?" in text
+    assert "'Because of tea'" in text
+    assert str(tmp_path / "plot.png") in text
+    assert "every digest matched" in text
+    assert "NOT ALL" in reporting.summary(
+        report(mode("colocated", "ipc", RISING, matched=0)), plot=tmp_path / "p", written=tmp_path / "r"
+    )
+
+
+def test_rows_line_up_with_the_header():
+    row = table.row(step(12, reward=0.5))
+    assert len(row) == len(table.header())
+    assert "4 of 4" in row
+    assert row.split()[:3] == ["12", "0.500", "2.50"]
