@@ -412,6 +412,8 @@ def _blame(verdict: Verdict, suspects: Sequence[int], how: str) -> str:
         return "; ".join(f"trainer rank {rank} gave up: {reason}" for rank, reason in sorted(verdict.quit.items()))
     if not verdict.silent:
         return f"{_ranks(sorted(suspects))} {how}, and every rank was waiting for another"
+    if verdict.store_lost:
+        return f"{_ranks(verdict.silent)} {how}, nor does the job's store, which rank 0 usually holds"
     if set(verdict.silent) <= set(suspects):
         return f"{_ranks(verdict.silent)} {how}"
     return f"{_ranks(verdict.silent)} fell silent"

@@ -40,10 +40,12 @@ class Verdict:
     Attributes:
         silent: Ranks that were waited for and left no note: dead, stuck, or busy with something else.
         quit: Ranks that gave up for a reason of their own, with that reason.
+        store_lost: The store did not answer, so there were no notes: ``silent`` is merely who was waited for.
     """
 
     silent: tuple[int, ...]
     quit: dict[int, str]
+    store_lost: bool = False
 
 
 class RollCall:
@@ -97,7 +99,7 @@ class RollCall:
         )
         asking.start()
         asking.join(patience_s + 1.0)
-        return found[0] if found else Verdict(silent=tuple(sorted(suspects)), quit={})
+        return found[0] if found else Verdict(silent=tuple(sorted(suspects)), quit={}, store_lost=True)
 
     def _follow(self, suspects: Sequence[int], reason: str, patience_s: float, found: list[Verdict]) -> None:
         try:
@@ -121,4 +123,4 @@ class RollCall:
                 time.sleep(_POLL_S)
             found.append(Verdict(silent=() if quit else tuple(sorted(silent)), quit=quit))
         except (RuntimeError, msgspec.MsgspecError):
-            return  # the store is gone with the process that held it; the caller names its own suspects
+            return  # the store is gone with the process that held it

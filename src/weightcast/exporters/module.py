@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from weightcast.comm.local import TrainerGroup
 from weightcast.errors import ConfigError
+from weightcast.exporters import casting
 from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.names import check_names, is_wrapper, strip_wrappers
 from weightcast.exporters.sharding import local_part
@@ -65,11 +66,7 @@ class ModuleExporter:
         wire_dtype: torch.dtype | None = None,
         names: Callable[[str], str] | None = None,
     ) -> None:
-        if wire_dtype is not None and (not wire_dtype.is_floating_point or wire_dtype.itemsize < 2):
-            raise ConfigError(
-                f"wire_dtype {wire_dtype} cannot be cast to: a value needs no scale only in 16 bits or more",
-                hint="torch.bfloat16, torch.float16, torch.float32 or torch.float64",
-            )
+        casting.check_wire_dtype(wire_dtype)
         self._model = model
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
@@ -92,7 +89,7 @@ class ModuleExporter:
                 if part is not None:
                     device_bytes[part[1].device] += part[1].nbytes
                 self._places.append(_Place(module, attribute))
-                specs.append(TensorSpec.of(name, tensor, dtype=_wire_dtype(tensor.dtype, wire_dtype)))
+                specs.append(TensorSpec.of(name, tensor, dtype=casting.wire_dtype(tensor.dtype, wire_dtype)))
         check_names(spec.name for spec in specs)
         if not specs:
             raise ConfigError("the model has no parameters and no persistent buffers")
@@ -225,10 +222,6 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def _dispatch(kind: type[torch.Tensor]) -> object:
     return getattr(kind, "__torch_dispatch__", None)
-
-
-def _wire_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point and own.itemsize >= 2 else own
 
 
 @contextmanager

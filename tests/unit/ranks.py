@@ -1,0 +1,81 @@
+"""A few real processes that are the ranks of a training job, kept for many tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "weightcast.comm.local"]
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """``world_size`` processes joined by gloo.  ``run`` calls a function in all of them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+
+    def answer(self, rank: int, timeout_s: float = 120.0) -> Any:
+        """What the function returned on one rank.  An exception there is an AssertionError here."""
+        assert self.pipes[rank].poll(timeout_s), f"rank {rank} does not answer"
+        ok, value = self.pipes[rank].recv()
+        assert ok, f"rank {rank}:\n{value}"
+        return value
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.start(function, *args)
+        return [self.answer(rank) for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(1.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.chdir(tempfile.gettempdir())
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:  # noqa: BLE001  # whatever it was, the test has to see it
+            pipe.send((False, traceback.format_exc()))
