@@ -67,16 +67,29 @@ class ToyModel(nn.Module):
 class ToyWorker:
     """One rank."""
 
-    def __init__(self, rank: int, tp_size: int, rendezvous: str, *, seed: int, rows: int, staging: str, dtype: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        tp_size: int,
+        rendezvous: str,
+        *,
+        seed: int,
+        rows: int,
+        staging: str,
+        dtype: str,
+        devices: tuple[str, ...] = ("cpu",),
+    ) -> None:
         torch.set_num_threads(1)
+        device = torch.device(devices[rank % len(devices)])
         weights = toy_weights(seed=seed, rows=rows)
-        model = ToyModel(weights, tp_rank=rank, tp_size=tp_size, dtype=getattr(torch, dtype))
+        model = ToyModel(weights, tp_rank=rank, tp_size=tp_size, dtype=getattr(torch, dtype)).to(device)
         self.receiver = WeightReceiver(
             model,
             load_weights=model.load_weights,
             expected=model.specs,
             tp_rank=rank,
             tp_size=tp_size,
+            device=device,
             staging=staging,  # type: ignore[arg-type]
         )
 
@@ -119,17 +132,22 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--staging", default="auto")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--devices", default="cpu", help="comma-separated, one for each rank")
     parser.add_argument("--local", action="store_true")
     args = parser.parse_args()
     settings = {"seed": args.seed, "rows": args.rows, "staging": args.staging, "dtype": args.dtype}
-    executor = LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
+    devices = tuple(args.devices.split(","))
+    settings["devices"] = devices
+    executor = (
+        LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
+    )
     weights = toy_weights(seed=args.seed, rows=args.rows)
     facts = EngineFacts(
         engine="toy 1",
         model="toy",
         host_id=host_id(),
         ranks=tuple(
-            RankInfo(rank=rank, pid=pid, device=device_uuid(torch.device("cpu")))
+            RankInfo(rank=rank, pid=pid, device=device_uuid(torch.device(devices[rank % len(devices)])))
             for rank, pid in enumerate(executor.pids())
         ),
         staging="none" if args.staging == "none" else "device",

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 import msgspec
+
 from weightcast.comm.group import Rendezvous
 from weightcast.errors import EngineFailure
 from weightcast.wire.messages import Message, RankAck, encode

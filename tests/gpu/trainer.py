@@ -1,0 +1,111 @@
+"""A trainer for tests on GPUs: one process of this for each rank.
+
+Prints one JSON line: the reports, or the error.  ``--die-after N`` kills the process after bucket N of the last update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.toy_engine import toy_weights
+from weightcast import WeightcastError, WeightUpdater
+from weightcast.report import UpdateReport
+
+
+def toy_module(*, seed: int, rows: int) -> nn.Module:
+    """The toy engine's weights as a plain module."""
+    root = nn.Module()
+    for name, tensor in toy_weights(seed=seed, rows=rows).items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(tensor))
+    return root
+
+
+def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The model on its device, sharded over all ranks if there are several."""
+    if args.model == "toy":
+        model = toy_module(seed=args.seed, rows=args.rows).to(device)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device)
+    if args.world > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in getattr(getattr(model, "model", model), "layers", []) if args.model != "toy" else []:
+            fully_shard(block)
+        fully_shard(model)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--targets", required=True)
+    parser.add_argument("--transport", required=True)
+    parser.add_argument("--versions", default="1")
+    parser.add_argument("--model", default="toy")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--bucket-bytes", type=int, default=1 << 20)
+    parser.add_argument("--verify", default="resident")
+    parser.add_argument("--timeout", type=float, default=30.0)
+    parser.add_argument("--die-after", type=int, default=-1)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    torch.cuda.set_device(device)
+    if args.world > 1:
+        dist.init_process_group(
+            "nccl", init_method=f"tcp://127.0.0.1:{args.port}", rank=args.rank, world_size=args.world, device_id=device
+        )
+    versions = [int(version) for version in args.versions.split(",")]
+    reports: list[UpdateReport] = []
+    seen = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == args.die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    result: dict[str, Any]
+    try:
+        with WeightUpdater.connect(
+            build(args, device),
+            args.targets.split(","),
+            transport=args.transport,
+            bucket_bytes=args.bucket_bytes,
+            verify=args.verify,
+            timeout_s=args.timeout,
+            progress=progress,
+        ) as updater:
+            reports.extend(updater.update(version=version) for version in versions)
+        result = {"ok": True}
+    except WeightcastError as error:
+        result = {"ok": False, "error": type(error).__name__, "text": str(error)}
+    result["reports"] = [json.loads(report.to_json()) for report in reports]
+    print(json.dumps(result), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # destroying NCCL groups after a peer was killed can wait for it
+
+
+if __name__ == "__main__":
+    main()
