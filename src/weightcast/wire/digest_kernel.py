@@ -167,7 +167,8 @@ def _jobs(grid: Grid, index: int) -> Iterator[tuple[int, ...]]:
 def _place(piece: "Piece") -> tuple[object, ...]:
     """Everything about a piece that its jobs depend on."""
     tensor = piece.tensor
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), piece.full_shape, piece.box
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy, piece.full_shape, piece.box
 
 
 class _Remembered:
