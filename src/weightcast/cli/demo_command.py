@@ -1,0 +1,71 @@
+"""``weightcast demo``: the command; what it does is in the package ``demo``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from weightcast.cli.options import Json, Traceback
+from weightcast.cli.render import parse_size, say_json
+
+if TYPE_CHECKING:
+    from weightcast.cli.demo.settings import DeviceChoice, Mode
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for plot.png, report.json and logs.")] = Path(
+        "weightcast-demo"
+    ),
+    modes: Annotated[
+        str, typer.Option(metavar="MODE,MODE", help="Which of colocated (ipc) and disaggregated (broadcast), in order.")
+    ] = "colocated,disaggregated",
+    steps: Annotated[int, typer.Option(metavar="N", help="Training steps, and so weight updates, in each mode.")] = 16,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the prompts' order and of sampling.")] = 0,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto takes GPUs where there are any.")] = "auto",
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Hugging Face folder to start from instead of SmolLM2-135M-Instruct."),
+    ] = None,
+    bucket_bytes: Annotated[
+        str, typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket of an update.")
+    ] = "64MiB",
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Train a real small model while two engines follow every step, all on this machine.
+
+    Two trainer processes with FSDP2, two engines in processes of their own, GRPO with a reward that a program can
+    check; every step's weights go to both engines, verified. Takes some minutes on two cores.
+
+    \b
+    weightcast demo
+    weightcast demo --steps 4 --modes disaggregated --out /tmp/demo
+    """
+    from weightcast.cli.demo import DemoConfig, run_demo
+
+    chosen = tuple(mode.strip() for mode in modes.split(",") if mode.strip())
+    config = DemoConfig(
+        out=out,
+        modes=cast("tuple[Mode, ...]", chosen),
+        steps=steps,
+        seed=seed,
+        device=cast("DeviceChoice", device),
+        model=model,
+        bucket_bytes=parse_size(bucket_bytes),
+    )
+    if not as_json:
+        code = run_demo(config)
+    else:
+        with contextlib.redirect_stdout(sys.stderr):
+            code = run_demo(config)
+        if code:
+            say_json({"error": {"type": "DemoFailed", "message": "the demo failed; see stderr", "hint": None}})
+        else:
+            say_json(json.loads((out / "report.json").read_bytes()))
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,361 @@
+"""``weightcast doctor``: can this process update these engines, by which way, and what stands in between?"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from weightcast.cli.options import ApiKeys, BucketBytes, Json, Traceback, Urls, targets
+from weightcast.cli.render import mark, one_line, parse_size, say, say_json
+from weightcast.config import Target
+from weightcast.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    TargetRejected,
+    TargetUnreachable,
+    WeightcastError,
+)
+from weightcast.report import format_bytes
+
+if TYPE_CHECKING:
+    from weightcast.comm.http import Client
+    from weightcast.wire.messages import EngineInfo
+
+Level = Literal["ok", "warn", "fail"]
+_OURS = ("ipc", "broadcast")
+_BUCKETS_HELD = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at, what was found, and what to do if it is not well."""
+
+    name: str
+    level: Level
+    text: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All checks of one engine; ``engine`` is its kind and version, empty if it did not say."""
+
+    url: str
+    engine: str
+    checks: tuple[Check, ...]
+    ok: bool
+
+
+def doctor(
+    urls: Urls,
+    api_key: ApiKeys = None,
+    bucket_bytes: BucketBytes = "512MiB",
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Address of this machine that engines can reach; asks the routing table."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Longest single wait, in seconds.")] = 15.0,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Find out whether this machine can update these engines, by which transport, and what to fix.
+
+    Asks each engine what it is, and has an engine on the CPU meet this process in a small group. Changes no weights.
+    The exit code is 1 if anything fails.
+
+    \b
+    weightcast doctor http://10.0.3.7:8000
+    weightcast doctor http://10.0.3.7:8000 http://10.0.3.8:8000 --rendezvous 10.0.1.2 --json
+    """
+    size_bytes = parse_size(bucket_bytes)
+    found = targets(urls, api_key)
+    results = [_examine(target, size_bytes=size_bytes, host=rendezvous, timeout_s=timeout) for target in found]
+    ok = all(result.ok for result in results)
+    if as_json:
+        say_json({"ok": ok, "engines": results})
+    else:
+        for index, result in enumerate(results):
+            if index:
+                say()
+            _show(result)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: float) -> Diagnosis:
+    from weightcast.comm.http import Client
+
+    client = Client(target, timeout_s=timeout_s)
+    try:
+        answered, info = _ask(client)
+        checks = [*answered]
+        if info is not None:
+            checks += [_state(info), *_sharing(info), _staging(info), _memory(info, size_bytes)]
+            if "broadcast" in info.transports:
+                checks += _meeting(client, info, host=host, timeout_s=timeout_s)
+            checks.append(_ways(checks, info))
+    finally:
+        client.close()
+    engine = ""
+    if info is not None:
+        version = "?" if info.version is None else info.version
+        engine = f"{info.engine}, {info.model}, tp {info.tp_size}, {info.state} version {version}"
+    return Diagnosis(
+        url=target.url, engine=engine, checks=tuple(checks), ok=all(check.level != "fail" for check in checks)
+    )
+
+
+def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
+    from weightcast.fleet.probe import probe
+
+    reached = Check(name="reachable", level="ok", text=f"{client.target.url} answers")
+    try:
+        info = probe(client)
+    except (TargetUnreachable, DeadlineExceeded) as error:
+        return [_failed("reachable", error, "is the engine up, and do host and port agree with what it printed?")], None
+    except TargetRejected as error:
+        return [reached, _failed("key", error, "pass the engine's key with --api-key")], None
+    except ConfigError as error:
+        return [reached, _failed("receiver", error, "start the engine with `weightcast serve`")], None
+    except WeightcastError as error:
+        return [_failed("reachable", error, "look at the engine's log")], None
+    return [
+        reached,
+        Check(name="key", level="ok", text="accepted" if client.target.api_key is not None else "none needed"),
+        Check(name="receiver", level="ok", text=f"{info.engine} speaks protocol {info.protocol}, as this process does"),
+    ], info
+
+
+def _failed(name: str, error: WeightcastError, hint: str) -> Check:
+    return Check(name=name, level="fail", text=one_line(str(error)), hint=error.hint or hint)
+
+
+def _state(info: EngineInfo) -> Check:
+    version = "an unknown version" if info.version is None else f"version {info.version}"
+    if info.state == "quarantined":
+        return Check(
+            name="state",
+            level="fail",
+            text=f"quarantined: {one_line(info.message) or 'it may hold a mixture of two versions'}",
+            hint="send it a full update: `weightcast push CHECKPOINT --to URL --version N`",
+        )
+    if info.state == "updating":
+        return Check(
+            name="state",
+            level="warn",
+            text=f"being updated by {info.session_owner or 'somebody'}, was at {version}",
+            hint="wait for that update, or end the process that does it",
+        )
+    return Check(name="state", level="ok", text=f"serving {version}, {info.digest or 'not proven yet'}")
+
+
+def _sharing(info: EngineInfo) -> Iterator[Check]:
+    """Can memory be shared?  If not, broadcast is the other way, so nothing here is a failure."""
+    from weightcast.comm.ipc import device_of, host_id
+
+    if info.host_id != host_id():
+        yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
+        return
+    yield Check(name="host", level="ok", text="the same host as this process")
+    hidden = [rank for rank in info.ranks if not Path(f"/proc/{rank.pid}").exists()]
+    if hidden:
+        yield Check(
+            name="ipc",
+            level="warn",
+            text=f"process {hidden[0].pid} of rank {hidden[0].rank} cannot be seen from here: another pid namespace",
+            hint="start both containers with one pid namespace (--pid=host), or use --via broadcast",
+        )
+        return
+    devices = dict.fromkeys(rank.device for rank in info.ranks)
+    unseen = [device for device in devices if device_of(device) is None]
+    if unseen:
+        yield Check(
+            name="ipc",
+            level="warn",
+            text=f"GPU {unseen[0]} of the engine cannot be seen from here",
+            hint="include it in CUDA_VISIBLE_DEVICES (or give the container all GPUs), or use --via broadcast",
+        )
+        return
+    where = "shared memory" if set(devices) == {"cpu"} else f"CUDA IPC on {len(devices)} GPUs"
+    yield Check(name="ipc", level="ok", text=f"possible, by {where}")
+
+
+def _staging(info: EngineInfo) -> Check:
+    if info.staging == "none":
+        return Check(
+            name="staging",
+            level="warn",
+            text="none: an update that fails half way quarantines the engine until the next full one",
+            hint="start it with --staging device or host if there is memory for a second set of weights",
+        )
+    return Check(
+        name="staging",
+        level="ok",
+        text=f"on the {info.staging}: an update that fails leaves the old version serving",
+    )
+
+
+def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
+    """Two buckets on this side, and whether the largest row fits into one."""
+    from weightcast.wire.layout import total_bytes
+
+    model = f"{len(info.specs)} tensors, {format_bytes(total_bytes(info.specs))}"
+    row = max(info.specs, key=lambda spec: spec.row_bytes, default=None)
+    if row is not None and row.row_bytes > bucket_bytes:
+        return Check(
+            name="memory",
+            level="fail",
+            text=f"one row of {row.name} has {format_bytes(row.row_bytes)}, a bucket {format_bytes(bucket_bytes)}",
+            hint=f"use --bucket-bytes {row.row_bytes} or more",
+        )
+    need = _BUCKETS_HELD * min(bucket_bytes, max(total_bytes(info.specs), 1))
+    free = _free_bytes()
+    if free is not None and free < need:
+        return Check(
+            name="memory",
+            level="fail",
+            text=f"{format_bytes(free)} free here, two buckets need {format_bytes(need)}",
+            hint="use smaller buckets: --bucket-bytes 64MiB",
+        )
+    room = "" if free is None else f", {format_bytes(free)} free here"
+    return Check(name="memory", level="ok", text=f"{model}; an update needs {format_bytes(need)} on this side{room}")
+
+
+def _free_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _meeting(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:
+    """Where engines would meet this process, and whether this one really can."""
+    from weightcast.comm.group import local_address_towards
+
+    try:
+        address = host or local_address_towards(client.target.host, 80)
+        _listen_on(address)
+    except (OSError, WeightcastError) as error:
+        return [
+            Check(
+                name="rendezvous",
+                level="fail",
+                text=f"{host or client.target.host}: no address of this machine that engines could reach: {error}",
+                hint="pass one with --rendezvous HOST",
+            )
+        ]
+    if any(rank.device != "cpu" for rank in info.ranks):
+        text = f"this process listens at {address}; not tried, since the engine keeps its weights on GPUs"
+        return [Check(name="rendezvous", level="ok", text=text)]
+    if info.state != "serving":
+        text = f"this process listens at {address}; not tried, since the engine is {info.state}"
+        return [Check(name="rendezvous", level="warn", text=text, hint="run this again when it serves")]
+    try:
+        _meet(client, info, address=address, timeout_s=timeout_s)
+    except WeightcastError as error:
+        hint = f"let {client.target.host} reach this machine at {address} by TCP, or pass --rendezvous HOST"
+        return [Check(name="rendezvous", level="fail", text=one_line(str(error)), hint=error.hint or hint)]
+    members = f"{info.tp_size} {'rank' if info.tp_size == 1 else 'ranks'}"
+    return [Check(name="rendezvous", level="ok", text=f"{members} met this process at {address} and left again")]
+
+
+def _listen_on(address: str) -> None:
+    """Listen at an address of ours and connect to it: is it one at all?"""
+    family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as server:
+        server.bind(place)
+        server.listen(1)
+        with socket.create_connection(server.getsockname()[:2], timeout=5.0):
+            pass
+
+
+def _meet(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -> None:
+    """A group of this process and the engine's ranks, one byte, and apart again."""
+    import torch
+
+    from weightcast.comm.group import Rendezvous, WorldGroup
+    from weightcast.wire.messages import Join, Leave, encode
+
+    name, token = f"doctor-{os.getpid()}-{secrets.token_hex(4)}", secrets.token_hex(16)
+    store = Rendezvous(host=address, timeout_s=timeout_s)
+    world_size = info.tp_size + 1
+    join = Join(
+        group=name,
+        host=address,
+        port=store.port,
+        token=token,
+        first_rank=1,
+        world_size=world_size,
+        backend="gloo",
+        timeout_s=timeout_s,
+    )
+    group: WorldGroup | None = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-doctor") as pool:
+        answer = pool.submit(client.post_json, "/weightcast/apply", encode(join), timeout_s=timeout_s + 10.0)
+        try:
+            group = WorldGroup(
+                store=store.store,
+                name=name,
+                token=token,
+                rank=0,
+                world_size=world_size,
+                device=torch.device("cpu"),
+                address=address,
+                timeout_s=timeout_s,
+            )
+        finally:
+            # The engine's own words say more than our waiting in vain.
+            refusal = answer.exception()
+            if refusal is None:
+                client.post_json("/weightcast/apply", encode(Leave(group=name)), timeout_s=timeout_s)
+            if group is not None:
+                group.close()
+            if refusal is not None:
+                raise refusal
+
+
+def _ways(checks: list[Check], info: EngineInfo) -> Check:
+    """By which transports an update can go, after all that was found."""
+    level = {check.name: check.level for check in checks}
+    both = [way for way in _OURS if way in info.transports]
+    usable = [
+        way
+        for way in both
+        if (way == "ipc" and level.get("ipc") == "ok") or (way == "broadcast" and level.get("rendezvous") != "fail")
+    ]
+    if not both:
+        return Check(
+            name="transports",
+            level="fail",
+            text=f"the engine takes {', '.join(info.transports) or 'none'}, this process has {', '.join(_OURS)}",
+            hint="install the same version of weightcast on both sides",
+        )
+    if not usable:
+        return Check(
+            name="transports",
+            level="fail",
+            text=f"both ends have {' and '.join(both)}, neither can be used",
+            hint="see the lines above",
+        )
+    return Check(name="transports", level="ok", text=f"{' and '.join(usable)} can be used")
+
+
+def _show(result: Diagnosis) -> None:
+    say(result.url)
+    if result.engine:
+        say(result.engine)
+    width = max(len(check.name) for check in result.checks)
+    for check in result.checks:
+        say(f"  {mark(check.level)}  {check.name.ljust(width)}  {check.text}")
+    for check in result.checks:
+        if check.hint:
+            say(f"\nhint: {check.name}: {one_line(check.hint)}")

@@ -1,0 +1,104 @@
+"""``weightcast status``: what each engine is and serves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightcast.cli.options import ApiKeys, Json, Traceback, Urls, targets
+from weightcast.cli.render import note, one_line, say, say_json, table
+from weightcast.config import Target
+from weightcast.errors import WeightcastError
+
+if TYPE_CHECKING:
+    from weightcast.wire.messages import EngineInfo
+
+_HEADERS = ("url", "engine", "model", "state", "version", "digest", "tp", "staging", "updated by")
+
+
+def status(
+    urls: Urls,
+    api_key: ApiKeys = None,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 10.0,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Show what each engine is and serves: kind, version, digest, state.
+
+    The exit code is 0 if every engine answers and is serving, else 1.
+
+    \b
+    weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000
+    weightcast status http://10.0.3.7:8000 --json | jq .engines[0].version
+    """
+    found = targets(urls, api_key)
+    with ThreadPoolExecutor(max_workers=min(16, len(found))) as pool:
+        answers = list(pool.map(_ask, found, [timeout] * len(found)))
+    ok = all(not isinstance(answer, WeightcastError) and answer.state == "serving" for answer in answers)
+    if as_json:
+        say_json(
+            {"ok": ok, "engines": [_fields(target, answer) for target, answer in zip(found, answers, strict=True)]}
+        )
+    else:
+        say(table(_HEADERS, [_row(target, answer) for target, answer in zip(found, answers, strict=True)]))
+        for target, answer in zip(found, answers, strict=True):
+            if isinstance(answer, WeightcastError):
+                note(f"error: {one_line(str(answer))}")
+            elif answer.message:
+                note(f"{target.url}: {one_line(answer.message)}")
+    if not ok:
+        if not as_json:
+            note("\nhint: `weightcast doctor URL` says what stands in between")
+        raise typer.Exit(1)
+
+
+def _ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
+    from weightcast.comm.http import Client
+    from weightcast.fleet.probe import probe
+
+    client = Client(target, timeout_s=timeout_s)
+    try:
+        return probe(client)
+    except WeightcastError as error:
+        return error
+    finally:
+        client.close()
+
+
+def _row(target: Target, answer: EngineInfo | WeightcastError) -> tuple[str, ...]:
+    if isinstance(answer, WeightcastError):
+        return (target.url, "-", "-", "no answer", "-", "-", "-", "-", "-")
+    version = "?" if answer.version is None else str(answer.version)
+    return (
+        target.url,
+        answer.engine,
+        answer.model,
+        answer.state,
+        version,
+        answer.digest or "not proven",
+        str(answer.tp_size),
+        answer.staging,
+        answer.session_owner or "-",
+    )
+
+
+def _fields(target: Target, answer: EngineInfo | WeightcastError) -> dict[str, Any]:
+    if isinstance(answer, WeightcastError):
+        error = {"type": type(answer).__name__, "message": one_line(str(answer)), "hint": answer.hint}
+        return {"url": target.url, "reachable": False, "error": error}
+    return {
+        "url": target.url,
+        "reachable": True,
+        "engine": answer.engine,
+        "model": answer.model,
+        "state": answer.state,
+        "version": answer.version,
+        "digest": answer.digest,
+        "tp": answer.tp_size,
+        "staging": answer.staging,
+        "transports": answer.transports,
+        "session_owner": answer.session_owner,
+        "message": answer.message,
+    }

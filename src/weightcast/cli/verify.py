@@ -1,0 +1,206 @@
+"""``weightcast verify``: do the weights that an engine keeps equal a checkpoint, tensor by tensor?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from weightcast.cli.options import Checkpoint, Json, Traceback, WireDtype, targets, torch_dtype
+from weightcast.cli.render import Advance, progress, say, say_json, table
+from weightcast.errors import WireError
+from weightcast.report import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightcast.protocols import Exporter
+    from weightcast.wire.layout import TensorSpec
+    from weightcast.wire.messages import Ack, EngineInfo
+
+# What is read, cast and digested at a time; a row of a tensor that is larger is taken whole.
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One tensor that is not proven equal.
+
+    Attributes:
+        name: The tensor.
+        why: ``missing`` (the checkpoint has none), ``extra`` (the engine has none), ``shape``, ``digest`` or
+            ``unreadable`` (the engine cannot read back what it made of the tensor).
+        checkpoint: Shape or digest in the checkpoint; empty if it has none.
+        engine: Likewise in the engine.
+    """
+
+    name: str
+    why: str
+    checkpoint: str = ""
+    engine: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The whole answer; ``equal`` counts tensors, ``size_bytes`` is of the checkpoint's tensors that were compared."""
+
+    url: str
+    checkpoint: str
+    version: int | None
+    digest: str | None
+    tensors: int
+    equal: int
+    size_bytes: int
+    differences: tuple[Difference, ...]
+    ok: bool
+
+
+def verify(
+    checkpoint: Checkpoint,
+    at: Annotated[str, typer.Option("--at", metavar="URL", help="Engine to ask.")],
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="Key of the engine.")
+    ] = None,
+    dtype: WireDtype = None,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 300.0,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Compare the weights that an engine keeps with a checkpoint, tensor by tensor. Changes nothing.
+
+    Both ends compute digests of every tensor in the engine's dtype; the engine reads its live parameters back for it.
+    The exit code is 0 if all are equal, 1 if not, 2 if that could not be found out.
+
+    \b
+    weightcast verify runs/step-412 --at http://10.0.3.7:8000
+    weightcast verify runs/step-412 --at http://10.0.3.7:8000 --json | jq -r .differences[].name
+    """
+    from weightcast.comm.http import Client
+    from weightcast.exporters.checkpoint import CheckpointExporter
+    from weightcast.fleet.probe import probe
+
+    target = targets([at], [api_key] if api_key is not None else [])[0]
+    with CheckpointExporter(checkpoint, wire_dtype=torch_dtype(dtype)) as exporter:
+        client = Client(target, timeout_s=timeout)
+        try:
+            info = probe(client)
+            ack = _readback(client.get_json("/weightcast/digests", timeout_s=timeout), target.url)
+        finally:
+            client.close()
+        result = _compare(str(checkpoint), target.url, exporter, info, ack)
+    if as_json:
+        say_json(result)
+    else:
+        _show(result)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def checkpoint_digests(
+    exporter: Exporter, specs: Sequence[TensorSpec], dtypes: Mapping[str, torch.dtype], advance: Advance
+) -> dict[str, str]:
+    """Finished fast digest of each tensor after a cast, by name.
+
+    Args:
+        exporter: Where the tensors come from.
+        specs: Which; their own dtypes.
+        dtypes: What to cast to before digesting, by name.
+        advance: Called with bytes done and in all.
+    """
+    import torch
+
+    from weightcast.comm.local import TrainerGroup
+    from weightcast.wire.bucket import Bucket
+    from weightcast.wire.digest import Box, Piece, add_partial, as_unsigned, finish, partial_sums
+    from weightcast.wire.layout import Packing, plan_buckets, total_bytes
+
+    chunk_bytes = max([_CHUNK_BYTES, *(spec.row_bytes for spec in specs)])
+    layouts = plan_buckets(specs, bucket_bytes=chunk_bytes, packing=Packing())
+    group = TrainerGroup(device=torch.device("cpu"), timeout_s=60.0)
+    data = torch.empty(max([1, *(layout.size_bytes for layout in layouts)]), dtype=torch.uint8)
+    totals = {spec.name: 0 for spec in specs}
+    done, total = 0, total_bytes(specs)
+    for layout in layouts:
+        bucket = Bucket(layout, data)
+        exporter.fill(bucket, layout, group)
+        for slot, view in bucket.views():
+            spec = slot.spec
+            box = Box(offset=(slot.first_row, *(0 for _ in spec.shape[1:])), shape=slot.shape) if spec.shape else None
+            piece = Piece(tensor=view.to(dtypes[spec.name]), full_shape=spec.shape, box=box)
+            totals[spec.name] = add_partial(totals[spec.name], as_unsigned(int(partial_sums([piece]).item())))
+            done += slot.size_bytes
+            advance(done, total)
+    return {spec.name: finish(totals[spec.name], dtype=dtypes[spec.name], shape=spec.shape) for spec in specs}
+
+
+def _readback(reply: bytes, url: str) -> Ack:
+    from weightcast.wire.messages import Ack
+
+    try:
+        return msgspec.json.decode(reply, type=Ack)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"{url} answers /weightcast/digests with something else: {error}") from None
+
+
+def _compare(checkpoint: str, url: str, exporter: Exporter, info: EngineInfo, ack: Ack) -> Comparison:
+    from weightcast.wire.digest import model_digest
+    from weightcast.wire.layout import total_bytes
+
+    kept = {spec.name: spec for spec in info.specs}
+    offered = {spec.name: spec for spec in exporter.specs()}
+    same_shape = [spec for name, spec in offered.items() if name in kept and kept[name].shape == spec.shape]
+    with progress("verify") as advance:
+        digests = checkpoint_digests(
+            exporter, same_shape, {spec.name: kept[spec.name].torch_dtype for spec in same_shape}, advance
+        )
+    differences = tuple(_differences(kept, offered, digests, ack))
+    return Comparison(
+        url=url,
+        checkpoint=checkpoint,
+        version=ack.version,
+        digest=model_digest(ack.resident) if ack.resident else None,
+        tensors=len(kept.keys() | offered.keys()),
+        equal=len(kept.keys() | offered.keys()) - len(differences),
+        size_bytes=total_bytes(same_shape),
+        differences=differences,
+        ok=not differences,
+    )
+
+
+def _differences(
+    kept: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec], digests: Mapping[str, str], ack: Ack
+) -> Iterator[Difference]:
+    for name, spec in kept.items():
+        if name not in offered:
+            yield Difference(name=name, why="missing", engine=str(list(spec.shape)))
+        elif name not in digests:
+            shape = str(list(offered[name].shape))
+            yield Difference(name=name, why="shape", checkpoint=shape, engine=str(list(spec.shape)))
+        elif name in ack.mismatched:
+            yield Difference(name=name, why="digest", checkpoint=digests[name], engine="differs between ranks")
+        elif name not in ack.resident:
+            yield Difference(name=name, why="unreadable", checkpoint=digests[name])
+        elif ack.resident[name] != digests[name]:
+            yield Difference(name=name, why="digest", checkpoint=digests[name], engine=ack.resident[name])
+    for name, spec in offered.items():
+        if name not in kept:
+            yield Difference(name=name, why="extra", checkpoint=str(list(spec.shape)))
+
+
+def _show(result: Comparison) -> None:
+    version = "an unknown version" if result.version is None else f"version {result.version}"
+    if result.ok:
+        say(
+            f"{result.url} keeps {result.checkpoint}: {result.equal} of {result.tensors} tensors equal, "
+            f"{format_bytes(result.size_bytes)}, {version}, digest {result.digest}"
+        )
+        return
+    rows = [(found.why, found.name, found.checkpoint or "-", found.engine or "-") for found in result.differences]
+    say(table(("why", "tensor", "checkpoint", "engine"), rows))
+    say(
+        f"{result.url} does not keep {result.checkpoint}: {len(result.differences)} of {result.tensors} tensors "
+        f"differ, it serves {version}"
+    )

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from typer.testing import CliRunner
+
+from weightcast import __version__
+from weightcast.cli.app import app
+from weightcast.cli.options import targets
+from weightcast.errors import ConfigError
+
+COMMANDS = ("demo", "serve", "push", "verify", "plan", "doctor", "status")
+
+
+def run(*args, **kwargs):
+    return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="weightcast", **kwargs)
+
+
+def one_error(result):
+    """The error's line, after making sure that it is one, with at most a hint and no stack."""
+    assert result.exit_code != 0
+    assert "Traceback" not in result.output
+    lines = result.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    rest = lines[lines.index(errors[0]) + 1 :]
+    assert rest == [] or (rest[0] == "" and rest[1].startswith("hint: ") and len(rest) == 2), result.stderr
+    return errors[0]
+
+
+@pytest.fixture
+def closed_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def other_server():
+    """A web server that is no engine."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_help_lists_every_command():
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+    assert "--traceback" in result.stdout
+    assert f"\n  weightcast {command}" in result.stdout
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"weightcast {__version__}\n")
+
+
+def test_no_command_is_no_success():
+    result = run()
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Commands:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["psuh"], "no such command 'psuh'"),
+        (["push"], "CHECKPOINT"),
+        (["push", "x", "--version", "1"], "--to"),
+        (["push", "x", "--to", "http://a:1"], "--version"),
+        (["push", "x", "--to", "http://a:1", "--version", "seven"], "'--version'"),
+        (["push", "x", "--nonsense"], "--nonsense"),
+        (["verify", "x"], "--at"),
+        (["status"], "URL"),
+        (["serve"], "MODEL"),
+        (["serve", "x", "--port", "70000"], "'--port'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_a_hint(args, says):
+    result = run(*args)
+    assert says in one_error(result)
+    assert result.exit_code == 2
+    assert "--help" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["push", "x", "--to", "127.0.0.1:1", "--version", "1"], "not an http URL"),
+        (["push", "x", "--to", "http://a:99999", "--version", "1"], "a:99999"),
+        (["push", "x", "--to", "http://a:1", "--to", "http://a:1/", "--version", "1"], "named twice"),
+        (["push", "x", "--to", "http://a:1", "--version", "1", "--bucket-bytes", "12 parsecs"], "12 parsecs"),
+        (["push", "x", "--to", "http://a:1", "--version", "-1"], "-1"),
+        (["push", "x", "--to", "http://a:1", "--version", "1", "--dtype", "int8"], "--dtype int8"),
+        (["push", "x", "--to", "http://a:1", "--version", "1", "--device", "tpu"], "--device tpu"),
+        (["push", "x", "--to", "http://a:1", "--version", "1", "--api-key", "a", "--api-key", "b"], "2 keys for 1"),
+        (["plan", "x", "--engine", "abacus"], "abacus"),
+        (["plan", "x", "--targets", "0"], "at least one"),
+        (["plan", "x", "--link-gb-per-s", "0"], "positive"),
+        (["plan", "x"], "x does not exist"),
+        (["demo", "--modes", "sideways"], "sideways"),
+        (["demo", "--steps", "0"], "steps=0"),
+        (["demo", "--model", "nowhere"], "nowhere"),
+        (["status", "nowhere"], "nowhere"),
+        (["doctor", "http://a:0"], "port 0"),
+    ],
+)
+def test_mistakes_are_one_line(args, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*args)
+    assert says in one_error(result)
+    assert result.exit_code == 1
+
+
+def test_mistake_as_json():
+    result = run("plan", "x", "--targets", "0", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["type"] == "ConfigError"
+
+
+def test_stack_on_request():
+    result = run("plan", "x", "--targets", "0", "--traceback")
+    assert result.exit_code == 1
+    assert "Traceback (most recent call last)" in result.stderr
+
+
+def test_verify_says_2_when_it_could_not_find_out(closed_port):
+    result = run("verify", "nowhere", "--at", f"http://127.0.0.1:{closed_port}")
+    assert "nowhere does not exist" in one_error(result)
+    assert result.exit_code == 2
+
+
+def test_status_of_nobody(closed_port):
+    url = f"http://127.0.0.1:{closed_port}"
+    result = run("status", url)
+    assert "cannot connect" in one_error(result)
+    assert "no answer" in result.stdout
+    result = run("status", url, "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert document["ok"] is False
+    assert document["engines"][0]["reachable"] is False
+    assert document["engines"][0]["error"]["type"] == "TargetUnreachable"
+
+
+def test_status_of_another_server(other_server):
+    result = run("status", other_server)
+    assert "no weightcast receiver" in one_error(result)
+
+
+def test_doctor_of_nobody(closed_port):
+    result = run("doctor", f"http://127.0.0.1:{closed_port}")
+    assert result.exit_code == 1
+    assert "fail  reachable" in result.stdout
+    assert "hint: reachable: " in result.stdout
+
+
+def test_doctor_of_another_server_as_json(other_server):
+    result = run("doctor", other_server, "--json")
+    assert result.exit_code == 1
+    (engine,) = json.loads(result.stdout)["engines"]
+    levels = {check["name"]: check["level"] for check in engine["checks"]}
+    assert levels == {"reachable": "ok", "receiver": "fail"}
+    assert engine["checks"][1]["hint"]
+
+
+def test_keys_go_to_their_engines():
+    assert [target.api_key for target in targets(["http://a:1", "http://b:1"], ["one"])] == ["one", "one"]
+    assert [target.api_key for target in targets(["http://a:1", "http://b:1"], ["one", "two"])] == ["one", "two"]
+    assert [target.api_key for target in targets(["http://a:1"], None)] == [None]
+    with pytest.raises(ConfigError, match="3 keys for 2 engines"):
+        targets(["http://a:1", "http://b:1"], ["one", "two", "three"])
+
+
+def test_without_its_packages_the_command_says_what_to_install():
+    # A meta path finder that refuses typer is what a bare `pip install weightcast` looks like.
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('typer', 'rich'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from weightcast.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert 'pip install "weightcast[cli]"' in done.stderr
+
+
+def test_help_does_not_import_torch():
+    code = "import sys\nfrom weightcast.cli import app\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from weightcast.cli.app import app
+from weightcast.cli.plan import make_plan, specs_of
+from weightcast.wire.layout import Packing, TensorSpec, total_bytes
+
+
+def run(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="weightcast")
+
+
+def spec(name, *shape):
+    return TensorSpec(name=name, dtype="float32", shape=shape)
+
+
+SPECS = [spec("a", 256), spec("big", 64, 256), spec("b", 256), spec("c", 3072), spec("d", 2048)]
+
+
+def test_plan_names_what_is_cut_and_what_travels_alone():
+    found = make_plan(SPECS, model="m", engine="native", packing=Packing(), bucket_bytes=16384, engine_ranks=6)
+    assert found.cut == ("big",)
+    assert "c" in found.alone or "d" in found.alone
+    assert found.size_bytes == total_bytes(SPECS)
+    assert found.largest_bucket_bytes <= 16384
+    assert found.trainer_peak_bytes == 2 * found.largest_bucket_bytes
+    assert found.all_links_bytes == 6 * found.link_bytes == 6 * found.size_bytes
+    assert found.seconds is None
+
+
+def test_one_bucket_needs_no_second_one():
+    found = make_plan(SPECS, model="m", engine="native", packing=Packing(), bucket_bytes=1 << 20, engine_ranks=1)
+    assert found.buckets == 1
+    assert found.trainer_peak_bytes == found.largest_bucket_bytes
+    assert found.cut == found.alone == ()
+
+
+def test_seconds_follow_from_the_bandwidth():
+    found = make_plan(
+        SPECS, model="m", engine="native", packing=Packing(), bucket_bytes=1 << 20, engine_ranks=1, link_gb_per_s=0.001
+    )
+    assert found.seconds == pytest.approx(total_bytes(SPECS) / 1e6)
+
+
+def test_plan_of_a_checkpoint(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(1000, 100), "n": torch.zeros(100)}, path)
+    result = run("plan", path, "--bucket-bytes", "128KiB", "--link-gb-per-s", "10", "--targets", "2", "--tp", "3")
+    assert result.exit_code == 0, result.output
+    assert "2 tensors, 391.0 KiB, 4 buckets of at most 128.0 KiB" in result.stdout
+    assert "1 tensor travels in pieces: w" in result.stdout
+    assert "391.0 KiB into each of 6 engine ranks, 2.3 MiB in all" in result.stdout
+    assert "at 10 GB/s" in result.stdout
+    document = json.loads(run("plan", path, "--bucket-bytes", "128KiB", "--json").stdout)
+    assert document["buckets"] == 4
+    assert document["cut"] == ["w"]
+    assert document["seconds"] is None
+    half = json.loads(run("plan", path, "--dtype", "bfloat16", "--json").stdout)
+    assert half["size_bytes"] * 2 == document["size_bytes"] == 400_400
+
+
+def test_row_larger_than_a_bucket_says_how_large_one_must_be(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(2, 10_000)}, path)
+    result = run("plan", path, "--bucket-bytes", "8KiB")
+    assert result.exit_code == 1
+    assert "error: one row of w has 40000 bytes" in result.stderr
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3Config"])
+def test_plan_of_a_config_equals_that_of_its_checkpoint(name, tied, tmp_path):
+    config = getattr(transformers, name)(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=96,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "whole")
+    config.save_pretrained(tmp_path / "config")
+
+    from_config = specs_of(tmp_path / "config" / "config.json", None)
+    assert {(spec.name, spec.dtype, spec.shape) for spec in from_config} == {
+        (spec.name, spec.dtype, spec.shape) for spec in specs_of(tmp_path / "whole", None)
+    }
+    assert [spec.name for spec in from_config] == [name for name, _ in model.named_parameters()]
+    assert {spec.dtype for spec in specs_of(tmp_path / "config", "float32")} == {"float32"}
+    result = run("plan", tmp_path / "config" / "config.json", "--json")
+    assert json.loads(result.stdout)["tensors"] == len(from_config)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"model_type": "abacus"}', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_config_of_nothing_is_one_line(content, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    result = run("plan", path)
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    assert result.stderr.splitlines()[0].startswith("error: ")
