@@ -133,6 +133,7 @@ def test_known_digests():
     assert model_digest({"a": "0" * 16, "b": "1" * 16}) == "e4e98f950a94316b"
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_flipped_bit_changes_the_digest(data):
     tensor = data.draw(tensors(min_elements=1))
@@ -146,6 +147,7 @@ def test_any_flipped_bit_changes_the_digest(data):
     assert tensor_digest(tensor) == before
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_swapped_elements_change_the_digest(data):
     tensor = data.draw(tensors(min_elements=2))
@@ -158,13 +160,14 @@ def test_swapped_elements_change_the_digest(data):
     assert (tensor_digest(swapped) == tensor_digest(tensor)) == same
 
 
+@settings(deadline=None)
 @given(tensors(), st.integers(0, 2**31))
 def test_sha256_sees_what_the_digest_sees(tensor, seed):
     other = random_tensor(tuple(tensor.shape), tensor.dtype, seed)
     assert (sha256_digest(tensor) == sha256_digest(other)) == (tensor_digest(tensor) == tensor_digest(other))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_boxes_of_any_partition_add_up(data):
     tensor = data.draw(tensors())
@@ -177,6 +180,7 @@ def test_boxes_of_any_partition_add_up(data):
     assert finish(total, dtype=tensor.dtype, shape=tensor.shape) == tensor_digest(tensor)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_strides_do_not_matter(data):
     tensor = data.draw(tensors())
@@ -193,6 +197,7 @@ def test_strides_do_not_matter(data):
     assert sha256_digest(spaced) == sha256_digest(tensor)
 
 
+@settings(deadline=None)
 @given(st.lists(tensors(dtypes=(torch.bfloat16,)), max_size=5), st.integers(1, 64))
 def test_bucket_boundaries_do_not_matter(members, bucket_elements):
     # The same tensors as flat views of buckets of any size, each tensor cut wherever a bucket ends.
