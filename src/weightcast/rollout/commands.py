@@ -11,6 +11,9 @@ from typing import TypeVar
 
 import msgspec
 
+from weightcast.receiver.staging import Place
+from weightcast.wire.layout import TensorSpec
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose one token per row; every list has one entry per row.
@@ -91,11 +94,15 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
     """Undo `Sleep`."""
 
 
+class Describe(msgspec.Struct, frozen=True, kw_only=True, tag="describe"):
+    """What are you?"""
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     """Nothing: is everybody there?"""
 
 
-Command = Prefill | Decode | Score | DropCache | Sleep | Wake | Ping
+Command = Prefill | Decode | Score | DropCache | Sleep | Wake | Describe | Ping
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +125,26 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[list[float]]
 
 
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to `Describe`.
+
+    Attributes:
+        devices: For each rank, the UUID of its GPU or ``"cpu"``.
+        staging: Where a new version waits until it is committed.
+        specs: Every tensor that a complete update holds.
+        dtype: Of the weights.
+        weight_bytes: Of rank 0's weights.
+        cache_bytes: Reserved by rank 0 for keys and values.
+    """
+
+    devices: list[str]
+    staging: Place
+    specs: list[TensorSpec]
+    dtype: str
+    weight_bytes: int
+    cache_bytes: int
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of commands without a result, and of ranks other than 0."""
 
@@ -128,7 +155,7 @@ _decoder = msgspec.msgpack.Decoder(Command)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(value: Command | Chosen | Scores | Done) -> bytes:
+def encode(value: Command | Chosen | Scores | Description | Done) -> bytes:
     """A command or an answer as bytes."""
     return _encoder.encode(value)
 

@@ -130,35 +130,62 @@ class SharedMemoryReduce:
         self._broken = "closed"
 
 
-def join(
-    rendezvous: str, *, rank: int, size: int, device: torch.device, timeout_s: float = 120.0
-) -> GroupReduce | SharedMemoryReduce:
-    """Meet the other ranks of this engine.
+def connect(rendezvous: str, *, rank: int, timeout_s: float) -> Any:
+    """The store where the ranks of this engine meet.
 
     Args:
         rendezvous: ``host:port`` of a TCP store that is already running.
-        rank: This rank.
-        size: Number of ranks, more than one.
-        device: Where the tensors live that will be summed.
-        timeout_s: Limit for the meeting and for every later sum.
+        rank: This rank, for the error.
+        timeout_s: Limit of each operation.
 
     Raises:
-        EngineFailure: The ranks did not meet in time.
+        EngineFailure: Nothing answers there.
     """
     host, _, port = rendezvous.rpartition(":")
     try:
         tcp = _dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-        store = _dist.PrefixStore("weightcast-tp", tcp)
+    except (RuntimeError, ValueError) as error:  # torch.distributed raises subclasses of RuntimeError
+        raise EngineFailure(f"engine rank {rank}: nothing to meet at {rendezvous}: {error}", ranks=[rank]) from error
+    return _dist.PrefixStore("weightcast-tp", tcp)
+
+
+def exchange(store: Any, key: str, value: str, *, rank: int, size: int) -> list[str]:
+    """Every rank's value, in rank order.
+
+    Raises:
+        EngineFailure: A rank did not come.
+    """
+    try:
+        store.set(f"{key} {rank}", value)
+        return [store.get(f"{key} {peer}").decode() for peer in range(size)]
+    except RuntimeError as error:
+        raise EngineFailure(f"engine rank {rank}: waiting for {key} of {size} ranks: {error}", ranks=[rank]) from error
+
+
+def join(
+    store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float
+) -> GroupReduce | SharedMemoryReduce:
+    """Agree with the other ranks on a way to add up.
+
+    Args:
+        store: From `connect`.
+        rank: This rank.
+        size: Number of ranks, more than one.
+        device: Where the tensors live that will be summed.
+        timeout_s: Limit of every sum.
+
+    Raises:
+        EngineFailure: The ranks did not meet in time.
+    """
+    try:
         if device.type == "cuda":
             return GroupReduce(_nccl(store, rank=rank, size=size))
         segment = _share_memory(store, rank=rank, size=size)
         if segment is not None:
             return SharedMemoryReduce(segment, rank=rank, size=size, timeout_s=timeout_s)
         return GroupReduce(_gloo(store, rank=rank, size=size, timeout_s=timeout_s))
-    except RuntimeError as error:  # torch.distributed raises this and its subclasses for every failed meeting
-        raise EngineFailure(
-            f"engine rank {rank} could not meet the other {size - 1} at {rendezvous}: {error}", ranks=[rank]
-        ) from error
+    except RuntimeError as error:
+        raise EngineFailure(f"engine rank {rank} could not meet the other {size - 1}: {error}", ranks=[rank]) from error
 
 
 def _nccl(store: Any, *, rank: int, size: int) -> Any:
@@ -194,11 +221,10 @@ def _share_memory(store: Any, *, rank: int, size: int) -> mmap.mmap | None:
                 handle = os.open(name, os.O_RDWR)
                 segment = mmap.mmap(handle, num_bytes)
                 os.close(handle)
-    store.set(f"mapped {rank}", "yes" if segment is not None else "no")
-    everyone = all(store.get(f"mapped {peer}") == b"yes" for peer in range(size))
+    answers = exchange(store, "mapped", "yes" if segment is not None else "no", rank=rank, size=size)
     if rank == 0 and segment is not None:
         path.unlink()  # the mappings keep it alive; a killed engine leaves nothing behind
-    return segment if everyone else None
+    return segment if set(answers) == {"yes"} else None
 
 
 def _boot_id() -> str:

@@ -9,6 +9,7 @@ from weightcast.rollout.commands import (
     Chosen,
     Command,
     Decode,
+    Describe,
     Done,
     DropCache,
     Move,
@@ -85,8 +86,8 @@ class Runner:
             case Wake():
                 self._model.restore(self._device)
                 self._cache.allocate()
-            case Ping():
-                pass
+            case Ping() | Describe():
+                pass  # the worker describes itself
         return Done()
 
     def _move(self, moves: list[Move]) -> None:

@@ -5,11 +5,14 @@ A pure function of logits and `Sampling`: it holds no random state and knows no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from weightcast.rollout.commands import Chosen, Sampling
 
 _NUCLEUS = 1024  # candidates looked at before a whole vocabulary is sorted for top_p
+_BLOCK = 256
 
 
 @torch.inference_mode()
@@ -20,87 +23,113 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
         logits: (rows, vocabulary), float32.
         sampling: One entry per row.
     """
-    top = logits.amax(dim=-1, keepdim=True)
-    log_mass = torch.exp(logits - top).sum(dim=-1, keepdim=True).log_().add_(top)
-    finite = torch.isfinite(log_mass[:, 0]).tolist()
+    size = logits.shape[1]
+    logprobs = logits.log_softmax(dim=-1)
+    # One logit that is not finite makes the whole row so (minus infinity alone does not: such a token is never chosen).
+    finite = logprobs[:, :_BLOCK].sum(dim=-1).isnan().logical_not().tolist()
 
-    tokens = logits.argmax(dim=-1)
+    greedy: list[int] = []
     plain: list[int] = []
     filtered: list[int] = []
     for row, temperature in enumerate(sampling.temperature):
-        if temperature > 0 and finite[row]:
-            some = 0 < sampling.top_k[row] < logits.shape[1] or sampling.top_p[row] < 1
-            (filtered if some else plain).append(row)
-    for rows, pick in ((plain, _pick), (filtered, _pick_filtered)):
-        if rows:
-            tokens[rows] = pick(logits, sampling, rows)
+        if temperature <= 0 or not finite[row]:
+            greedy.append(row)
+        elif 0 < sampling.top_k[row] < size or sampling.top_p[row] < 1:
+            filtered.append(row)
+        else:
+            plain.append(row)
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    if greedy:
+        tokens[greedy] = _rows(logits, greedy).argmax(dim=-1)
+    if plain:
+        tokens[plain] = _draw(_probabilities(logits, sampling, plain), _column(sampling.uniform, plain, logits))
+    if filtered:
+        _pick_filtered(logits, sampling, filtered, tokens, width=_NUCLEUS)
 
-    chosen = logits.gather(1, tokens[:, None])
-    logprobs = (chosen - log_mass)[:, 0].tolist()
-    picked = tokens.tolist()
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     return Chosen(
-        tokens=[token if ok else -1 for token, ok in zip(picked, finite, strict=True)],
-        logprobs=[value if ok else 0.0 for value, ok in zip(logprobs, finite, strict=True)],
-        top=_alternatives(logits, log_mass, sampling, finite),
+        tokens=[token if ok else -1 for token, ok in zip(tokens.tolist(), finite, strict=True)],
+        logprobs=[value if ok else 0.0 for value, ok in zip(chosen, finite, strict=True)],
+        top=_alternatives(logprobs, sampling, finite),
     )
 
 
-def _column(values: list[float], rows: list[int], like: torch.Tensor) -> torch.Tensor:
+def _rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _column(values: Sequence[float], rows: list[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor([values[row] for row in rows], dtype=torch.float32, device=like.device)[:, None]
 
 
-def _weights(logits: torch.Tensor, sampling: Sampling, rows: list[int]) -> torch.Tensor:
-    """Unnormalised probabilities at each row's temperature."""
-    part = logits if len(rows) == len(logits) else logits[rows]
-    scaled = part / _column(sampling.temperature, rows, logits)
-    return scaled.sub_(scaled.amax(dim=-1, keepdim=True)).exp_()
+def _probabilities(logits: torch.Tensor, sampling: Sampling, rows: list[int]) -> torch.Tensor:
+    """Probabilities at each row's temperature."""
+    part = _rows(logits, rows)
+    if any(sampling.temperature[row] != 1 for row in rows):
+        part = part / _column(sampling.temperature, rows, logits)
+    return part.softmax(dim=-1)
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index where the cumulative weight first exceeds `uniform` of the total; never one of weight 0."""
-    # In float32 the running sum would swallow the tail of a large vocabulary.
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    threshold = torch.minimum(uniform.double() * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    """Index where the cumulative weight first exceeds `uniform` of the total; never one of weight 0.
+
+    Two steps, the block and the place in it: a running sum over a whole vocabulary is slow, and in float32
+    its end would swallow the small ones.
+    """
+    rows, size = weights.shape
+    if size % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, _BLOCK - size % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    by_block = blocks.sum(dim=-1, dtype=torch.float64)
+    block, threshold = _search(by_block, uniform.double() * by_block.sum(dim=-1, keepdim=True))
+    inside = blocks[torch.arange(rows, device=weights.device), block].double()
+    place, _ = _search(inside, threshold)
+    return block * _BLOCK + place
 
 
-def _pick(logits: torch.Tensor, sampling: Sampling, rows: list[int]) -> torch.Tensor:
-    return _draw(_weights(logits, sampling, rows), _column(sampling.uniform, rows, logits))
+def _search(weights: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First index whose running sum exceeds the threshold, and what of the threshold is left at its start."""
+    sums = weights.cumsum(dim=-1)
+    # Rounding may put the threshold on the total; just below it lies the last index with a weight.
+    total = sums[:, -1:]
+    index = torch.searchsorted(
+        sums, torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))), right=True
+    )
+    before = sums.gather(1, index) - weights.gather(1, index)
+    return index[:, 0], (threshold - before).clamp_min(0)
 
 
-def _pick_filtered(logits: torch.Tensor, sampling: Sampling, rows: list[int]) -> torch.Tensor:
-    weights = _weights(logits, sampling, rows)
-    weights /= weights.sum(dim=-1, keepdim=True)
+def _pick_filtered(
+    logits: torch.Tensor, sampling: Sampling, rows: list[int], tokens: torch.Tensor, *, width: int
+) -> None:
+    """Set the tokens of rows that have top_k or top_p, looking at the `width` likeliest first."""
     size = logits.shape[1]
+    width = min(width, size)
     top_k = [sampling.top_k[row] if 0 < sampling.top_k[row] < size else size for row in rows]
     top_p = _column(sampling.top_p, rows, logits)
-    width = min(max(min(k, _NUCLEUS) for k in top_k), size)
-    values, tokens = weights.topk(width, dim=-1)
     limit = torch.tensor(top_k, device=logits.device)[:, None]
-    if ((limit > width) & (values.sum(dim=-1, keepdim=True) < top_p)).any():
-        values, tokens = weights.sort(dim=-1, descending=True)
+    values, order = _probabilities(logits, sampling, rows).topk(min(width, max(top_k)), dim=-1)
     rank = torch.arange(values.shape[1], device=logits.device)
-    values = values.masked_fill(rank[None] >= limit, 0.0)
+    values = values.masked_fill(rank >= limit, 0.0)
+    found = values.sum(dim=-1, keepdim=True)
     # top_p is a share of what top_k left; without top_k, of everything, also of what is not in `values`.
-    mass = torch.where(limit < size, values.sum(dim=-1, keepdim=True), torch.ones_like(top_p))
-    share = values / mass
-    before = share.cumsum(dim=-1) - share
-    values = values.masked_fill(before >= top_p, 0.0)
-    values[:, 0] = values[:, 0].clamp_min(torch.finfo(torch.float32).tiny)  # top_p of 0 keeps the likeliest
-    drawn = _draw(values, _column(sampling.uniform, rows, logits))
-    return tokens.gather(1, drawn[:, None])[:, 0]
+    share = values / torch.where(limit < size, found, torch.ones_like(found))
+    values = values.masked_fill((share.cumsum(dim=-1) - share >= top_p) & (rank > 0), 0.0)
+    enough = ((limit <= values.shape[1]) | (found >= top_p))[:, 0].tolist()
+    drawn = order.gather(1, _draw(values, _column(sampling.uniform, rows, logits))[:, None])[:, 0]
+    tokens[rows] = drawn
+    rest = [row for row, ok in zip(rows, enough, strict=True) if not ok]
+    if rest and width < size:
+        _pick_filtered(logits, sampling, rest, tokens, width=size)
 
 
-def _alternatives(
-    logits: torch.Tensor, log_mass: torch.Tensor, sampling: Sampling, finite: list[bool]
-) -> list[list[tuple[int, float]]]:
+def _alternatives(logprobs: torch.Tensor, sampling: Sampling, finite: list[bool]) -> list[list[tuple[int, float]]]:
     found: list[list[tuple[int, float]]] = [[] for _ in finite]
     rows = [row for row, count in enumerate(sampling.top_logprobs) if count > 0 and finite[row]]
     if not rows:
         return found
-    width = min(max(sampling.top_logprobs[row] for row in rows), logits.shape[1])
-    values, tokens = (logits[rows] - log_mass[rows]).topk(width, dim=-1)
+    width = min(max(sampling.top_logprobs[row] for row in rows), logprobs.shape[1])
+    values, tokens = _rows(logprobs, rows).topk(width, dim=-1)
     for row, row_values, row_tokens in zip(rows, values.tolist(), tokens.tolist(), strict=True):
         count = sampling.top_logprobs[row]
         found[row] = list(zip(row_tokens[:count], row_values[:count], strict=True))

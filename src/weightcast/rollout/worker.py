@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from weightcast.comm.ipc import device_uuid
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.agent import StagingChoice
 from weightcast.rollout import commands
 from weightcast.rollout.model import build_model
-from weightcast.rollout.reduce import GroupReduce, SharedMemoryReduce, join
+from weightcast.rollout.reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.rollout.runner import Runner
+from weightcast.wire.layout import dtype_name
 from weightcast.wire.messages import Message, RankAck
 
 
@@ -69,8 +71,11 @@ class RolloutWorker:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ConfigError(f"{settings.dtype!r} is not a dtype for weights", hint="float32, bfloat16 or float16")
         self._reduce: GroupReduce | SharedMemoryReduce | None = None
+        self._devices = [device_uuid(device)]
         if tp_size > 1:
-            self._reduce = join(rendezvous, rank=rank, size=tp_size, device=device, timeout_s=settings.sum_timeout_s)
+            store = connect(rendezvous, rank=rank, timeout_s=settings.sum_timeout_s)
+            self._devices = exchange(store, "device", device_uuid(device), rank=rank, size=tp_size)
+            self._reduce = join(store, rank=rank, size=tp_size, device=device, timeout_s=settings.sum_timeout_s)
         model = build_model(
             Path(settings.model_dir),
             tp_rank=rank,
@@ -80,6 +85,7 @@ class RolloutWorker:
             device=device,
             max_len=settings.max_len,
         )
+        self._model = model
         self._runner = Runner(model, max_batch=settings.max_batch, max_len=settings.max_len, dtype=dtype, device=device)
         self._receiver = WeightReceiver(
             model,
@@ -97,7 +103,21 @@ class RolloutWorker:
 
     def run(self, command: bytes) -> bytes:
         """Carry out one of the scheduler's commands."""
-        return commands.encode(self._runner.run(commands.decode_command(command)))
+        decoded = commands.decode_command(command)
+        if isinstance(decoded, commands.Describe):
+            return commands.encode(self._describe())
+        return commands.encode(self._runner.run(decoded))
+
+    def _describe(self) -> commands.Description:
+        parameters = list(self._model.parameters())
+        return commands.Description(
+            devices=self._devices,
+            staging=self._receiver.loader.staging.place,
+            specs=self._model.expected_weights(),
+            dtype=dtype_name(parameters[0].dtype),
+            weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            cache_bytes=self._runner.cache_bytes,
+        )
 
     def interrupt(self, reason: str) -> None:
         """End a wait for the trainer now."""

@@ -1,0 +1,299 @@
+"""Starting and ending the reference engine: port, ranks, scheduler, server, and the way back.
+
+``serve(ServeConfig(...))`` blocks until SIGTERM or SIGINT and ends every process that it started.  A
+rank's process dies with this one even if this one is killed; the executor sees to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Literal, get_args
+
+import torch
+import uvicorn
+from transformers import GenerationConfig, PretrainedConfig
+
+from weightcast import __version__
+from weightcast.comm.ipc import host_id
+from weightcast.errors import ConfigError, WeightcastError
+from weightcast.receiver.agent import StagingChoice
+from weightcast.receiver.engine import EngineFacts, ReceiverEngine
+from weightcast.receiver.executor import Executor, LocalExecutor, MpExecutor
+from weightcast.rollout import commands
+from weightcast.rollout.model import check_config, config_dtype, read_config
+from weightcast.rollout.scheduler import Limits, Scheduler
+from weightcast.rollout.server import RolloutEngine, build_app
+from weightcast.rollout.text import Text
+from weightcast.rollout.worker import WorkerSettings, make_worker
+from weightcast.wire.messages import RankInfo
+
+log = logging.getLogger("weightcast.rollout")
+
+ExecutorName = Literal["auto", "local", "mp"]
+_DRAIN_S = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How to serve one model.
+
+    Attributes:
+        model_dir: A Hugging Face folder: config.json, safetensors, tokenizer if there is one.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one, which the ready line names.
+        tp: Tensor-parallel ranks.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        dtype: ``"auto"`` for the checkpoint's own, or a torch name such as ``"bfloat16"``.
+        executor: ``"local"`` (one rank, in this process), ``"mp"`` (a process per rank) or ``"auto"``.
+        api_key: Wanted from every caller; None asks for none.
+        max_batch: Requests that generate at once.
+        max_len: Tokens of a request, prompt and answer; cut to what the model was made for.
+        staging: Where a new version waits until it is committed.
+        name: Name under which the model is served; None for the folder's.
+        version: Version of the weights in the folder.
+        threads: CPU threads of each rank; 0 divides the cores among the ranks.
+    """
+
+    model_dir: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tp: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    executor: ExecutorName = "auto"
+    api_key: str | None = None
+    max_batch: int = 32
+    max_len: int = 2048
+    staging: StagingChoice = "auto"
+    name: str | None = None
+    version: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise ConfigError(f"tp={self.tp}: an engine has at least one rank")
+        if self.max_batch < 1:
+            raise ConfigError(f"max_batch={self.max_batch}: at least one request runs")
+        if self.max_len < 2:
+            raise ConfigError(f"max_len={self.max_len}: a prompt and an answer are at least two tokens")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port}: ports go from 0 (any free one) to 65535")
+        if self.executor not in get_args(ExecutorName):
+            raise ConfigError(f"executor={self.executor!r}: choose one of {', '.join(get_args(ExecutorName))}")
+        if self.staging not in get_args(StagingChoice):
+            raise ConfigError(f"staging={self.staging!r}: choose one of {', '.join(get_args(StagingChoice))}")
+        if self.executor == "local" and self.tp > 1:
+            raise ConfigError(f"the local executor has one rank, not {self.tp}", hint="use executor mp")
+        if self.api_key is not None and not self.api_key:
+            raise ConfigError("the API key is empty", hint="leave it out to ask for none")
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until SIGTERM or SIGINT; then end everything that was started.
+
+    Prints one line on stderr when ready: ``serving NAME on http://HOST:PORT ...``.
+
+    Returns:
+        The exit code of the process: 0 after a signal, 1 if serving ended by itself.
+
+    Raises:
+        ConfigError: The port, the model or an option cannot be used; nothing was loaded.
+        EngineFailure: A rank could not start.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_stop_on_signals())
+        try:
+            listener = stack.enter_context(_listen(config.host, config.port))
+            model_config, settings = _settings(config)
+            engine = _start(config, model_config, settings, stack)
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            ready = (
+                f"serving {engine.model} on http://{host}:{listener.getsockname()[1]} "
+                f"(tp {config.tp}, {settings.device}, {settings.dtype}, context {settings.max_len}, "
+                f"version {config.version})\n"
+            )
+            app = build_app(engine, api_key=config.api_key)
+            server = _Server(
+                uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S),
+                ready=lambda: _say(ready),
+                stopping=engine.scheduler.close,
+            )
+            server.run(sockets=[listener])
+            # uvicorn comes back without a signal only when it could not start.
+            return 0 if server.started else 1
+        except _Stop:
+            return 0
+
+
+def _start(
+    config: ServeConfig, model_config: PretrainedConfig, settings: WorkerSettings, stack: contextlib.ExitStack
+) -> RolloutEngine:
+    """Ranks, scheduler and receiver; what `stack` closes ends them in reverse."""
+    text = Text.load(Path(config.model_dir), max_len=settings.max_len)
+    if config.executor == "mp" or config.tp > 1:
+        executor: Executor = MpExecutor(make_worker, config.tp, {"settings": settings})
+    else:
+        executor = LocalExecutor(make_worker(0, 1, "", settings=settings))
+    stack.callback(executor.close)
+    described = commands.decode_answer(executor.run(commands.encode(commands.Describe())), commands.Description)
+    scheduler = Scheduler(
+        executor,
+        limits=Limits(max_batch=config.max_batch, max_len=settings.max_len),
+        eos_token_ids=_eos(Path(config.model_dir), model_config),
+        vocab_size=int(model_config.vocab_size),
+        version=config.version,
+    )
+    stack.callback(scheduler.close)
+    name = config.name or Path(config.model_dir).resolve().name
+    facts = EngineFacts(
+        engine=f"weightcast {__version__}",
+        model=name,
+        host_id=host_id(),
+        ranks=tuple(
+            RankInfo(rank=rank, pid=pid, device=device)
+            for rank, (pid, device) in enumerate(zip(executor.pids(), described.devices, strict=True))
+        ),
+        staging=described.staging,
+        transports=("ipc", "broadcast"),
+        specs=tuple(described.specs),
+    )
+    receiver = ReceiverEngine(executor, scheduler, facts, version=config.version)
+    stack.callback(receiver.close)
+    return RolloutEngine(scheduler=scheduler, text=text, model=name, receiver=receiver)
+
+
+def _settings(config: ServeConfig) -> tuple[PretrainedConfig, WorkerSettings]:
+    """What the ranks are built from, with every mistake found that needs no weights."""
+    model_config = read_config(Path(config.model_dir))
+    longest = int(model_config.max_position_embeddings)
+    if config.max_len > longest:
+        log.info("context cut from %d tokens to the model's %d", config.max_len, longest)
+    max_len = min(config.max_len, longest)
+    check_config(model_config, tp_size=config.tp, max_len=max_len)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch sees no GPU here", hint="use --device cpu")
+    dtype = str(config_dtype(model_config)).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    settings = WorkerSettings(
+        model_dir=config.model_dir,
+        dtype=dtype,
+        device=device,
+        max_batch=config.max_batch,
+        max_len=max_len,
+        staging=config.staging,
+        threads=config.threads,
+    )
+    return model_config, settings
+
+
+def _eos(folder: Path, model_config: PretrainedConfig) -> frozenset[int]:
+    """End-of-sequence tokens: those of the generation settings, else the model's own."""
+    found: int | list[int] | None = None
+    if (folder / "generation_config.json").is_file():
+        try:
+            found = GenerationConfig.from_pretrained(folder).eos_token_id
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder / 'generation_config.json'}: {error}") from error
+    if found is None:
+        found = model_config.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket, bound but not listening: until the model is loaded, connections are refused."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio switches Nagle off; without, answers wait for acknowledgements.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="choose another port, or 0 for any free one",
+        ) from error
+    return listener
+
+
+class _Stop(BaseException):
+    """Somebody asked this process to end."""
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Generator[None]:
+    """Turn SIGTERM and SIGINT into an exception here, so that everything is closed on the way out.
+
+    uvicorn takes the signals while it serves and raises them again when it has drained.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stop
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with a word when it is ready and one before it waits for open connections to end."""
+
+    def __init__(self, config: uvicorn.Config, *, ready: Callable[[], None], stopping: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+        self._stopping = stopping
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept, then say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what is generated, so that its connections end too."""
+        self._stopping()
+        await super().shutdown(sockets)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line)
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """``python -m weightcast.rollout.launch MODEL_DIR [--port 0 ...]``: the fields of `ServeConfig` as options."""
+    parser = argparse.ArgumentParser(prog="python -m weightcast.rollout.launch")
+    parser.add_argument("model_dir")
+    for field in fields(ServeConfig):
+        if field.name != "model_dir":
+            kind = int if isinstance(field.default, int) else str
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    try:
+        return serve(ServeConfig(**vars(parser.parse_args())))
+    except WeightcastError as error:
+        _say(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

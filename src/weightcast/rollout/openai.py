@@ -1,0 +1,206 @@
+"""OpenAI's requests and responses as data, with what reinforcement learning needs beside them.
+
+Beyond OpenAI: `top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids` in requests; `weight_version`,
+`weight_versions` and `token_ids` in responses.  Unknown fields are ignored, as OpenAI does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator
+
+from weightcast.rollout.requests import Answer
+from weightcast.rollout.text import Text
+
+MAX_PROMPTS = 1024
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class Sampled(BaseModel):
+    """What both kinds of request have in common."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    n: int = Field(default=1, ge=1, le=128)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool = False
+
+    @field_validator("n", "temperature", "top_p", "top_k", "ignore_eos", "stream", "return_token_ids", mode="before")
+    @classmethod
+    def _null_is_default(cls, value: object, info: Any) -> object:
+        return cls.model_fields[info.field_name].default if value is None else value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, however they were written."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream shall end with its token counts."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class CompletionRequest(Sampled):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[StrictInt], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: int | None = Field(default=16, ge=1, le=1 << 24)
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt: text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [[token for token in prompt if isinstance(token, int)]]
+        return [entry for entry in prompt if not isinstance(entry, int)]
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation; fields that we do not know reach the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message with its text parts joined; parts of another kind are refused."""
+        message = self.model_dump()
+        if isinstance(self.content, list):
+            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in self.content):
+                raise ValueError("content parts have to be of type text")
+            message["content"] = "".join(part["text"] for part in self.content)
+        return message
+
+
+class ChatRequest(Sampled):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(default=None, ge=1, le=1 << 24)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=1 << 24)
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PauseRequest(BaseModel):
+    """POST /pause and /sleep."""
+
+    mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
+    timeout_s: float = Field(default=60.0, gt=0, le=86400)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One complete answer, as text and as tokens.
+
+    Attributes:
+        index: Its place in the response.
+        text: The text, or None for a model without a tokenizer.
+        answer: Tokens, log-probabilities and versions; no more tokens than the text was made from.
+        finish_reason: Why it ended.
+    """
+
+    index: int
+    text: str | None
+    answer: Answer
+    finish_reason: str | None
+
+
+def usage(prompt_tokens: int, answers: Iterable[Answer]) -> dict[str, int]:
+    """Token counts of a response."""
+    completion = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+    }
+
+
+def spans(answers: Iterable[Answer]) -> list[dict[str, int]]:
+    """Which version how many tokens came from: one answer's in order, several answers' by version."""
+    listed = list(answers)
+    if len(listed) == 1:
+        return [{"version": version, "tokens": count} for version, count in listed[0].spans]
+    totals: dict[int, int] = {}
+    for answer in listed:
+        for version, count in answer.spans:
+            totals[version] = totals.get(version, 0) + count
+    return [{"version": version, "tokens": count} for version, count in sorted(totals.items())]
+
+
+def versions(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The fields that say which weights were used."""
+    return {"weight_version": max(answer.version for answer in answers), "weight_versions": spans(answers)}
+
+
+def completion_logprobs(
+    text: Text | None,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    top: Sequence[list[tuple[int, float]]],
+    start: int,
+) -> dict[str, Any]:
+    """The ``logprobs`` of a completion's choice, for tokens whose text starts at character `start`."""
+    pieces = [_piece(text, token) for token in tokens]
+    offsets: list[int] = []
+    for piece in pieces:
+        offsets.append(start)
+        start += len(piece)
+    return {
+        "tokens": pieces,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": [{_piece(text, token): value for token, value in entry} for entry in top] if any(top) else None,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(
+    text: Text | None, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
+) -> dict[str, Any]:
+    """The ``logprobs`` of a chat choice."""
+    return {
+        "content": [
+            {**_entry(text, token, value), "top_logprobs": [_entry(text, *other) for other in others]}
+            for token, value, others in zip(tokens, logprobs, top, strict=True)
+        ]
+    }
+
+
+def _entry(text: Text | None, token: int, value: float) -> dict[str, Any]:
+    piece = _piece(text, token)
+    return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
+
+
+def _piece(text: Text | None, token: int) -> str:
+    return text.piece(token) if text is not None else f"token_id:{token}"
+
+
+def error_body(message: str, *, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}

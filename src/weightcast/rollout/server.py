@@ -1,0 +1,597 @@
+"""The OpenAI-compatible server: parse, hand on, render.
+
+It owns no weights and decides nothing about batching.  The weight endpoints are the receiver's own
+router, mounted in one place (`build_app`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError
+from weightcast.receiver.engine import ReceiverEngine
+from weightcast.receiver.server import weight_routes
+from weightcast.rollout.metrics import CONTENT_TYPE, Metrics
+from weightcast.rollout.openai import (
+    ChatRequest,
+    Choice,
+    CompletionRequest,
+    PauseRequest,
+    Sampled,
+    chat_logprobs,
+    completion_logprobs,
+    error_body,
+    usage,
+    versions,
+)
+from weightcast.rollout.requests import Answer, Generation, GenerationRequest
+from weightcast.rollout.scheduler import Scheduler
+from weightcast.rollout.text import Text, TextStream
+
+MAX_BODY_BYTES = 64 << 20
+_OPEN_ROUTES = frozenset({"/health"})
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEngine:
+    """Everything the server speaks for.
+
+    Attributes:
+        scheduler: Generates.
+        text: The tokenizer; None serves token ids only.
+        model: Name under which the model is served.
+        receiver: Takes weights; None for an engine whose weights never change.
+    """
+
+    scheduler: Scheduler
+    text: Text | None
+    model: str
+    receiver: ReceiverEngine | None = None
+
+    @property
+    def state(self) -> Literal["serving", "paused", "asleep", "updating", "quarantined", "failed"]:
+        """The one word that describes it best."""
+        stats = self.scheduler.stats()
+        receiver = self.receiver.state if self.receiver is not None else "serving"
+        if stats.state == "failed":
+            return "failed"
+        if receiver == "quarantined":
+            return "quarantined"
+        if stats.state == "asleep":
+            return "asleep"
+        return receiver if receiver == "updating" else stats.state
+
+
+def build_app(engine: RolloutEngine, *, api_key: str | None = None) -> FastAPI:
+    """All routes of one engine.
+
+    Args:
+        engine: Whom to hand requests to.
+        api_key: Wanted as ``Authorization: Bearer`` on every route but /health; None asks for none.
+    """
+    app = FastAPI(title="weightcast reference engine", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    # Starlette wraps in reverse: the key is looked at before a byte of the body is read.
+    app.add_middleware(_BodyLimit)
+    if api_key is not None:
+        app.add_middleware(_ApiKey, key=api_key)
+    _error_handlers(app)
+    _openai_routes(app, engine)
+    _control_routes(app, engine)
+    if engine.receiver is not None:
+        app.include_router(weight_routes(engine.receiver, engine.scheduler.score))
+    return app
+
+
+# -- routes
+
+
+def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
+    created = int(time.time())
+
+    async def models() -> Response:
+        entry = {
+            "id": engine.model,
+            "object": "model",
+            "created": created,
+            "owned_by": "weightcast",
+            "max_model_len": engine.scheduler.limits.max_len,
+            "weight_version": engine.scheduler.version,
+        }
+        return _json({"object": "list", "data": [entry]})
+
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        prompts = [_prompt_ids(engine, prompt) for prompt in body.prompts]
+        call = _Call(engine, body, prompts, top_logprobs=body.logprobs or 0, max_tokens=body.max_tokens)
+        return await call.answer(request, _CompletionShape(engine, body))
+
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        if engine.text is None:
+            raise ConfigError("this model has no tokenizer", hint="send token ids to /v1/completions")
+        try:
+            messages = [message.plain() for message in body.messages]
+        except ValueError as error:
+            raise ConfigError(f"messages: {error}") from None
+        settings = {key: value for key, value in (body.chat_template_kwargs or {}).items() if key != "chat_template"}
+        prompt = engine.text.chat(messages, **settings)
+        top = (body.top_logprobs or 0) if body.logprobs else 0
+        call = _Call(engine, body, [prompt], top_logprobs=top, max_tokens=body.max_completion_tokens or body.max_tokens)
+        return await call.answer(request, _ChatShape(engine, body))
+
+    app.get("/v1/models", summary="The model that is served")(models)
+    app.post("/v1/completions", summary="Continue prompts")(completions)
+    app.post("/v1/chat/completions", summary="Answer a conversation")(chat)
+
+
+def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
+    scheduler = engine.scheduler
+    metrics = Metrics(scheduler.stats, model=engine.model)
+
+    def status() -> dict[str, Any]:
+        stats = scheduler.stats()
+        return {
+            "state": engine.state,
+            "version": stats.version,
+            "running": stats.running,
+            "waiting": stats.waiting,
+        }
+
+    async def health() -> Response:
+        body = status()
+        healthy = body["state"] not in ("failed", "quarantined")
+        if scheduler.failure is not None:
+            body["error"] = scheduler.failure
+        elif not healthy and engine.receiver is not None:
+            body["error"] = engine.receiver.info().message
+        return _json({"status": "ok" if healthy else "unhealthy", **body}, 200 if healthy else 503)
+
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    async def pause(body: PauseRequest | None = None) -> Response:
+        body = body or PauseRequest()
+        await run_in_threadpool(scheduler.pause, body.mode, body.timeout_s, holder="operator")
+        return _json(status())
+
+    async def resume() -> Response:
+        scheduler.resume(holder="operator")
+        return _json(status())
+
+    async def sleep(body: PauseRequest | None = None) -> Response:
+        body = body or PauseRequest()
+        await run_in_threadpool(scheduler.sleep, body.mode, timeout_s=body.timeout_s)
+        return _json(status())
+
+    async def wake() -> Response:
+        await run_in_threadpool(scheduler.wake)
+        return _json(status())
+
+    app.get("/health", summary="200 while it can serve; says what it does and which version")(health)
+    app.get("/metrics", summary="Counters for Prometheus")(prometheus)
+    app.post("/pause", summary="Hold still: abort, retract, in_place or wait")(pause)
+    app.post("/continue", summary="Undo /pause")(resume)
+    app.post("/sleep", summary="Hold still, free the cache, move the weights off the accelerator")(sleep)
+    app.post("/wake", summary="Undo /sleep")(wake)
+
+
+def _prompt_ids(engine: RolloutEngine, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if engine.text is None:
+        raise ConfigError("this model has no tokenizer", hint="send the prompt as token ids")
+    return engine.text.encode(prompt)
+
+
+# -- one call, several generations
+
+
+class _Call:
+    """All generations of one HTTP request; they end when the client goes away."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        body: Sampled,
+        prompts: Sequence[list[int]],
+        *,
+        top_logprobs: int,
+        max_tokens: int | None,
+    ) -> None:
+        if body.model is not None and body.model != engine.model:
+            raise HTTPException(404, f"the model {body.model!r} is not served here; {engine.model!r} is")
+        if body.stops and engine.text is None:
+            raise ConfigError("stop strings need a tokenizer, which this model has not", hint="use stop_token_ids")
+        self._engine = engine
+        self._body = body
+        self.prompt_tokens = sum(map(len, prompts))
+        self.id = uuid.uuid4().hex
+        self._generations: list[Generation] = []
+        try:
+            for index in range(len(prompts) * body.n):
+                request = GenerationRequest(
+                    request_id=f"{self.id}-{index}",
+                    prompt=tuple(prompts[index // body.n]),
+                    max_tokens=max_tokens,
+                    temperature=body.temperature,
+                    top_p=body.top_p,
+                    top_k=max(body.top_k, 0),
+                    seed=None if body.seed is None else body.seed + index % body.n,
+                    stop_token_ids=frozenset(body.stop_token_ids or ()),
+                    ignore_eos=body.ignore_eos,
+                    top_logprobs=top_logprobs,
+                )
+                self._generations.append(engine.scheduler.submit(request))
+        except WeightcastError:
+            self._abort()  # one of many was refused: none shall go on
+            raise
+
+    async def answer(self, request: Request, shape: _Shape) -> Response:
+        """The response, whole or as a stream."""
+        if self._body.stream:
+            return StreamingResponse(self._events(shape), media_type="text/event-stream")
+        try:
+            choices = await _unless_gone(request, self._choices())
+        finally:
+            self._abort()
+        if choices is None:
+            return Response(status_code=499)  # nobody reads it
+        body = shape.whole(self.id, choices, usage(self.prompt_tokens, [choice.answer for choice in choices]))
+        return _json(body)
+
+    async def _choices(self) -> list[Choice]:
+        return list(await asyncio.gather(*map(self._choice, range(len(self._generations)))))
+
+    async def _choice(self, index: int) -> Choice:
+        generation, text = self._generations[index], self._engine.text
+        if not self._body.stops or text is None:
+            answer = await generation.finished()
+            plain = text.decode(answer.tokens) if text is not None else None
+            return Choice(index=index, text=plain, answer=answer, finish_reason=answer.finish_reason)
+        stream, written = TextStream(text, self._body.stops), ""
+        async for gained in generation.progress():
+            written += stream.feed(gained.tokens)
+            if stream.stopped:
+                break
+        else:
+            written += stream.end()
+        if not stream.stopped:
+            answer = await generation.finished()
+            return Choice(index=index, text=written, answer=answer, finish_reason=answer.finish_reason)
+        self._engine.scheduler.abort(generation.request.request_id)
+        answer = _first(generation.answer, stream.num_tokens)
+        return Choice(index=index, text=written, answer=answer, finish_reason="stop")
+
+    async def _events(self, shape: _Shape) -> AsyncIterator[bytes]:
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        readers = [asyncio.create_task(self._read(index, shape, queue)) for index in range(len(self._generations))]
+        try:
+            left = len(readers)
+            while left:
+                event = await queue.get()
+                if event is None:
+                    left -= 1
+                else:
+                    yield _event(event)
+            if self._body.include_usage:
+                answers = [generation.answer for generation in self._generations]
+                yield _event(shape.last(self.id, usage(self.prompt_tokens, answers)))
+            yield b"data: [DONE]\n\n"
+        finally:
+            self._abort()
+            for reader in readers:
+                reader.cancel()
+
+    async def _read(self, index: int, shape: _Shape, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
+        """Turn one generation into events; None at its end, whatever the end is."""
+        generation, text = self._generations[index], self._engine.text
+        stream = TextStream(text, self._body.stops) if text is not None else None
+        offset = start = 0
+        try:
+            async for gained in generation.progress():
+                if gained.finish_reason == "error":
+                    queue.put_nowait(error_body(gained.error or "the engine failed", kind="engine_error"))
+                    return
+                written = stream.feed(gained.tokens) if stream is not None else ""
+                used = stream.num_tokens - start if stream is not None else len(gained.tokens)
+                stopped = stream is not None and stream.stopped
+                finish = "stop" if stopped else gained.finish_reason
+                if finish is not None and stream is not None:
+                    written += stream.end()
+                piece = _Piece(
+                    index=index,
+                    text=written,
+                    tokens=gained.tokens[:used],
+                    logprobs=gained.logprobs[:used],
+                    top=gained.top[:used],
+                    offset=offset,
+                    finish_reason=finish,
+                    answer=_first(generation.answer, start + used),
+                )
+                start += used
+                offset += len(written)
+                queue.put_nowait(shape.piece(self.id, piece))
+                if stopped:
+                    self._engine.scheduler.abort(generation.request.request_id)
+                    return
+        finally:
+            queue.put_nowait(None)
+
+    def _abort(self) -> None:
+        for generation in self._generations:
+            if generation.answer.finish_reason is None:
+                self._engine.scheduler.abort(generation.request.request_id)
+
+
+def _first(answer: Answer, count: int) -> Answer:
+    """An answer cut after `count` tokens."""
+    spans: list[tuple[int, int]] = []
+    left = count
+    for version, tokens in list(answer.spans):
+        if left > 0:
+            spans.append((version, min(tokens, left)))
+        left -= tokens
+    return Answer(
+        tokens=answer.tokens[:count],
+        logprobs=answer.logprobs[:count],
+        top=answer.top[:count],
+        spans=spans,
+        version=spans[-1][0] if spans else answer.version,
+        finish_reason=answer.finish_reason,
+    )
+
+
+# -- shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Part of a streamed answer."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    offset: int
+    finish_reason: str | None
+    answer: Answer
+
+
+class _Shape:
+    """How one of the two endpoints writes its responses."""
+
+    prefix = ""
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, engine: RolloutEngine, body: Sampled) -> None:
+        self._engine = engine
+        self._ids = body.return_token_ids
+        self._created = int(time.time())
+
+    def whole(self, call: str, choices: Sequence[Choice], counts: dict[str, int]) -> dict[str, Any]:
+        """A response that is not streamed."""
+        entries: list[dict[str, Any]] = []
+        for choice in choices:
+            entry = {"index": choice.index, **self.content(choice), "finish_reason": choice.finish_reason}
+            if self._ids:
+                entry["token_ids"] = choice.answer.tokens
+            entries.append({**entry, **versions([choice.answer])})
+        head = self._head(call, self.kind)
+        return {**head, "choices": entries, "usage": counts, **versions([choice.answer for choice in choices])}
+
+    def piece(self, call: str, piece: _Piece) -> dict[str, Any]:
+        """One event of a stream; the last of a choice says which versions its tokens came from."""
+        entry = {"index": piece.index, **self.delta(piece), "finish_reason": piece.finish_reason}
+        if self._ids:
+            entry["token_ids"] = piece.tokens
+        known = versions([piece.answer])
+        if piece.finish_reason is not None:
+            entry |= known
+        return {
+            **self._head(call, self.chunk_kind),
+            "choices": [entry],
+            "weight_version": known["weight_version"],
+        }
+
+    def last(self, call: str, counts: dict[str, int]) -> dict[str, Any]:
+        """The event with the token counts."""
+        return {**self._head(call, self.chunk_kind), "choices": [], "usage": counts}
+
+    def content(self, choice: Choice) -> dict[str, Any]:
+        """What a whole choice holds."""
+        raise AssertionError("each endpoint has its own")
+
+    def delta(self, piece: _Piece) -> dict[str, Any]:
+        """What a part of a choice holds."""
+        raise AssertionError("each endpoint has its own")
+
+    def _head(self, call: str, kind: str) -> dict[str, Any]:
+        return {"id": f"{self.prefix}-{call}", "object": kind, "created": self._created, "model": self._engine.model}
+
+
+class _CompletionShape(_Shape):
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, engine: RolloutEngine, body: CompletionRequest) -> None:
+        super().__init__(engine, body)
+        self._logprobs = body.logprobs is not None
+
+    def content(self, choice: Choice) -> dict[str, Any]:
+        """Text and log-probabilities."""
+        answer = choice.answer
+        return {
+            "text": choice.text or "",
+            "logprobs": self._numbers(answer.tokens, answer.logprobs, answer.top, 0),
+        }
+
+    def delta(self, piece: _Piece) -> dict[str, Any]:
+        """New text and log-probabilities."""
+        return {
+            "text": piece.text,
+            "logprobs": self._numbers(piece.tokens, piece.logprobs, piece.top, piece.offset),
+        }
+
+    def _numbers(
+        self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]], start: int
+    ) -> dict[str, Any] | None:
+        return completion_logprobs(self._engine.text, tokens, logprobs, top, start) if self._logprobs else None
+
+
+class _ChatShape(_Shape):
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, engine: RolloutEngine, body: ChatRequest) -> None:
+        super().__init__(engine, body)
+        self._logprobs = bool(body.logprobs)
+
+    def content(self, choice: Choice) -> dict[str, Any]:
+        """A message and log-probabilities."""
+        answer = choice.answer
+        return {
+            "message": {"role": "assistant", "content": choice.text or ""},
+            "logprobs": self._numbers(answer.tokens, answer.logprobs, answer.top),
+        }
+
+    def delta(self, piece: _Piece) -> dict[str, Any]:
+        """New text and log-probabilities; the role with the first."""
+        first = {"role": "assistant"} if len(piece.tokens) == len(piece.answer.tokens) else {}
+        return {
+            "delta": {**first, "content": piece.text},
+            "logprobs": self._numbers(piece.tokens, piece.logprobs, piece.top),
+        }
+
+    def _numbers(
+        self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]
+    ) -> dict[str, Any] | None:
+        return chat_logprobs(self._engine.text, tokens, logprobs, top) if self._logprobs else None
+
+
+# -- HTTP
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _unless_gone(request: Request, work: Awaitable[_Result]) -> _Result | None:
+    """The result, or None if the client closes the connection first."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, WeightcastError):
+                await task
+
+
+class _ApiKey:
+    """Refuses requests without the key."""
+
+    def __init__(self, app: ASGIApp, *, key: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] == "http" and scope["path"] not in _OPEN_ROUTES:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                body = error_body("wrong or missing API key", kind="authentication_error")
+                await _json(body, 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _BodyLimit:
+    """Refuses bodies that no honest client sends; the weight routes have a limit of their own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on; answer 413 as soon as it is too large."""
+        if scope["type"] != "http" or scope["path"].startswith("/weightcast/"):
+            await self._app(scope, receive, send)
+            return
+        seen = 0
+
+        async def limited() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+            return message
+
+        await self._app(scope, limited, send)
+
+
+def _error_handlers(app: FastAPI) -> None:
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{place}: {first['msg']}" if place else str(first["msg"])
+        return _json(error_body(message, param=place.split(".")[0] or None), 400)
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _json(error_body(str(error.detail)), error.status_code)
+
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, WeightcastError)
+        status, kind = _meaning(error)
+        hint = f" ({error.hint})" if error.hint else ""
+        return _json(error_body(f"{error}{hint}", kind=kind), status)
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        RequestValidationError: invalid,
+        HTTPException: http,
+        WeightcastError: ours,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def _meaning(error: WeightcastError) -> tuple[int, str]:
+    match error:
+        case ConfigError():
+            return 400, "invalid_request_error"
+        case Refused():
+            return 409, "conflict"
+        case DeadlineExceeded():
+            return 504, "timeout"
+        case EngineFailure():
+            return 503, "engine_error"
+        case _:
+            return 500, "internal_error"
