@@ -290,7 +290,7 @@ def _column_coefficients(grid: Grid, block: tuple[slice, ...]) -> torch.Tensor:
     strides = grid.column_strides
     first = sum((at + part.start) * stride for at, part, stride in zip(grid.column, block, strides, strict=True))
     levels = merge_levels(sizes, strides)
-    if not levels or (len(levels) == 1 and levels[0][1] == 1):
+    if not levels or levels[0][1] == 1:
         return _B.span(first, first + math.prod(sizes))
     columns = torch.full((1,), first, dtype=torch.int64)
     for size, stride in levels:
