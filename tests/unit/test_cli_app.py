@@ -102,7 +102,7 @@ def test_no_command_is_no_success():
         (["verify", "x"], "--at"),
         (["status"], "URL"),
         (["serve"], "MODEL"),
-        (["serve", "x", "--port", "70000"], "'--port'"),
+        (["serve", "x", "--port", "http"], "'--port'"),
     ],
 )
 def test_wrong_usage_is_one_line_and_a_hint(args, says):
@@ -130,6 +130,11 @@ def test_wrong_usage_is_one_line_and_a_hint(args, says):
         (["demo", "--modes", "sideways"], "sideways"),
         (["demo", "--steps", "0"], "steps=0"),
         (["demo", "--model", "nowhere"], "nowhere"),
+        (["serve", "x", "--port", "70000"], "70000"),
+        (["serve", "x", "--tp", "0"], "tp=0"),
+        (["serve", "x", "--executor", "ray"], "choose one of auto, local, mp"),
+        (["serve", "x", "--staging", "attic"], "attic"),
+        (["serve", "nowhere", "--port", "0"], "nowhere"),
         (["status", "nowhere"], "nowhere"),
         (["doctor", "http://a:0"], "port 0"),
     ],

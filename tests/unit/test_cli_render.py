@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -105,7 +106,8 @@ def test_stack_on_request(capsys):
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
-def test_progress_without_a_terminal_is_a_few_lines(capsys):
+def test_progress_without_a_terminal_is_a_few_lines(capsys, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", iter(range(0, 1_000_000, 1)).__next__)
     with progress("push") as advance:
         for done in range(1001):
             advance(done << 20, 1000 << 20)
@@ -118,6 +120,14 @@ def test_progress_without_a_terminal_is_a_few_lines(capsys):
         "push: 750.0 MiB of 1000.0 MiB",
         "push: 1000.0 MiB of 1000.0 MiB",
     ]
+
+
+def test_progress_of_short_work_is_one_line(capsys):
+    with progress("push") as advance:
+        for done in range(101):
+            advance(done, 100)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("push: 100 B of 100 B")
 
 
 def test_progress_of_nothing(capsys):

@@ -26,6 +26,7 @@ _UNITS = {
     **{name: 1024**power for power, letter in enumerate("kmgt", start=1) for name in (letter, f"{letter}ib")},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
 }
+_PLAIN_INTERVAL_S = 2.0
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
@@ -113,7 +114,8 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def progress(what: str) -> Generator[Advance]:
-    """Show bytes as they move: a bar with bytes per second on a terminal, a line every quarter elsewhere.
+    """Show bytes as they move: a bar with bytes per second on a terminal, elsewhere a line at the end, and at
+    the quarters of what takes long.
 
     Yields:
         To be called with bytes done and bytes in all, from any thread.
@@ -148,16 +150,17 @@ def progress(what: str) -> Generator[Advance]:
 
 
 def _plain(what: str) -> Advance:
-    started = time.monotonic()
+    started = last = time.monotonic()
     shown = 0
 
     def advance(done_bytes: int, total_bytes: int) -> None:
-        nonlocal shown
+        nonlocal shown, last
+        now = time.monotonic()
         quarter = 4 if done_bytes >= total_bytes else 4 * done_bytes // total_bytes
-        if quarter <= shown:
+        if quarter <= shown or (quarter < 4 and now - last < _PLAIN_INTERVAL_S):
             return
-        shown = quarter
-        seconds = time.monotonic() - started
+        shown, last = quarter, now
+        seconds = now - started
         rate = f", {format_bytes(int(done_bytes / seconds))}/s" if seconds else ""
         note(f"{what}: {format_bytes(done_bytes)} of {format_bytes(total_bytes)}{rate}")
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from weightcast.cli.options import Json, Traceback
+from weightcast.cli.render import say_json
 from weightcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightcast.receiver.agent import StagingChoice
+    from weightcast.rollout.launch import ExecutorName
 
 _EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "transformers", "prometheus_client", "psutil"})
 
@@ -15,20 +23,19 @@ _EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "transformers", "promethe
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face model folder.", show_default=False)],
     host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on.", min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0 takes a free one.")] = 8000,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks; has to divide the heads.")] = 1,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto takes GPUs where there are any.")] = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of the weights; auto: as in the model.")
     ] = "auto",
     executor: Annotated[
-        str | None,
+        str,
         typer.Option(
-            metavar="local|mp",
-            help="local: everything in this process; mp: a process for each rank.",
-            show_default=False,
+            metavar="auto|local|mp",
+            help="local: one rank, in this process; mp: a process for each rank; auto: local for one rank.",
         ),
-    ] = None,
+    ] = "auto",
     staging: Annotated[
         str,
         typer.Option(
@@ -36,9 +43,9 @@ def serve(
             help="Where a new version waits for its switch, so that a failed update leaves the old one serving.",
         ),
     ] = "auto",
-    max_batch: Annotated[int, typer.Option("--max-batch", metavar="N", help="Requests decoded at once.", min=1)] = 32,
+    max_batch: Annotated[int, typer.Option("--max-batch", metavar="N", help="Requests decoded at once.")] = 32,
     max_len: Annotated[
-        int, typer.Option("--max-len", metavar="N", help="Longest prompt and completion together, in tokens.", min=1)
+        int, typer.Option("--max-len", metavar="N", help="Longest prompt and completion together, in tokens.")
     ] = 2048,
     api_key: Annotated[
         str | None,
@@ -47,17 +54,55 @@ def serve(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model in answers; its folder's name by default.")
     ] = None,
+    version: Annotated[int, typer.Option(metavar="N", help="Version of the weights in the folder.", min=0)] = 0,
+    threads: Annotated[
+        int, typer.Option(metavar="N", help="CPU threads of each rank; 0 divides the cores among them.", min=0)
+    ] = 0,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
     """Serve a Hugging Face model with an OpenAI-compatible API and a receiver for new weights.
 
-    Llama, Qwen2 and Qwen3 families; CPU or GPUs. Ends on Ctrl-C or SIGTERM, with all its processes.
+    Llama, Qwen2 and Qwen3 families; CPU or GPUs. Ends on Ctrl-C or SIGTERM, with all its processes. With --json the
+    document (url, pid) is printed as soon as requests are accepted.
 
     \b
     weightcast serve ./SmolLM2-135M-Instruct --port 8000
     weightcast serve ./Qwen3-8B --tp 4 --device cuda --host 0.0.0.0 --api-key $KEY
     curl http://127.0.0.1:8000/v1/models
     """
-    if tp < 1:
-        raise ConfigError(f"--tp {tp}: an engine has at least one rank")
+    try:
+        from weightcast.rollout import launch
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in _EXTRA:
+            raise
+        raise ConfigError(
+            f"the engine needs {error.name}, which is not installed", hint='pip install "weightcast[serve]"'
+        ) from error
+
+    config = launch.ServeConfig(
+        model_dir=model,
+        host=host,
+        port=port,
+        tp=tp,
+        device=device,
+        dtype=dtype,
+        executor=cast("ExecutorName", executor),
+        api_key=api_key,
+        max_batch=max_batch,
+        max_len=max_len,
+        staging=cast("StagingChoice", staging),
+        name=name,
+        version=version,
+        threads=threads,
+    )
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("weightcast").setLevel(logging.INFO)
+    code = launch.serve(config, on_ready=_say_where if as_json else None)
+    if code:
+        raise typer.Exit(code)
+
+
+def _say_where(url: str) -> None:
+    say_json({"url": url, "pid": os.getpid()})
+    sys.stdout.flush()
