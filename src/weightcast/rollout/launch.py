@@ -98,10 +98,14 @@ class ServeConfig:
             raise ConfigError("the API key is empty", hint="leave it out to ask for none")
 
 
-def serve(config: ServeConfig) -> int:
+def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; then end everything that was started.
 
     Prints one line on stderr when ready: ``serving NAME on http://HOST:PORT ...``.
+
+    Args:
+        config: How to serve.
+        on_ready: Called once it accepts requests, with its URL.
 
     Returns:
         The exit code of the process: 0 after a signal, 1 if serving ended by itself.
@@ -117,15 +121,22 @@ def serve(config: ServeConfig) -> int:
             model_config, settings = _settings(config)
             engine = _start(config, model_config, settings, stack)
             host = f"[{config.host}]" if ":" in config.host else config.host
+            url = f"http://{host}:{listener.getsockname()[1]}"
             ready = (
-                f"serving {engine.model} on http://{host}:{listener.getsockname()[1]} "
+                f"serving {engine.model} on {url} "
                 f"(tp {config.tp}, {settings.device}, {settings.dtype}, context {settings.max_len}, "
                 f"version {config.version})\n"
             )
+
+            def announce() -> None:
+                _say(ready)
+                if on_ready is not None:
+                    on_ready(url)
+
             app = build_app(engine, api_key=config.api_key)
             server = _Server(
                 uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S),
-                ready=lambda: _say(ready),
+                ready=announce,
                 stopping=engine.scheduler.close,
             )
             server.run(sockets=[listener])
