@@ -30,6 +30,7 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.broken = False  # of no use to another test
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
@@ -47,14 +48,28 @@ class Ranks:
 
     def answer(self, rank: int, timeout_s: float = 120.0) -> Any:
         """What the function returned on one rank.  An exception there is an AssertionError here."""
-        assert self.pipes[rank].poll(timeout_s), f"rank {rank} does not answer"
-        ok, value = self.pipes[rank].recv()
+        ok, value = self._receive(rank, timeout_s)
         assert ok, f"rank {rank}:\n{value}"
         return value
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the function returned on every rank, in order."""
         self.start(function, *args)
-        return [self.answer(rank) for rank in range(self.world_size)]
+        # All of them before any complaint: an answer left behind would be taken for that of the next call.
+        answers = [self._receive(rank, 120.0) for rank in range(self.world_size)]
+        failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in answers]
+
+    def _receive(self, rank: int, timeout_s: float) -> tuple[bool, Any]:
+        if not self.pipes[rank].poll(timeout_s):
+            self.broken = True
+            return False, "no answer"
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            self.broken = True
+            return False, "it died"
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -73,7 +88,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     while True:
         try:
             function, args = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             os._exit(0)
         try:
             pipe.send((True, function(*args)))

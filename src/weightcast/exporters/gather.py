@@ -12,6 +12,7 @@ Knows boxes and ranks; it does not know what a mesh, a module or an engine is.
 from __future__ import annotations
 
 import math
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class _Steps:
     copies: list[tuple[TensorSlot, Box]] = field(default_factory=list)
     gathers: list[TensorSlot] = field(default_factory=list)
     waves: list[list[_Piece]] = field(default_factory=list)
+    scratch_bytes: int = 0
 
 
 class Gatherer:
@@ -112,7 +114,7 @@ class Gatherer:
         ]
         for rank, table in enumerate(tables):
             if table.error is not None:
-                raise ConfigError(f"trainer rank {rank}: {table.error}")
+                raise ConfigError(f"trainer rank {rank}: {table.error}" if len(tables) > 1 else table.error)
             if table.specs != tables[0].specs:
                 raise ConfigError(f"trainer ranks 0 and {rank} have different models: {_difference(tables[0], table)}")
         self._parts = [
@@ -152,14 +154,14 @@ class Gatherer:
             if steps.gathers:
                 assert bucket is not None
                 group.all_gather([bucket.view(slot) for slot in steps.gathers], what=what)
-            scratch = _Scratch(group.device)
+            scratch = _Scratch(steps.scratch_bytes, group.device)
             for wave in steps.waves:
                 self._move(wave, bucket, group, scratch, what)
 
     def _move(
         self, wave: Sequence[_Piece], bucket: Bucket | None, group: TrainerGroup, scratch: _Scratch, what: str
     ) -> None:
-        scratch.reset(sum(_scratch_bytes(piece, group.rank) for piece in wave))
+        scratch.reset()
         sends: list[Move] = []
         receives: list[Move] = []
         scatters: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -251,6 +253,9 @@ class Gatherer:
             for wave in steps.waves
         ]
         steps.waves = [wave for wave in mine if wave]
+        steps.scratch_bytes = max(
+            (sum(_scratch_bytes(piece, group.rank) for piece in wave) for wave in mine), default=0
+        )
         return steps
 
     def _in_rank_order(self, slot: TensorSlot, number: int, group: TrainerGroup) -> bool:
@@ -298,15 +303,16 @@ class Gatherer:
 class _Scratch:
     """One buffer for what cannot be sent or received in place, used anew for every wave."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._data = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        if device.type == "cpu" and size_bytes:
+            # Mapped by hand, so that it is gone when this object is: malloc would keep it for later.
+            self._data = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+        else:
+            self._data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self._taken_bytes = 0
 
-    def reset(self, size_bytes: int) -> None:
+    def reset(self) -> None:
         self._taken_bytes = 0
-        if size_bytes > self._data.numel():
-            self._data = torch.empty(0, dtype=torch.uint8, device=self._data.device)  # let go before taking more
-            self._data = torch.empty(size_bytes, dtype=torch.uint8, device=self._data.device)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         start, size_bytes = self._taken_bytes, math.prod(shape) * dtype.itemsize
