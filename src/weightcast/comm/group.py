@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ BackendName = Literal["nccl", "gloo"]
 _NEVER = timedelta(days=1)
 _FIRST_POLL_S = 5e-5
 _LONGEST_POLL_S = 2e-3
+_CANCEL_POLL_S = 0.05
+_HANG_UP_TAG = 1 << 30
 
 
 class GroupFailed(WeightcastError):
@@ -78,7 +81,7 @@ class WorldGroup:
     def __init__(
         self,
         *,
-        store: dist.Store,
+        store: dist.Store | Callable[[], dist.Store],
         name: str,
         token: str,
         rank: int,
@@ -86,12 +89,24 @@ class WorldGroup:
         device: torch.device,
         address: str,
         timeout_s: float,
+        cancelled: threading.Event | None = None,
     ) -> None:
         """Meet the others.  Returns when all are there and a first byte has gone round.
 
+        Args:
+            store: Where they meet, or what connects to it.
+            name: For errors, and for those who know several groups.
+            token: Prefix of the store's keys.
+            rank: This member's rank.
+            world_size: How many members there are.
+            device: Where the tensors are.
+            address: Of this process, on the way to the others.
+            timeout_s: Deadline for meeting, in seconds.
+            cancelled: Set by another thread to give the meeting up.
+
         Raises:
             DeadlineExceeded: Somebody did not come in time.
-            GroupFailed: Somebody came and died.
+            GroupFailed: Somebody came and died, or the meeting was cancelled.
         """
         self.name = name
         self.rank = rank
@@ -99,24 +114,35 @@ class WorldGroup:
         self.device = device
         self._aborted = threading.Event()
         self._why = ""
-        store = dist.PrefixStore(f"weightcast/{token}", store)
-        # Creating a gloo group, and the first collective of an nccl one, block inside the backend without
-        # a deadline that we control; so they run on a thread that can be left behind.
+        # Connecting to a store, creating a gloo group and the first collective of an nccl one block inside torch
+        # without a deadline that we control; so they run on a thread that can be left behind.
         self._group: Any = None
         made: list[BaseException | None] = []
+        done = threading.Event()
 
         def make() -> None:
             try:
-                self._group = _new_group(store, rank, world_size, device, address, timeout_s)
+                base = store if isinstance(store, dist.Store) else store()
+                prefixed = dist.PrefixStore(f"weightcast/{token}", base)
+                self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
+                if self._aborted.is_set():  # given up meanwhile, by somebody who saw no group yet
+                    self._hang_up(group)
                 hello = torch.zeros(1, dtype=torch.uint8, device=device)
                 self._finish(self._start(hello), "the first byte", timeout_s)
                 made.append(None)
             except (RuntimeError, ValueError, WeightcastError) as error:
                 made.append(error)
+            finally:
+                done.set()
 
-        thread = threading.Thread(target=make, name=f"weightcast-join-{name}", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
+        threading.Thread(target=make, name=f"weightcast-join-{name}", daemon=True).start()
+        deadline = time.monotonic() + timeout_s
+        while not done.wait(min(_CANCEL_POLL_S, max(deadline - time.monotonic(), 0.0))):
+            if cancelled is not None and cancelled.is_set():
+                self.abort("cancelled")
+                raise GroupFailed(f"group {name}: the meeting was cancelled")
+            if time.monotonic() >= deadline:
+                break
         if not made:
             self.abort("the others did not come in time")
             raise DeadlineExceeded(
@@ -128,7 +154,7 @@ class WorldGroup:
             )
         if made[0] is not None:
             self.abort(str(made[0]))
-            if isinstance(made[0], DeadlineExceeded):
+            if isinstance(made[0], WeightcastError):
                 raise made[0]
             raise GroupFailed(f"group {name}: could not meet: {made[0]}") from made[0]
 
@@ -143,23 +169,27 @@ class WorldGroup:
         world_size: int,
         device: torch.device,
         timeout_s: float,
+        cancelled: threading.Event | None = None,
     ) -> WorldGroup:
         """Connect to a head's ``Rendezvous`` and meet the others.
 
         Raises:
             DeadlineExceeded, GroupFailed: As the constructor; also when nothing listens at host and port.
         """
-        try:
-            store = dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
-        except (RuntimeError, ValueError) as error:
-            raise GroupFailed(
-                f"group {name}: nothing to meet at {host}:{port}: {error}",
-                hint=f"open TCP {port} from here to {host}, or pass an address that this host can reach",
-            ) from error
+
+        def connect() -> dist.Store:
+            try:
+                return dist.TCPStore(
+                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+                )
+            except (RuntimeError, ValueError) as error:
+                raise GroupFailed(
+                    f"group {name}: nothing to meet at {host}:{port}: {_first_line(error)}",
+                    hint=f"open TCP {port} from here to {host}, or pass an address that this host can reach",
+                ) from error
+
         return WorldGroup(
-            store=store,
+            store=connect,
             name=name,
             token=token,
             rank=rank,
@@ -167,6 +197,7 @@ class WorldGroup:
             device=device,
             address=local_address_towards(host, port),
             timeout_s=timeout_s,
+            cancelled=cancelled,
         )
 
     @property
@@ -176,7 +207,6 @@ class WorldGroup:
 
     def start_broadcast(self, data: torch.Tensor) -> Any:
         """Enter the broadcast of flat uint8 ``data`` from rank 0; returns a handle for ``finish``."""
-        self._check()
         return self._start(data)
 
     def finish(self, work: Any, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
@@ -199,29 +229,45 @@ class WorldGroup:
         self.finish(self.start_broadcast(data), what=what, timeout_s=timeout_s)
 
     def abort(self, why: str) -> None:
-        """Make every wait in this process end now.  Safe to call twice and from any thread."""
+        """Make every wait end now, here and at every other member.  Safe to call twice and from any thread."""
         if self._aborted.is_set():
             return
         self._why = why
         self._aborted.set()
         group = self._group
         if group is not None:
-            group.abort()
+            self._hang_up(group)
 
     def close(self) -> None:
         """Let go of the group; safe to call twice."""
         self.abort("closed")
         self._group = None
 
-    def _check(self) -> None:
-        if self._aborted.is_set() or self._group is None:
+    def _hang_up(self, group: Any) -> None:
+        with suppress(RuntimeError):  # what fails while hanging up has hung up
+            group.abort()
+        if self.device.type == "cuda":
+            return
+        # Gloo's own abort ends no wait, and destroying a group waits for those under way.  A receive that times out
+        # closes every connection of the group, which ends the waits of this process and of its peers.
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    group.recv([nothing], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
+
+    def _check(self) -> Any:
+        group = self._group
+        if self._aborted.is_set() or group is None:
             raise GroupFailed(f"group {self.name}: {self._why or 'not there'}")
+        return group
 
     def _start(self, data: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        group = self._check()
         try:
-            return self._group.broadcast([data], options)
+            return group.broadcast([data], options)
         except RuntimeError as error:
             raise GroupFailed(f"group {self.name}: {_first_line(error)}") from error
 
