@@ -68,7 +68,23 @@ class TargetUnreachable(TargetError):
 
 
 class TargetRejected(TargetError):
-    """The engine answered and refused; the message has its own words."""
+    """The engine answered and refused; the message has its own words.
+
+    Attributes:
+        status: The HTTP status of its answer, if it was one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str,
+        half_updated: bool = False,
+        hint: str | None = None,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(message, url=url, half_updated=half_updated, hint=hint)
+        self.status = status
 
 
 class TargetLost(TargetError):

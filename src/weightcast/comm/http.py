@@ -5,6 +5,8 @@ It knows URLs and bytes, no engine's routes.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,9 @@ import httpx
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
 
+_CONNECT_S = 10.0
+# Below what servers allow (uvicorn: 5 s): a connection that the server is closing loses the request sent into it.
+_KEEP_ALIVE_S = 2.0
 _FRAME_BYTES = 4
 _MAX_REPLY_BYTES = 512 << 20
 
@@ -30,10 +35,10 @@ class Client:
         self._client = httpx.Client(
             base_url=target.url,
             headers=headers,
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
-            limits=httpx.Limits(max_connections=8),
+            limits=httpx.Limits(max_connections=8, keepalive_expiry=_KEEP_ALIVE_S),
             trust_env=False,
         )
+        self._client.timeout = self._timeouts(None)
 
     def get_json(self, path: str, *, timeout_s: float | None = None) -> bytes:
         """GET; the body of a 200."""
@@ -57,20 +62,29 @@ class Client:
             The first frame of the answer and the lease.
         """
         url = self.target.url
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         request = self._client.build_request("POST", path, content=body, timeout=self._timeouts(timeout_s))
+        response: httpx.Response | None = None
+        lease: Lease | None = None
         try:
             response = self._client.send(request, stream=True)
             if response.status_code >= 400:
-                response.read()
-                raise self._refusal("POST", path, response)
+                raise self._refusal("POST", path, response.status_code, self._read(response, deadline))
             chunks = response.iter_raw()
-            return _read_frame(chunks), Lease(response, chunks)
+            frame = _read_frame(chunks)
+            lease = Lease(response, chunks)
+            return frame, lease
+        except httpx.ConnectTimeout as error:
+            raise self._unreachable(error) from error
         except httpx.TimeoutException as error:
             raise self._late("POST", path, timeout_s, error) from error
         except httpx.ConnectError as error:
             raise self._unreachable(error) from error
-        except (httpx.TransportError, EOFError) as error:
+        except (httpx.RequestError, EOFError) as error:
             raise TargetLost(f"{url}: connection broke during POST {path}: {error}", url=url) from error
+        finally:
+            if lease is None and response is not None:
+                response.close()  # who has not got a lease holds none: the engine hears of it now
 
     def close(self) -> None:
         """Close every connection."""
@@ -78,34 +92,51 @@ class Client:
 
     def _timeouts(self, timeout_s: float | None) -> httpx.Timeout:
         limit = self._timeout_s if timeout_s is None else timeout_s
-        return httpx.Timeout(limit, connect=min(limit, 10.0))
+        return httpx.Timeout(limit, connect=min(limit, _CONNECT_S))
 
     def _ask(self, method: str, path: str, body: bytes, timeout_s: float | None) -> bytes:
         url = self.target.url
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
         try:
-            response = self._client.request(method, path, content=body, timeout=self._timeouts(timeout_s))
+            with self._client.stream(method, path, content=body, timeout=self._timeouts(limit)) as response:
+                # httpx's own limit is on each read: an answer that trickles would never end.
+                content = self._read(response, deadline)
+                if response.status_code >= 400:
+                    raise self._refusal(method, path, response.status_code, content)
+                return content
         except httpx.ConnectTimeout as error:
             raise self._unreachable(error) from error
         except httpx.TimeoutException as error:
             raise self._late(method, path, timeout_s, error) from error
         except httpx.ConnectError as error:
             raise self._unreachable(error) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise TargetLost(f"{url}: connection broke during {method} {path}: {error}", url=url) from error
-        if response.status_code >= 400:
-            raise self._refusal(method, path, response)
-        return response.content
 
-    def _refusal(self, method: str, path: str, response: httpx.Response) -> TargetRejected:
+    def _read(self, response: httpx.Response, deadline: float) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        for chunk in response.iter_bytes():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > _MAX_REPLY_BYTES:
+                raise TargetLost(f"{self.target.url}: its answer is too long", url=self.target.url)
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout("the answer trickles")
+        return b"".join(chunks)
+
+    def _refusal(self, method: str, path: str, status: int, answer: bytes) -> TargetRejected:
         hints = {
             401: "pass the engine's key: Target(url, api_key=...) or --api-key",
             403: "pass the engine's key: Target(url, api_key=...) or --api-key",
             404: "this server has no such route; is it an engine with the weightcast receiver?",
         }
         return TargetRejected(
-            f"{self.target.url} refused {method} {path} with status {response.status_code}: {_words(response)}",
+            f"{self.target.url} refused {method} {path} with status {status}: {_words(answer)}",
             url=self.target.url,
-            hint=hints.get(response.status_code),
+            hint=hints.get(status),
+            status=status,
         )
 
     def _unreachable(self, error: Exception) -> TargetUnreachable:
@@ -148,12 +179,13 @@ def _read_frame(chunks: Iterator[bytes]) -> bytes:
     return data[_FRAME_BYTES : _FRAME_BYTES + int.from_bytes(data[:_FRAME_BYTES], "big")]
 
 
-def _words(response: httpx.Response) -> str:
+def _words(answer: bytes) -> str:
     """The engine's own words, whatever envelope it put them in."""
+    text = answer.decode(errors="replace").strip()[:500] or "no text"
     try:
-        body: Any = response.json()
-    except ValueError:
-        return response.text.strip()[:500] or "no text"
+        body: Any = json.loads(answer)
+    except (ValueError, RecursionError):
+        return text
     fields: dict[str, Any] = body if isinstance(body, dict) else {}
     for key in ("error", "detail", "message"):
         inner: Any = fields.get(key)
@@ -161,4 +193,4 @@ def _words(response: httpx.Response) -> str:
             inner = inner.get("message", inner)
         if inner:
             return str(inner)[:2000]
-    return response.text.strip()[:500]
+    return text

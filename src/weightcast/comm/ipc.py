@@ -86,8 +86,14 @@ class SharedBuffer:
         else:
             token = secrets.token_hex(16)
             self._file = os.memfd_create(_PREFIX + token, os.MFD_CLOEXEC)
-            os.ftruncate(self._file, size_bytes)
-            self._map = mmap.mmap(self._file, size_bytes)
+            try:
+                os.ftruncate(self._file, size_bytes)
+                self._map = mmap.mmap(self._file, size_bytes)
+            except (OSError, ValueError) as error:
+                self.close()
+                raise ConfigError(
+                    f"no shared buffer of {size_bytes} bytes: {error}", hint="use a smaller bucket_bytes"
+                ) from error
             self.data = torch.frombuffer(self._map, dtype=torch.uint8)
             self._handle = MemoryHandle(
                 kind="shm", device="cpu", size_bytes=size_bytes, token=token, pid=os.getpid(), fd=self._file
@@ -179,7 +185,7 @@ class Mapping:
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
             # The token proves that this is the announced buffer and not whatever a reused pid has at that number.
-            if not handle.token or not os.readlink(path).startswith(f"/memfd:{_PREFIX}{handle.token}"):
+            if not handle.token or os.readlink(path) != f"/memfd:{_PREFIX}{handle.token} (deleted)":
                 raise MappingFailed(f"process {handle.pid} has no such buffer")
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
