@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
@@ -26,9 +27,9 @@ def free_port() -> int:
 
 
 class Ranks:
-    """``world_size`` processes joined by gloo.  ``run`` calls a function in all of them."""
+    """``world_size`` processes joined by gloo or what is asked for.  ``run`` calls a function in all of them."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
         self.broken = False  # of no use to another test
         port = free_port()
@@ -36,7 +37,7 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process = _context.Process(target=_serve, args=(rank, world_size, port, backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -81,10 +82,12 @@ class Ranks:
                 process.join()
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.chdir(tempfile.gettempdir())
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
     while True:
         try:
             function, args = pipe.recv()
