@@ -200,17 +200,19 @@ def test_a_lost_head_is_named_though_the_store_is_lost_with_it(doomed):
         assert "store" in text
 
 
-def connect_without_rank_1() -> str:
-    if dist.get_rank() == 1:
-        return "stayed away"
-    try:
-        TrainerGroup.connect(CPU, timeout_s=1)
-    except TrainerRankFailed as error:
-        return str(error)
-    return "no error"
+def connect_without(absent: int) -> str:
+    text = ""
+    if dist.get_rank() != absent:
+        try:
+            TrainerGroup.connect(CPU, timeout_s=1)
+        except TrainerRankFailed as error:
+            text = str(error)
+    dist.barrier()
+    exchange_messages()  # all of them try again
+    return text
 
 
-def test_a_rank_that_does_not_connect_is_named(doomed):
-    first, _, third = doomed.run(connect_without_rank_1)
-    assert "trainer rank 1 did not come" in first
-    assert "trainer rank 1 did not come" in third
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_rank_that_does_not_connect_is_named_and_all_can_try_again(three, absent):
+    for rank, text in enumerate(three.run(connect_without, absent)):
+        assert text.startswith(f"trainer rank {absent} did not come") is (rank != absent)

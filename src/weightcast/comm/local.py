@@ -29,7 +29,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from weightcast.comm.rollcall import RollCall, Verdict
+from weightcast.comm.rollcall import RollCall, Verdict, meet
 from weightcast.errors import ConfigError, TrainerRankFailed
 
 _MAX_MESSAGE_BYTES = 1 << 30
@@ -37,8 +37,6 @@ _TAGS = 1 << 30
 # How long to look for the culprit after a wait has failed: ranks enter a step at different times, so their
 # deadlines pass at different times too.
 _MAX_PATIENCE_S = 3.0
-
-_generations = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +94,13 @@ class TrainerGroup:
         group = cls(device=device, timeout_s=timeout_s, rank=dist.get_rank(), world_size=dist.get_world_size())
         # The store that every rank of the job shares already; torch has no public name for it.
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        group._rollcall = RollCall(store, prefix=f"weightcast/{next(_generations)}", rank=group.rank)
-        if missing := group._rollcall.here(group.world_size, timeout_s=timeout_s):
+        prefix, missing = meet(store, rank=group.rank, world_size=group.world_size, timeout_s=timeout_s)
+        if missing:
             raise TrainerRankFailed(
                 f"{_ranks(missing)} did not come to connect within {timeout_s:g} s",
                 hint="connecting is collective: every trainer rank must take part",
             )
+        group._rollcall = RollCall(store, prefix=prefix, rank=group.rank)
         group._control = _new_group("gloo", timedelta(seconds=timeout_s))
         devices = group.all_gather_bytes(_device_identity(device).encode())
         # NCCL wants a GPU for each rank.  Where ranks share one, tensors go through host memory.

@@ -19,6 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 _POLL_S = 0.02
+_PREFIX = "weightcast/trainers"
 
 
 class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +49,48 @@ class Verdict:
     store_lost: bool = False
 
 
+def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> tuple[str, tuple[int, ...]]:
+    """Wait until every rank is here.  Collective; after it has failed, all may try again.
+
+    Args:
+        store: The job's key-value store.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: How long to wait, in seconds.
+
+    Returns:
+        A prefix for keys, the same on every rank and never used before, and the ranks that did not come in time,
+        in order; none if all are here.
+    """
+    deadline = time.monotonic() + timeout_s
+    others = [other for other in range(world_size) if other != rank]
+    while True:
+        # The head counts attempts, and closes those that fail, so that a rank that comes late to one attempt
+        # does not mistake it for the next.
+        attempt = store.add(f"{_PREFIX}/attempts", 1 if rank == 0 else 0)
+        prefix = f"{_PREFIX}/{attempt}"
+        fresh = attempt and not store.check([f"{prefix}/here/{rank}"]) and not store.check([f"{prefix}/closed"])
+        if fresh:
+            store.set(f"{prefix}/here/{rank}", "1")
+        while fresh and time.monotonic() < deadline:
+            if rank == 0 and store.check([f"{prefix}/here/{other}" for other in others]):
+                store.set(f"{prefix}/go", "1")
+            if store.check([f"{prefix}/go"]):
+                return prefix, ()
+            if store.check([f"{prefix}/closed"]):
+                break
+            time.sleep(_POLL_S)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    if rank == 0:
+        store.set(f"{prefix}/closed", "1")
+    elif not fresh:
+        return prefix, (0,)
+    missing = tuple(other for other in others if not store.check([f"{prefix}/here/{other}"]))
+    return prefix, missing or (0,)
+
+
 class RollCall:
     """The notes of one group of ranks.
 
@@ -60,22 +103,6 @@ class RollCall:
     def __init__(self, store: dist.Store, *, prefix: str, rank: int) -> None:
         self._store = dist.PrefixStore(prefix, store)
         self._rank = rank
-
-    def here(self, world_size: int, *, timeout_s: float) -> tuple[int, ...]:
-        """Say that this rank is here, and wait for the others.
-
-        Returns:
-            The ranks that did not come in time, in order; empty if all are here.
-        """
-        self._store.set(f"here/{self._rank}", "1")
-        missing = [rank for rank in range(world_size) if rank != self._rank]
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if not missing or self._store.check([f"here/{rank}" for rank in missing]):
-                return ()
-            if time.monotonic() > deadline:
-                return tuple(rank for rank in missing if not self._store.check([f"here/{rank}"]))
-            time.sleep(_POLL_S)
 
     def leave_note(self, *, blames: Iterable[int], reason: str) -> None:
         """Say that this rank gives up; the first note of a rank is the one that counts."""
