@@ -28,7 +28,7 @@ Finisher = Callable[[], object]
 
 
 def residents_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, tied ones once."""
+    """Parameters and persistent buffers by name; those that are one and the same memory once."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -36,7 +36,14 @@ def residents_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     found.update((name, buffer) for name, buffer in model.named_buffers() if name not in transient)
-    return found
+    places: dict[tuple[object, ...], str] = {}
+    return {name: tensor for name, tensor in found.items() if places.setdefault(_place(tensor, name), name) == name}
+
+
+def _place(tensor: torch.Tensor, name: str) -> tuple[object, ...]:
+    if not tensor.numel():
+        return (name,)
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Loader:
@@ -53,18 +60,22 @@ class Loader:
         """Watch ``load_weights`` once; nothing is changed.
 
         Raises:
-            ConfigError: The loader writes a parameter twice.
+            ConfigError: The loader writes a parameter twice, or puts another in its place.
         """
         self.expected = {spec.name: spec for spec in expected}
         self.residents = residents_of(model)
         self._load_weights = load_weights
         self._finishers = tuple(finishers)
         recording = record_routes(load_weights, list(expected), self.residents)
+        _check_in_place(self.residents, residents_of(model))
         self.routes: Mapping[str, list[Route]] = recording.routes
         self.computed = frozenset(recording.computed)
         self.why_computed: Mapping[str, str] = recording.why
         routes = [route for found in recording.routes.values() for route in found]
-        self.not_updated = () if self.computed else tuple(uncovered(routes, self.residents))
+        unwritten = [name for name in uncovered(routes, self.residents) if name not in recording.written]
+        self.not_updated = () if recording.opaque else tuple(unwritten)
+        self._routed = {route.parameter for route in routes}
+        self._shared = _sharing(self.residents)
         self.staging = Staging(self.residents, "none")
         self._arrived: dict[str, int] = {}
         self._whole: dict[str, torch.Tensor] = {}
@@ -72,8 +83,9 @@ class Loader:
 
     @property
     def can_stage(self) -> bool:
-        """False if some weights only the model's own code can place: that code writes into live parameters."""
-        return not self.computed
+        """False if some weights only the model's own code can place (it writes into live parameters), or if
+        parameters share memory, which an exchange of one would tear apart."""
+        return not self.computed and not self._shared
 
     @property
     def size_bytes(self) -> int:
@@ -83,11 +95,11 @@ class Loader:
     def stage(self, place: Place) -> None:
         """Choose where a new version waits."""
         if place != "none" and not self.can_stage:
-            name = next(iter(self.why_computed))
-            raise ConfigError(
-                f"this model's weights cannot be staged: {name}: {self.why_computed[name]}", hint="use staging none"
-            )
-        self.staging = Staging(self.residents, place)
+            why = next((f"{name}: {words}" for name, words in self.why_computed.items()), self._shared)
+            raise ConfigError(f"this model's weights cannot be staged: {why}", hint="use staging none")
+        # What no route writes has no second version: it stays where it is.
+        written = {name: tensor for name, tensor in self.residents.items() if name in self._routed}
+        self.staging = Staging(written if place != "none" else self.residents, place)
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Do these tensors make a full update of this model?
@@ -221,6 +233,26 @@ class Loader:
         self.touched = True
         with torch.no_grad():
             self._load_weights([(name, view)])
+
+
+def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in before.items():
+        if after.get(name) is not tensor:
+            raise ConfigError(
+                f"load_weights puts another parameter in the place of {name} instead of writing into it",
+                hint="use param.data.copy_(weight), so that what holds the parameter sees the new values",
+            )
+
+
+def _sharing(residents: Mapping[str, torch.Tensor]) -> str:
+    """Which two residents share memory, in words; empty if none do."""
+    owner: dict[int, str] = {}
+    for name, tensor in residents.items():
+        if tensor.numel():
+            first = owner.setdefault(tensor.untyped_storage().data_ptr(), name)
+            if first != name:
+                return f"{first} and {name} share memory"
+    return ""
 
 
 def _region(tensor: torch.Tensor, route: Route) -> torch.Tensor:

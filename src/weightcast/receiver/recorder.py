@@ -1,7 +1,7 @@
 """Learn what a model's ``load_weights`` does, by watching it once.
 
-The loader is run on weights without memory (meta tensors) under a dispatch mode that sees every operation.  A copy from
-a view of a source tensor into a resident parameter becomes a ``Route`` and is not carried out.  Whatever else
+The loader is run on weights without memory (meta tensors) under a dispatch mode that sees every operation.  A copy
+from a view of a source tensor into a resident parameter becomes a ``Route`` and is not carried out.  Whatever else
 is written into a parameter is *computed*: those sources stay with the loader.  So slicing, fusing and stacking of any
 engine is learnt from its own code, and can then be staged, replayed and read back.
 """
@@ -22,25 +22,35 @@ from weightcast.wire.routes import Region, Route
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Recording:
     """What was seen.
 
     Attributes:
         routes: By source name, in the order of the copies.
-        computed: Sources that no route describes completely, by name.
-        why: For each computed source, what was seen instead.
+        why: Sources that no route describes completely, by name, with what was seen instead.
+        written: Parameters that get computed values, by name.
+        opaque: True if a source's writes could not be seen at all: the loader looks at values.
     """
 
     routes: dict[str, list[Route]] = field(default_factory=dict[str, list[Route]])
-    computed: list[str] = field(default_factory=list[str])
     why: dict[str, str] = field(default_factory=dict[str, str])
+    written: set[str] = field(default_factory=set[str])
+    opaque: bool = False
+
+    @property
+    def computed(self) -> list[str]:
+        """Names of the sources that stay with the loader."""
+        return list(self.why)
 
 
 def record_routes(
     load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]
 ) -> Recording:
-    """Run ``load_weights`` once without changing anything, and write down its copies.
+    """Run ``load_weights`` without changing anything, and write down its copies.
+
+    Once with all sources; if that leaves questions, once more with each source by itself, which is how the loader
+    will be given those that it must place.
 
     Args:
         load_weights: Takes ``(name, tensor)`` pairs, as vLLM's and SGLang's models do.
@@ -50,14 +60,29 @@ def record_routes(
     Returns:
         Routes where everything is a pure copy; names of the sources where it is not.
     """
+    everything = _watch(load_weights, specs, residents)
+    if not everything.why:
+        return everything
+    # Who computes may have held several sources in its hands at once: whose values they were cannot be told.
+    found = Recording()
+    for spec in specs:
+        alone = _watch(load_weights, [spec], residents)
+        found.routes.update(alone.routes)
+        found.why.update(alone.why)
+        found.written |= alone.written
+        found.opaque |= alone.opaque
+    return found
+
+
+def _watch(load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]) -> Recording:
     mode = _Recorder(specs, residents)
     try:
         with torch.no_grad(), mode:
             load_weights(mode.sources())
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
         # A loader that looks at values cannot run on tensors without any: everything stays with it.
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Recording(computed=[spec.name for spec in specs], why={spec.name: reason for spec in specs})
+        return Recording(why={spec.name: reason for spec in specs}, opaque=True)
     return mode.recording()
 
 
@@ -72,6 +97,7 @@ class _Recorder(TorchDispatchMode):
         self._keep: list[torch.Tensor] = []
         self._routes: dict[str, list[Route]] = {spec.name: [] for spec in specs}
         self._why: dict[str, str] = {}
+        self._written: set[str] = set()
         self._current = ""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,9 +109,10 @@ class _Recorder(TorchDispatchMode):
             yield spec.name, tensor
 
     def recording(self) -> Recording:
-        computed = [name for name in self._specs if name in self._why]
         routes = {name: found for name, found in self._routes.items() if name not in self._why}
-        return Recording(routes=routes, computed=computed, why=self._why)
+        # What the loader places itself it places whole, its pure copies too.
+        copied = {route.parameter for name in self._why for route in self._routes[name]}
+        return Recording(routes=routes, why=self._why, written=self._written | copied)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,27 +122,34 @@ class _Recorder(TorchDispatchMode):
             if resident is not None:
                 self._copy(resident, target, source)
                 return target
-        elif func._schema.is_mutable:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and _storage(value) in self._residents:
-                    name = self._residents[_storage(value)][0]
-                    self._why[self._current] = f"{func} writes {name}"
-                    return value
-        return func(*args, **kwargs)
+        written = list(_written_tensors(func, args, kwargs)) if func._schema.is_mutable else []
+        for tensor in written:
+            source = self._source_of.get(_storage(tensor))
+            if source is not None:
+                self._why[source] = f"{func} changes the source in place"
+        residents = [tensor for tensor in written if _storage(tensor) in self._residents]
+        for tensor in residents:
+            name = self._residents[_storage(tensor)][0]
+            self._why[self._current] = f"{func} writes {name}"
+            self._written.add(name)
+        return residents[0] if residents else func(*args, **kwargs)
 
     def _copy(self, resident: tuple[str, torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
         parameter, whole = resident
         name = self._source_of.get(_storage(source))
         if name is None:
             self._why[self._current] = f"{parameter} gets values computed from the source"
+            self._written.add(parameter)
             return
         spec = self._specs[name]
         if target.shape != source.shape:
             self._why[name] = f"{parameter} gets a broadcast of the source"
+            self._written.add(parameter)
             return
         box = box_of(spec.shape, int(source.storage_offset()), tuple(source.shape), source.stride())
         if box is None:
             self._why[name] = f"{parameter} gets a part of the source that is not a box"
+            self._written.add(parameter)
             return
         offset, shape, dims = box
         stride = tuple(target.stride(dim) if dim is not None else 0 for dim in dims)
@@ -123,6 +157,15 @@ class _Recorder(TorchDispatchMode):
         self._routes[name].append(
             Route(source=name, box_offset=offset, box_shape=shape, parameter=parameter, region=region)
         )
+
+
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operation writes, by its own schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        yield from (item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -50,7 +50,8 @@ class Staging:
         """Allocate it.
 
         Args:
-            residents: Live parameters and buffers by name; each once, none a view of another.
+            residents: Live parameters and buffers by name; each once, none a view of another.  What an update leaves
+                out of one of them keeps its value.
             place: ``device``, ``host`` (pinned where there is a GPU) or ``none`` (writes go to the live ones).
         """
         self.place: Place = place
@@ -65,6 +66,8 @@ class Staging:
                 self._waiting[name] = torch.empty_strided(
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
                 )
+            if place != "none":
+                self._waiting[name].copy_(tensor.detach())  # rows that no update writes (padding) are in both sets
 
     @property
     def staged(self) -> bool:
