@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ from weightcast.wire.messages import Message, RankAck, encode
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
+_SEND_S = 15  # whole seconds; a rank reads its messages at once, unless it is stopped or stuck
 _STOP_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
@@ -151,7 +154,7 @@ class MpExecutor:
         self._work: list[Connection] = []
         self._processes: list[Any] = []
         self._apply_lock, self._run_lock, self._send_lock = threading.Lock(), threading.Lock(), threading.Lock()
-        self._broken: str | None = None
+        self._broken: EngineFailure | None = None
         self._closed = False
         for rank in range(tp_size):
             control, control_end = context.Pipe()
@@ -165,6 +168,8 @@ class MpExecutor:
             process.start()
             control_end.close()
             work_end.close()
+            for connection in (control, work):
+                _limit_sends(connection)
             self._control.append(control)
             self._work.append(work)
             self._processes.append(process)
@@ -199,8 +204,10 @@ class MpExecutor:
 
     def interrupt(self, reason: str) -> None:
         """As ``Executor.interrupt``."""
-        with self._send_lock, suppress(EngineFailure):
-            self._send(self._control, _INTERRUPT + reason.encode())
+        with self._send_lock:
+            for connection in self._control:  # every rank, whatever became of the one before
+                with suppress(OSError, ValueError):
+                    connection.send_bytes(_INTERRUPT + reason.encode(errors="replace"))
 
     def pids(self) -> Sequence[int]:
         """Process id of each rank."""
@@ -229,32 +236,42 @@ class MpExecutor:
         if self._closed:
             raise EngineFailure("the engine is shutting down")
         if self._broken is not None:
-            raise EngineFailure(self._broken, hint="restart the engine")
+            raise EngineFailure(str(self._broken), ranks=self._broken.ranks, hint=self._broken.hint)
 
     def _send(self, connections: list[Connection], payload: bytes) -> None:
         for rank, connection in enumerate(connections):
             try:
                 connection.send_bytes(payload)
+            except BlockingIOError as error:
+                raise self._break(f"rank {rank} did not take a message within {_SEND_S} s", [rank]) from error
             except (OSError, ValueError) as error:
-                raise self._lost(rank, str(error)) from error
+                raise self._lost(rank, f"a message to it: {error}") from error
 
     def _replies(self, connections: list[Connection], timeout_s: float, what: str) -> list[bytes]:
-        """One reply from each rank.  A reply is a frame; a rank that dies closes its end."""
+        """One reply from each rank.  A reply is a frame; a rank that dies closes its end.
+
+        A rank that fails on the work lane is an answer too, unless the others hang because of it.
+        """
         deadline = time.monotonic() + timeout_s
         replies: dict[int, bytes] = {}
         while len(replies) < len(connections):
             waiting = {connection: rank for rank, connection in enumerate(connections) if rank not in replies}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
+                failed = {rank: reply[1:].decode() for rank, reply in replies.items() if reply[:1] == _FAILED}
+                for rank, words in failed.items() if connections is self._work else ():
+                    raise self._break(f"rank {rank} failed: {words}", [rank])
                 late = sorted(waiting.values())
-                self._broken = f"rank {late[0]} did not give {what} within {timeout_s:g} s"
-                raise EngineFailure(self._broken, ranks=late, hint="restart the engine")
+                raise self._break(f"rank {late[0]} did not give {what} within {timeout_s:g} s", late)
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
                 try:
                     replies[rank] = connection.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, OSError) as error:
                     raise self._lost(rank, what) from error
+                if connections is self._work and replies[rank][:1] == _FAILED:
+                    # The others may wait for this one in a collective that it will never enter.
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
         return [replies[rank] for rank in range(len(connections))]
 
     def _lost(self, rank: int, what: str) -> EngineFailure:
@@ -262,8 +279,13 @@ class MpExecutor:
         process.join(1.0)
         code = process.exitcode
         how = "is gone" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-        self._broken = f"rank {rank} (pid {process.pid}) {how} during {what}"
-        return EngineFailure(self._broken, ranks=[rank], hint="restart the engine")
+        return self._break(f"rank {rank} (pid {process.pid}) {how} during {what}", [rank])
+
+    def _break(self, words: str, ranks: list[int]) -> EngineFailure:
+        """From now on nothing is asked of the ranks: an answer that is still to come would be taken for another's."""
+        if self._broken is None:
+            self._broken = EngineFailure(words, ranks=ranks, hint="restart the engine")
+        return EngineFailure(words, ranks=ranks, hint="restart the engine")
 
 
 def _rank_main(
@@ -293,10 +315,11 @@ def _rank_main(
             except (EOFError, OSError):
                 os._exit(1)  # the parent is gone
             if frame[:1] == _INTERRUPT:
-                worker.interrupt(frame[1:].decode())
-            elif frame[:1] == _CLOSE:
-                worker.interrupt("the engine is shutting down")
                 with suppress(RuntimeError, OSError):
+                    worker.interrupt(frame[1:].decode())
+            elif frame[:1] == _CLOSE:
+                with suppress(RuntimeError, OSError):
+                    worker.interrupt("the engine is shutting down")
                     worker.close()
                 os._exit(0)  # threads of gloo and nccl may be in a wait that nothing ends
             else:
@@ -307,7 +330,11 @@ def _rank_main(
         while True:
             frame = messages.get()
             assert frame is not None
-            control.send_bytes(encode(worker.apply(decoder.decode(frame))))
+            try:
+                answer = worker.apply(decoder.decode(frame))
+            except Exception as error:  # noqa: BLE001  the parent waits for an answer, whatever it is
+                answer = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
+            control.send_bytes(encode(answer))
 
     threading.Thread(target=read_control, name="control", daemon=True).start()
     threading.Thread(target=answer_messages, name="messages", daemon=True).start()
@@ -321,6 +348,12 @@ def _rank_main(
         except Exception as error:  # noqa: BLE001  the parent must hear it; the rank stays for the next command
             reply = _FAILED + f"{type(error).__name__}: {error}".encode()
         work.send_bytes(reply)
+
+
+def _limit_sends(connection: Connection) -> None:
+    """Give writes to a rank a deadline: one that is stopped reads nothing, and its pipe fills."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
 
 
 def die_with_parent() -> None:
