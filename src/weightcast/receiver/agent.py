@@ -14,8 +14,9 @@ from typing import Literal, assert_never
 import torch
 from torch import nn
 
+from weightcast.comm.group import GroupFailed
 from weightcast.comm.memory import PeakMemory
-from weightcast.errors import ConfigError, Refused, WeightcastError
+from weightcast.errors import ConfigError, DeadlineExceeded, Refused
 from weightcast.receiver.loader import Finisher, Loader, residents_of
 from weightcast.receiver.recorder import LoadWeights
 from weightcast.receiver.sources.broadcast import BroadcastSource
@@ -34,6 +35,7 @@ from weightcast.wire.messages import (
     Leave,
     Message,
     Open,
+    Owner,
     RankAck,
     Readback,
 )
@@ -90,13 +92,15 @@ class WeightReceiver:
         self.loader.stage(choose_place(place, size_bytes=self.loader.size_bytes, device=self.device))
         self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
         self._memory = SharedMemorySource(self.device)
-        self._broadcast = BroadcastSource(self.device)
-        self._open: Open | None = None
-        self._committed = ""
         self._interrupted = threading.Event()
+        self._broadcast = BroadcastSource(self.device, self._interrupted)
+        self._open: Open | None = None
+        self._owner: Owner | None = None
+        self._committed = ""
         self._received: list[tuple[TensorSpec, torch.Tensor]] = []
         self._hashed: dict[str, str] = {}
         self._peak: PeakMemory | None = None
+        self._measuring = False
         self._load_s = self._verify_s = 0.0
 
     def apply(self, message: Message) -> RankAck:
@@ -106,7 +110,9 @@ class WeightReceiver:
             return self._apply(message)
         except Refused as error:
             return self._ack(ok=False, refused=True, error=_text(error))
-        except (WeightcastError, RuntimeError, OSError, ValueError) as error:
+        except (GroupFailed, DeadlineExceeded) as error:
+            return self._ack(ok=False, group_failed=True, error=_text(error))
+        except Exception as error:  # noqa: BLE001  the model's loader and its finishers are other people's code
             return self._ack(ok=False, error=_text(error))
 
     def interrupt(self, reason: str) -> None:
@@ -124,7 +130,6 @@ class WeightReceiver:
             case Open():
                 return self._begin(message)
             case Join():
-                self._interrupted.clear()
                 self._broadcast.join(message, rank=self.rank)
                 return self._ack()
             case Leave():
@@ -148,14 +153,16 @@ class WeightReceiver:
 
     def _begin(self, message: Open) -> RankAck:
         self.loader.check(message.specs)
+        self._end()
         self.loader.begin()
+        if message.owner != self._owner:
+            self._memory.close()  # of a trainer that may be dead: what is mapped here is not freed there
+            self._owner = message.owner
         self._open = message
         self._committed = ""
-        self._received.clear()
-        self._hashed.clear()
         self._interrupted.clear()
-        self._peak = PeakMemory(self.device)
-        self._peak.__enter__()
+        self._peak = PeakMemory(self.device).__enter__()
+        self._measuring = True
         return self._ack()
 
     def _take(self, message: Announce) -> RankAck:
@@ -219,27 +226,42 @@ class WeightReceiver:
         session = self._session(message.session)
         if self.loader.missing(session.specs):
             raise Refused("not everything has arrived")
+        if self._committed == session.session:
+            raise Refused("this session was committed before")
         started = time.monotonic()
         self._committed = session.session  # from here on an abort has something to undo
         self.loader.commit()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._load_s = time.monotonic() - started
+        self._measured()
         return self._ack(held=session.verify in ("resident", "behaviour"))
 
     def _abort(self, message: Abort) -> RankAck:
+        self._interrupted.clear()
+        if self._open is None or self._open.session != message.session:
+            return self._ack()
         if self._committed == message.session and self.loader.staging.staged:
-            self.loader.commit()  # flips back; the finishers run for the old weights again
             self._committed = ""
-        touched = self._open is not None and self._open.session == message.session and self.loader.touched
-        if self._open is not None and self._open.session == message.session:
-            self._end()
+            self.loader.commit()  # flips back; the finishers run for the old weights again
+        touched = self.loader.touched
+        self._end()
+        # The trainer may be dead: its memory would live as long as the mapping does.
+        self._memory.close()
+        self._broadcast.trim()
         return self._ack(touched=touched)
 
     def _end(self) -> None:
         self._open = None
         self._received.clear()
         self._hashed.clear()
+        self._measured()
+
+    def _measured(self) -> None:
+        """The measurement is over; its result stays."""
+        if self._peak is not None and self._measuring:
+            self._measuring = False
+            self._peak.__exit__(None, None, None)
 
     def _session(self, session: str) -> Open:
         if self._open is None or self._open.session != session:
@@ -263,6 +285,7 @@ class WeightReceiver:
         ok: bool = True,
         error: str = "",
         refused: bool = False,
+        group_failed: bool = False,
         touched: bool = False,
         missing: tuple[str, ...] = (),
         received: dict[str, str] | None = None,
@@ -278,6 +301,7 @@ class WeightReceiver:
             ok=ok,
             error=error,
             refused=refused,
+            group_failed=group_failed,
             touched=touched or self.loader.touched,
             missing=missing,
             not_updated=(*self.loader.not_updated, *self._draft),

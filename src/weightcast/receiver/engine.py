@@ -11,13 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
+
+import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused, WeightcastError
 from weightcast.receiver.executor import Executor
-from weightcast.receiver.fold import failures, fold_received, fold_resident
+from weightcast.receiver.fold import failures, fold_received, fold_resident, group_failed
 from weightcast.receiver.staging import Place
 from weightcast.wire.digest import model_digest
 from weightcast.wire.layout import TensorSpec
@@ -40,6 +42,9 @@ from weightcast.wire.messages import (
 )
 
 log = logging.getLogger("weightcast.receiver")
+
+_WATCH_S = 0.2
+_UNOWNED_JOIN_S = 30.0  # a meeting outside a session has no lease that could end it
 
 
 class EngineHooks(Protocol):
@@ -82,10 +87,13 @@ class _Session:
     buckets: int = 0
     closed: bool = False
     failed: str = ""
+    ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
-    received_by: int = 0
-    digests: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class _GroupBroken(Refused):
+    """The ranks failed because their process group did."""
 
 
 class ReceiverEngine:
@@ -136,9 +144,15 @@ class ReceiverEngine:
         """Do what the message asks.  ``ok=False`` in the answer: refused or failed; it says which state is left."""
         if isinstance(message, Abort):
             self._interrupt_if_current(message.session, message.reason or "the trainer gave up")
+        try:
+            self._check_session(message)  # before waiting: who has no session must not stand in a session's way
+        except Refused as error:
+            return self._ack(ok=False, error=_words(error))
         with self._busy:
             try:
                 return self._apply(message)
+            except _GroupBroken as error:
+                return self._ack(ok=False, error=_words(error), group_failed=True)
             except Refused as error:
                 return self._ack(ok=False, error=_words(error))
             except WeightcastError as error:
@@ -148,6 +162,11 @@ class ReceiverEngine:
                 if ranks:
                     self._quarantine(_words(error))
                 return self._ack(ok=False, error=_words(error), failed_ranks=ranks)
+            except Exception as error:  # the engine's hooks are other people's code
+                log.exception("a weight message failed")
+                if self._session is not None:
+                    self._session.failed = f"{type(error).__name__}: {error}"
+                return self._ack(ok=False, error=f"{type(error).__name__}: {error}")
 
     def holds(self, session: str) -> bool:
         """True while this session is the one under way."""
@@ -167,6 +186,8 @@ class ReceiverEngine:
             case Open():
                 return self._begin(message)
             case Join():
+                if self._session is None and message.timeout_s > _UNOWNED_JOIN_S:
+                    message = msgspec.structs.replace(message, timeout_s=_UNOWNED_JOIN_S)
                 return self._fan_out(message, timeout_s=message.timeout_s)
             case Leave():
                 return self._fan_out(message, timeout_s=30.0)
@@ -185,11 +206,9 @@ class ReceiverEngine:
                 assert_never(message)
 
     def _begin(self, message: Open) -> Ack:
-        current = self._session
-        if current is not None:
-            if current.open.session == message.session:
-                raise Refused("this session is open already")
-            raise Refused(f"already being updated by {_owner(current.open)}", hint="wait for it to finish, or end it")
+        self._check_session(message)
+        if self._session is not None:  # its end is on the way; this message was quicker
+            self._abort(Abort(session=self._session.open.session, reason=self._session.ending))
         if self._version is not None and message.version < self._version and not message.allow_older:
             raise Refused(
                 f"version {message.version} is older than {self._version}, which is served",
@@ -203,14 +222,18 @@ class ReceiverEngine:
         session = _Session(open=message, deadline=time.monotonic() + message.lease_s)
         session.not_updated = _union(acks)
         self._session = session
-        if self._facts.staging == "none":
-            self._hold_still(session)
         if self._state == "serving":
             self._state = "updating"
+        if self._facts.staging == "none":
+            try:
+                self._hold_still(session)
+            except BaseException as error:
+                self._abort(Abort(session=message.session, reason=f"could not hold still: {error}"[:4096]))
+                raise
         return self._ack(not_updated=session.not_updated)
 
     def _take(self, message: Announce) -> Ack:
-        session = self._current(message.session)
+        session = self._current(message)
         if session.closed or message.layout.index != session.buckets:
             raise Refused(f"bucket {message.layout.index} came where bucket {session.buckets} was due")
         announced = {spec.name: spec for spec in session.open.specs}
@@ -222,7 +245,7 @@ class ReceiverEngine:
         return ack
 
     def _close(self, message: Close) -> Ack:
-        session = self._current(message.session)
+        session = self._current(message)
         if message.buckets != session.buckets:
             raise Refused(f"{session.buckets} buckets arrived, the trainer sent {message.buckets}")
         acks = self._ranks(message, timeout_s=session.open.timeout_s)
@@ -238,7 +261,7 @@ class ReceiverEngine:
         )
 
     def _commit(self, message: Commit) -> Ack:
-        session = self._current(message.session)
+        session = self._current(message)
         if not session.closed:
             raise Refused("the session was not closed: nobody knows whether everything has arrived")
         self._hold_still(session)
@@ -246,16 +269,22 @@ class ReceiverEngine:
         resident = fold_resident(acks)
         wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(message.expected))))
         if message.expected and wrong:
-            # _abort on the way out flips back where a second set of weights is kept.
-            raise Refused(f"what is kept differs from what was sent: {', '.join(wrong[:8])}")
+            text = f"what is kept differs from what was sent: {', '.join(wrong[:8])}"
+            # Flips back where a second set of weights is kept, now: nobody may ever ask for it.
+            self._abort(Abort(session=message.session, reason=text))
+            raise Refused(text)
         self._session = None
         self._version = session.open.version
         self._digest = model_digest(resident.digests) if message.expected else None
         self._message = ""
         self._state = "serving"
-        self._hooks.drop_caches()
-        self._hooks.set_version(session.open.version)
-        stall_s = self._go_on(session)
+        try:
+            self._hooks.drop_caches()
+            self._hooks.set_version(session.open.version)
+            stall_s = self._go_on(session)
+        except WeightcastError as error:
+            self._quarantine(f"version {session.open.version} is in, but not what depends on it: {_words(error)}")
+            raise
         return self._ack(
             resident=resident.digests,
             resident_ranks=len(acks),
@@ -298,13 +327,25 @@ class ReceiverEngine:
                 self._session.failed = error
             missing = sorted({name for ack in acks for name in ack.missing})
             shown = f": {', '.join(missing[:8])}" if missing else ""
-            raise Refused(error + shown)
+            raise (_GroupBroken if group_failed(acks) else Refused)(error + shown)
         return acks
 
-    def _current(self, session: str) -> _Session:
+    def _check_session(self, message: Message) -> None:
+        """Does the message fit the session that is open, or that none is?"""
         current = self._session
-        if current is None or current.open.session != session:
+        if isinstance(message, Open) and current is not None and not current.ending:
+            if current.open.session == message.session:
+                raise Refused("this session is open already")
+            raise Refused(f"already being updated by {_owner(current.open)}", hint="wait for it to finish, or end it")
+        if isinstance(message, Announce | Close | Commit) and (
+            current is None or current.open.session != message.session
+        ):
             raise Refused("no such session: it was never opened, it was ended, or another trainer's is open")
+
+    def _current(self, message: Announce | Close | Commit) -> _Session:
+        self._check_session(message)
+        current = self._session
+        assert current is not None
         if current.failed:
             raise Refused(f"this session has failed: {current.failed}")
         current.deadline = time.monotonic() + current.open.lease_s
@@ -325,6 +366,7 @@ class ReceiverEngine:
         log.error("quarantined: %s", why)
         self._state = "quarantined"
         self._message = why
+        self._digest = None  # what is kept now was never proven
         try:
             self._hooks.pause("abort", 30.0)
         except WeightcastError as error:
@@ -333,6 +375,7 @@ class ReceiverEngine:
     def _interrupt_if_current(self, session: str, reason: str) -> None:
         current = self._session
         if current is not None and current.open.session == session:
+            current.ending = reason
             self._executor.interrupt(reason)
 
     def _end_if_current(self, session: str, reason: str) -> None:
@@ -340,10 +383,13 @@ class ReceiverEngine:
         self.apply(Abort(session=session, reason=reason))
 
     def _watch_deadlines(self) -> None:
-        while not self._stopped.wait(0.2):
+        while not self._stopped.wait(_WATCH_S):
             current = self._session
             if current is not None and time.monotonic() > current.deadline:
-                self._end_if_current(current.open.session, f"nothing was heard for {current.open.lease_s:g} s")
+                try:
+                    self._end_if_current(current.open.session, f"nothing was heard for {current.open.lease_s:g} s")
+                except Exception:  # the engine's hooks are other people's code; this thread serves the next session too
+                    log.exception("could not end a session whose lease is over")
 
     def _ack(self, *, ok: bool = True, **fields: Any) -> Ack:
         return Ack(ok=ok, state=self._state, version=self._version, ranks=self._executor.tp_size, **fields)

@@ -78,6 +78,12 @@ def failures(acks: Sequence[RankAck]) -> tuple[tuple[int, ...], str]:
     return tuple(ack.rank for ack in failed), "; ".join(f"rank {ack.rank}: {ack.error}" for ack in failed)
 
 
+def group_failed(acks: Sequence[RankAck]) -> bool:
+    """True if ranks failed, and only because their process group did."""
+    failed = [ack for ack in acks if not ack.ok]
+    return bool(failed) and all(ack.group_failed for ack in failed)
+
+
 def _overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     return any(
         all(a < c + d and c < a + b for a, b, c, d in zip(*first, *second, strict=True))

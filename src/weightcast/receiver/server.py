@@ -9,10 +9,12 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from weightcast.errors import WeightcastError, WireError
 from weightcast.receiver.engine import ReceiverEngine
-from weightcast.wire.messages import MAX_MESSAGE_BYTES, Ack, Message, Open, Readback, decode, encode
+from weightcast.wire.messages import GROUP_FAILED, MAX_MESSAGE_BYTES, Ack, Message, Open, Readback, decode, encode
 
 HEARTBEAT_S = 1.0
 MAX_SCORED_TOKENS = 4096
@@ -51,7 +53,7 @@ def weight_routes(engine: ReceiverEngine, score: Score | None = None) -> APIRout
         ack = await run_in_threadpool(engine.apply, message)
         if not ack.ok:
             return _answer(ack)
-        return StreamingResponse(_lease(engine, message, ack), media_type="application/octet-stream")
+        return _LeaseResponse(engine, message, ack)
 
     @router.get("/digests", summary="Digest of what is live, by tensor")
     async def digests() -> Response:
@@ -77,30 +79,44 @@ def weight_routes(engine: ReceiverEngine, score: Score | None = None) -> APIRout
     return router
 
 
-async def _lease(engine: ReceiverEngine, message: Open, ack: Ack) -> AsyncIterator[bytes]:
-    """The answer as one frame, then a heartbeat until the session is over or the trainer is gone."""
-    body = encode(ack)
-    try:
+class _LeaseResponse(StreamingResponse):
+    """The answer as one frame, then a heartbeat until the session is over or the trainer is gone.
+
+    Ends the session when it ends itself, whether the trainer closed it, died (the kernel closes its sockets) or had
+    gone before the first byte was sent.
+    """
+
+    def __init__(self, engine: ReceiverEngine, message: Open, ack: Ack) -> None:
+        super().__init__(self._frames(encode(ack)), media_type="application/octet-stream")
+        self._engine = engine
+        self._session = message.session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._engine.holds(self._session):
+                asyncio.get_running_loop().run_in_executor(None, self._engine.lease_lost, self._session)
+
+    async def _frames(self, body: bytes) -> AsyncIterator[bytes]:
         yield len(body).to_bytes(4, "big") + body
-        while engine.holds(message.session):
+        while self._engine.holds(self._session):
             await asyncio.sleep(HEARTBEAT_S)
             yield b"\0\0\0\0"
-    finally:
-        # Reached by the trainer's closing, its death (the kernel closes its sockets), and the session's end alike.
-        if engine.holds(message.session):
-            asyncio.get_running_loop().run_in_executor(None, engine.lease_lost, message.session)
 
 
 async def _message(request: Request) -> Message | Response:
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_MESSAGE_BYTES:
-            return _refusal(413, f"the message is larger than {MAX_MESSAGE_BYTES} bytes")
-        chunks.append(chunk)
     try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_MESSAGE_BYTES:
+                return _refusal(413, f"the message is larger than {MAX_MESSAGE_BYTES} bytes")
+            chunks.append(chunk)
         return await run_in_threadpool(decode, b"".join(chunks))
+    except ClientDisconnect:
+        return _refusal(400, "the message ended early")
     except WireError as error:
         return _refusal(400, str(error))
 
@@ -110,7 +126,8 @@ def _json(body: msgspec.Struct, status: int = 200) -> Response:
 
 
 def _answer(ack: Ack) -> Response:
-    return _json(ack, 200 if ack.ok else 500 if ack.failed_ranks else 409)
+    status = 200 if ack.ok else 500 if ack.failed_ranks else GROUP_FAILED if ack.group_failed else 409
+    return _json(ack, status)
 
 
 def _refusal(status: int, text: str) -> Response:

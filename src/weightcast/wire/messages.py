@@ -22,6 +22,7 @@ from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
+GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
 
 Session = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -115,6 +116,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
     """Join a process group across both worlds.  Needs no session; the group outlives an update.
+
+    Ends when the session that is open, if one is, does; without one it is given half a minute at most.
 
     Attributes:
         group: Its name.
@@ -224,6 +227,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ok: False if it refused or failed; ``error`` says why.
         error: The rank's own words.
         refused: True if it refused before changing anything.
+        group_failed: True if it failed because its process group did: another member is to blame.
         touched: True if live parameters may have been changed by this session.
         missing: Source tensors that did not arrive (whole), by name.
         not_updated: Parameters and buffers that no source tensor writes, by name.
@@ -239,6 +243,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ok: bool = True
     error: str = ""
     refused: bool = False
+    group_failed: bool = False
     touched: bool = False
     missing: tuple[str, ...] = ()
     not_updated: tuple[str, ...] = ()
@@ -257,6 +262,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ok: False if it refused or failed; ``error`` says why in the engine's own words.
         error: Likewise.
         failed_ranks: Engine ranks that failed.
+        group_failed: True if it failed because its process group did: another member may be to blame.
         state: What the engine does now.
         version: Version it serves now; None before the first one is known.
         ranks: How many ranks it has.
@@ -277,6 +283,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ok: bool
     error: str = ""
     failed_ranks: tuple[int, ...] = ()
+    group_failed: bool = False
     state: State = "serving"
     version: int | None = None
     ranks: int = 0

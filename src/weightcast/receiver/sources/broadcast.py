@@ -19,8 +19,15 @@ class BroadcastSource:
     Thread rule: ``interrupt`` may come from any thread, the rest from one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, interrupted: threading.Event) -> None:
+        """No group yet.
+
+        Args:
+            device: Where buckets go.
+            interrupted: Set together with a call of ``interrupt``; ends a meeting.
+        """
         self._device = device
+        self._interrupted = interrupted
         self._groups: dict[str, WorldGroup] = {}
         self._lock = threading.Lock()
         self._buffers: list[torch.Tensor] = []
@@ -40,6 +47,7 @@ class BroadcastSource:
                 hint="trainer and engine both on GPUs (nccl) or both on CPUs (gloo)",
             )
         self.leave(message.group)
+        self._drop_dead()
         group = WorldGroup.join(
             host=message.host,
             port=message.port,
@@ -49,6 +57,7 @@ class BroadcastSource:
             world_size=message.world_size,
             device=self._device,
             timeout_s=message.timeout_s,
+            cancelled=self._interrupted,
         )
         with self._lock:
             self._groups[message.group] = group
@@ -89,7 +98,8 @@ class BroadcastSource:
             group.abort(reason)
 
     def trim(self) -> None:
-        """Give the receive buffers back."""
+        """Give the receive buffers back, and what is left of groups that were aborted."""
+        self._drop_dead()
         self._buffers.clear()
         self._loaded.clear()
 
@@ -98,6 +108,11 @@ class BroadcastSource:
         for name in list(self._groups):
             self.leave(name)
         self.trim()
+
+    def _drop_dead(self) -> None:
+        for name, group in list(self._groups.items()):
+            if not group.alive:
+                self.leave(name)
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if not self._buffers or self._buffers[0].numel() < size_bytes:
