@@ -10,18 +10,21 @@ answer after they have received; a target that refuses will never enter, so the 
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import torch
 
 from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_for
-from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, WeightcastError
+from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.transports.ipc import leave_all, post_bucket
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pump
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.messages import Join, MemoryHandle
+from weightcast.wire.messages import GROUP_FAILED, Join, MemoryHandle
+
+_LATE_S = 10.0  # targets keep the deadline themselves and answer; this much later they are given up
 
 
 class BroadcastTransport:
@@ -65,6 +68,7 @@ class BroadcastTransport:
         for link in self._links:
             link.group_rank = rank
             rank += link.info.tp_size
+        refused = threading.Event()
         joins = [
             self._pool.submit(
                 _join,
@@ -82,7 +86,8 @@ class BroadcastTransport:
             )
             for link in self._links
         ]
-        failure: BaseException | None = None
+        for join in joins:
+            join.add_done_callback(lambda done: refused.set() if done.exception() is not None else None)
         try:
             self._group = WorldGroup(
                 store=self._store.store,
@@ -93,15 +98,13 @@ class BroadcastTransport:
                 device=self._device,
                 address=self._host,
                 timeout_s=self._timeout_s,
+                cancelled=refused,  # who refuses will never come
             )
-        except (DeadlineExceeded, GroupFailed) as error:
-            failure = error
-        refusals = [join.exception() for join in joins]
-        for refusal in refusals:
-            if refusal is not None:
-                raise refusal
-        if failure is not None:
-            raise failure
+            for join in joins:
+                join.result()
+        except BaseException as error:
+            self.abort("not all could join")
+            raise self._culprit(error, joins, name) from error
 
     def send(self, bucket: Bucket, handles: Sequence[MemoryHandle]) -> None:
         """As ``Transport.send``."""
@@ -167,28 +170,37 @@ class BroadcastTransport:
                 post.result()
         except BaseException as error:
             group.abort(f"bucket {index} failed")
-            raise self._culprit(error, posts, index) from error
+            raise self._culprit(error, posts, f"bucket {index}") from error
 
-    def _culprit(self, error: BaseException, posts: list[Future[None]], index: int) -> BaseException:
-        """A group says that it failed; the targets' answers, given now that it is aborted, say because of whom."""
-        if not isinstance(error, (GroupFailed, DeadlineExceeded)):
+    def _culprit(self, error: BaseException, posts: Sequence[Future[None]], what: str) -> BaseException:
+        """Because of whom a step failed, by the targets' answers to it.
+
+        When one member of a group dies, all the others fail too, and may say so first.  So the one that is lost
+        counts before one that refuses, and that one before those who only say that their group has failed.
+        """
+        if not isinstance(error, Exception):
             return error
-        answers: list[WeightcastError] = []
-        silent: list[Link] = []
-        for link, post in zip(self._links, posts, strict=True):
-            try:
-                answer = post.exception(timeout=self._timeout_s + 10.0)
-            except TimeoutError:
-                silent.append(link)
-                continue
-            if isinstance(answer, TargetLost):
-                return answer
-            if isinstance(answer, WeightcastError):
-                answers.append(answer)
-        if silent:
-            url = silent[0].url
-            return TargetLost(f"{url}: silent during bucket {index}", url=url, half_updated=True)
-        return answers[0] if len(self._links) == 1 and answers else error
+        refusals: list[TargetRejected] = []
+        waiting = dict(zip(posts, self._links, strict=True))
+        try:
+            for post in as_completed(posts, timeout=self._timeout_s + _LATE_S):
+                waiting.pop(post)
+                answer = post.exception()
+                if isinstance(answer, TargetRejected):
+                    refusals.append(answer)
+                elif isinstance(answer, WeightcastError):
+                    return answer
+                if any(refusal.status != GROUP_FAILED for refusal in refusals):
+                    break
+        except TimeoutError:
+            url = next(iter(waiting.values())).url
+            return TargetLost(f"{url}: silent during {what}", url=url)
+        for refusal in refusals:
+            if refusal.status != GROUP_FAILED:
+                return refusal
+        if len(self._links) == 1 and refusals:
+            return refusals[0]
+        return GroupFailed(f"{what}: {error}") if isinstance(error, TargetRejected) else error
 
 
 def _join(link: Link, message: Join) -> None:

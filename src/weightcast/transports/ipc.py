@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 
-from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
+from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected
 from weightcast.protocols import EngineRequest
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pump
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import MemoryHandle
-
-_LEAVE_TIMEOUT_S = 5.0
 
 
 class IpcTransport:
@@ -97,6 +94,7 @@ def post_bucket(link: Link, request: EngineRequest, *, index: int, timeout_s: fl
             url=link.url,
             half_updated=half,
             hint=error.hint,
+            status=error.status,
         ) from error
     except TargetError as error:
         raise TargetLost(
@@ -108,8 +106,7 @@ def leave_all(links: Sequence[Link], group: str | None = None) -> None:
     """Ask targets to let go; one that does not answer has let go, or will be told when it comes back."""
 
     def leave(link: Link) -> None:
-        with suppress(WeightcastError):
-            link.ask(link.adapter.leave_request(group), timeout_s=_LEAVE_TIMEOUT_S)
+        link.let_go(link.adapter.leave_request(group))
 
     with ThreadPoolExecutor(max_workers=max(1, len(links))) as pool:
         list(pool.map(leave, links))

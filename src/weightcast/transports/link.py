@@ -9,11 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weightcast.comm.http import Client, Lease
-from weightcast.errors import TargetError, WeightcastError, WireError
+from weightcast.errors import DeadlineExceeded, TargetError, WeightcastError, WireError
 from weightcast.protocols import Adapter, EngineRequest
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
-_ABORT_TIMEOUT_S = 30.0
+_ABORT_S = 30.0
+_LEAVE_S = 5.0
+_SILENT_S = 2.0
 _MARGIN_S = 5.0
 
 
@@ -27,6 +29,8 @@ class Link:
         info: What it said of itself when it was probed.
         group_rank: Rank of its first engine rank in the broadcast group.
         session: Id of the session that is open there; empty without one.
+        sent: Buckets that it has taken over.
+        silent: True once it let a deadline pass.
         load_s: Seconds that its slowest rank spent copying, so far.
         verify_s: Likewise on digests.
     """
@@ -40,6 +44,7 @@ class Link:
     verify_s: float = 0.0
     peak_extra_bytes: int = 0
     sent: int = 0
+    silent: bool = False
     closed: Ack | None = None
     committed: Ack | None = None
     _lease: Lease | None = field(default=None, repr=False)
@@ -54,6 +59,7 @@ class Link:
         request = self.adapter.open_request(message)
         self.load_s = self.verify_s = 0.0
         self.peak_extra_bytes = self.sent = 0
+        self.silent = False
         self.closed = self.committed = None
         if request.lease:
             reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=message.timeout_s)
@@ -67,8 +73,23 @@ class Link:
 
         The engine keeps the deadline itself and answers; ours is a little later, for an engine that cannot.
         """
-        reply = self.client.post_json(request.path, request.body, timeout_s=timeout_s + _MARGIN_S)
+        try:
+            reply = self.client.post_json(request.path, request.body, timeout_s=timeout_s + _MARGIN_S)
+        except DeadlineExceeded:
+            self.silent = True
+            raise
         return self._read(reply)
+
+    def let_go(self, request: EngineRequest, *, limit_s: float = _LEAVE_S) -> Ack | None:
+        """Send a request that ends something; None if the engine does not answer.
+
+        One that has been silent before is not waited for: if it lives, it hears of it.
+        """
+        limit_s = min(limit_s, _SILENT_S) if self.silent else limit_s
+        try:
+            return self._read(self.client.post_json(request.path, request.body, timeout_s=limit_s))
+        except WeightcastError:
+            return None
 
     def close(self, *, buckets: int, timeout_s: float) -> Ack:
         """Everything was sent."""
@@ -89,10 +110,8 @@ class Link:
             return None
         session, self.session = self.session, ""
         try:
-            return self.ask(self.adapter.abort_request(session, reason), timeout_s=_ABORT_TIMEOUT_S)
-        except WeightcastError:
-            # The lease's closing below tells the engine too; whether it heard is found out by asking it again.
-            return None
+            # Without an answer the lease's closing tells the engine too; what became of it is asked later.
+            return self.let_go(self.adapter.abort_request(session, reason), limit_s=_ABORT_S)
         finally:
             self.end()
 
