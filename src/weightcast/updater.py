@@ -186,6 +186,7 @@ class WeightUpdater:
     def _attempt(self, version: int) -> Decision:
         """One try at the transaction; every rank returns the same decision."""
         head = self._head
+        kept_bytes = sum(slot.data.numel() for slot in self._slots)  # from an earlier update; they count all the same
         with PeakMemory(self._exporter.device) as peak:
             decision = Decision()
             if head is not None:
@@ -205,7 +206,7 @@ class WeightUpdater:
         if decision.score:
             decision = self._score()
         if decision.report is not None:
-            extra = self._group.gather_bytes(str(peak.extra_bytes).encode())
+            extra = self._group.gather_bytes(str(kept_bytes + peak.extra_bytes).encode())
             if head is not None:
                 assert extra is not None
                 most = max(int(value) for value in extra)
