@@ -1,0 +1,423 @@
+"""The reference engine as a process of its own, spoken to over HTTP as its users do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
+
+KEY = "a key"
+PROMPTS = [[5, 6, 7], [100, 200, 300, 400, 17], [9], [33, 44]]
+
+
+class Served:
+    """One engine: a process, its URL and a client."""
+
+    def __init__(self, folder: Path, *options: str, key: str | None = None):
+        command = [sys.executable, "-m", "weightcast.rollout.launch", str(folder), "--port", "0", "--threads", "1"]
+        if key is not None:
+            options = (*options, "--api-key", key)
+        self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        ready = threading.Event()
+
+        def read() -> None:
+            for line in self.process.stderr:
+                self.lines.append(line)
+                if line.startswith("serving "):
+                    ready.set()
+            ready.set()
+
+        self._reader = threading.Thread(target=read, daemon=True)
+        self._reader.start()
+        assert ready.wait(120)
+        assert self.process.poll() is None, self.lines
+        self.url = re.search(r"http://\S+", self.lines[-1]).group()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+
+    def post(self, path, **body):
+        return self.client.post(path, json=body)
+
+    def complete(self, prompt, **body):
+        reply = self.post("/v1/completions", prompt=prompt, **({"temperature": 0, "return_token_ids": True} | body))
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def stream(self, path, **body):
+        events = []
+        with self.client.stream("POST", path, json={"stream": True} | body) as reply:
+            assert reply.status_code == 200
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            for line in reply.iter_lines():
+                if line:
+                    assert line.startswith("data: ")
+                    events.append(line.removeprefix("data: "))
+        assert events[-1] == "[DONE]"
+        return [json.loads(event) for event in events[:-1]]
+
+    def ranks(self):
+        return [rank["pid"] for rank in self.client.get("/weightcast/info").json()["ranks"]]
+
+    def close(self):
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(20)
+        self._reader.join(20)
+        self.process.stderr.close()
+
+
+def until_gone(pids, limit_s=20.0):
+    deadline = time.monotonic() + limit_s
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder and the model that transformers makes of it."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    whole = tiny_model(folder)
+    tiny_tokenizer(folder)
+    return folder, whole
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    engine = Served(model[0], key=KEY)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def ranked(model):
+    engine = Served(model[0], "--tp", "2")
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["served", "ranked"])
+def test_completions_equal_transformers(request, model, kind):
+    engine = request.getfixturevalue(kind)
+    reply = engine.complete(PROMPTS, max_tokens=10, ignore_eos=True, logprobs=2)
+    assert [choice["token_ids"] for choice in reply["choices"]] == [greedy(model[1], p, 10) for p in PROMPTS]
+    assert reply["usage"] == {"prompt_tokens": 11, "completion_tokens": 40, "total_tokens": 51}
+    assert reply["weight_version"] == 0
+    assert reply["weight_versions"] == [{"version": 0, "tokens": 40}]
+    numbers = reply["choices"][0]["logprobs"]
+    assert [len(numbers[field]) for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [10] * 4
+    assert all(value <= 0 for value in numbers["token_logprobs"])
+
+
+def test_stream_says_the_same_as_a_whole_answer(served):
+    whole = served.complete("the quick", max_tokens=15, ignore_eos=True)["choices"][0]
+    events = served.stream(
+        "/v1/completions",
+        prompt="the quick",
+        max_tokens=15,
+        temperature=0,
+        ignore_eos=True,
+        return_token_ids=True,
+        logprobs=0,
+        stream_options={"include_usage": True},
+    )
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["token_ids"]
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices) == 15
+    assert [choice["finish_reason"] for choice in choices][-1] == "length"
+    assert choices[-1]["weight_versions"] == [{"version": 0, "tokens": 15}]
+    assert events[-1]["usage"]["completion_tokens"] == 15
+
+
+def test_chat_whole_and_streamed(served):
+    body = {"messages": [{"role": "user", "content": "what is two plus two?"}], "max_tokens": 12, "temperature": 0}
+    reply = served.post("/v1/chat/completions", **body, logprobs=True, top_logprobs=1).json()
+    message = reply["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    entries = reply["choices"][0]["logprobs"]["content"]
+    assert len(entries) == reply["usage"]["completion_tokens"]
+    assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] for entry in entries)
+    events = served.stream("/v1/chat/completions", **body)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == message["content"]
+    parts = [{"type": "text", "text": "what is two "}, {"type": "text", "text": "plus two?"}]
+    split = served.post("/v1/chat/completions", **body | {"messages": [{"role": "user", "content": parts}]}).json()
+    assert split["choices"][0]["message"] == message
+
+
+def test_stop_strings_end_an_answer_and_are_not_part_of_it(served):
+    whole = served.complete("over the", max_tokens=30, ignore_eos=True)["choices"][0]
+    stop = whole["text"][8:10]
+    cut = served.complete("over the", max_tokens=30, ignore_eos=True, stop=[stop, "never there"])["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert len(cut["token_ids"]) < 30
+    assert cut["weight_versions"] == [{"version": 0, "tokens": len(cut["token_ids"])}]
+    events = served.stream(
+        "/v1/completions", prompt="over the", max_tokens=30, temperature=0, stop=stop, ignore_eos=True
+    )
+    assert "".join(event["choices"][0]["text"] for event in events) == cut["text"]
+
+
+def test_many_samples_and_seeds(served):
+    settings = {"max_tokens": 8, "temperature": 1.0, "n": 4, "ignore_eos": True}
+    first = served.complete("fox", **settings, seed=5)["choices"]
+    again = served.complete("fox", **settings, seed=5)["choices"]
+    assert first == again
+    assert [choice["index"] for choice in first] == [0, 1, 2, 3]
+    assert len({tuple(choice["token_ids"]) for choice in first}) > 1
+
+
+def test_many_requests_at_once(ranked, model):
+    prompts = [[3 + i, 90 + i, 200 - i][: 1 + i % 3] for i in range(40)]
+    with ThreadPoolExecutor(40) as pool:
+        replies = pool.map(lambda p: ranked.complete(p, max_tokens=10, ignore_eos=True), prompts)
+        answers = [reply["choices"][0]["token_ids"] for reply in replies]
+    assert answers == [greedy(model[1], prompt, 10) for prompt in prompts]
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place", "wait"])
+def test_pause_and_continue(served, model, mode):
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(served.complete, p, max_tokens=200, ignore_eos=True) for p in PROMPTS[:2]]
+        while served.client.get("/health").json()["running"] < 2:
+            time.sleep(0.001)
+        assert served.post("/pause", mode=mode).json()["state"] == "paused"
+        late = pool.submit(served.complete, PROMPTS[2], max_tokens=5, ignore_eos=True)
+        status = served.client.get("/health").json()
+        assert status["status"] == "ok"
+        if mode in ("abort", "wait"):
+            done = [future.result(30)["choices"][0] for future in running]
+            assert [choice["finish_reason"] for choice in done] == ["abort" if mode == "abort" else "length"] * 2
+        else:
+            assert not any(future.done() for future in running)
+        assert not late.done()
+        served.post("/continue")
+        for prompt, future in zip(PROMPTS, running, strict=False):
+            tokens = future.result(60)["choices"][0]["token_ids"]
+            assert tokens == greedy(model[1], prompt, 200)[: len(tokens)]
+            assert mode == "abort" or len(tokens) == 200
+        assert late.result(60)["choices"][0]["token_ids"] == greedy(model[1], PROMPTS[2], 5)
+
+
+def test_sleep_and_wake(served, model):
+    digests = served.client.get("/weightcast/digests").json()["resident"]
+    assert served.client.post("/sleep").json()["state"] == "asleep"
+    assert served.client.post("/wake").json()["state"] == "serving"
+    assert served.complete(PROMPTS[0], max_tokens=5, ignore_eos=True)["choices"][0]["token_ids"] == greedy(
+        model[1], PROMPTS[0], 5
+    )
+    assert digests
+    assert served.client.get("/weightcast/digests").json()["resident"] == digests
+
+
+def test_key_is_wanted_everywhere_but_for_health(served):
+    with httpx.Client(base_url=served.url, trust_env=False) as nobody:
+        assert nobody.get("/health").status_code == 200
+        for method, path in [
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("POST", "/v1/completions"),
+            ("POST", "/pause"),
+            ("POST", "/weightcast/apply"),
+            ("GET", "/weightcast/info"),
+            ("GET", "/openapi.json"),
+            ("GET", "/nothing"),
+        ]:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+                reply = nobody.request(method, path, headers=headers)
+                assert reply.status_code == 401, path
+                assert reply.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/completions", {"prompt": [1], "max_tokens": 0}, 400, "max_tokens: "),
+        ("/v1/completions", {"prompt": [1], "max_tokens": "many"}, 400, "max_tokens: "),
+        ("/v1/completions", {"prompt": [1], "n": 1000}, 400, "n: "),
+        ("/v1/completions", {"prompt": [1], "temperature": -1}, 400, "temperature: "),
+        ("/v1/completions", {"prompt": [1], "top_p": 1.5}, 400, "top_p: "),
+        ("/v1/completions", {"prompt": [1], "echo": True}, 400, "echo"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [VOCAB]}, 400, "token ids go from 0 to 511"),
+        ("/v1/completions", {"prompt": [1] * 256}, 400, "the context holds 256"),
+        ("/v1/completions", {"prompt": "x" * 100_000}, 400, "cannot fit"),
+        ("/v1/completions", {}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [1], "model": "gpt-4"}, 404, "'tiny' is"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+        ("/pause", {"mode": "stop"}, 400, "mode"),
+        ("/sleep", {"mode": "in_place"}, 400, "in_place"),
+        ("/nothing", {}, 404, "Not Found"),
+        ("/health", {}, 405, "Not Allowed"),
+    ],
+)
+def test_mistakes_are_explained_in_openai_shape(served, path, body, status, words):
+    reply = served.post(path, **body)
+    assert reply.status_code == status
+    assert words in reply.json()["error"]["message"]
+
+
+def test_what_is_not_json_and_what_is_null_or_unknown(served):
+    assert served.client.post("/v1/completions", content=b"{").status_code == 400
+    reply = served.complete([1], max_tokens=None, n=None, top_p=None, stop=None, user="me", best_of=1, ignore_eos=True)
+    assert len(reply["choices"][0]["token_ids"]) == 255
+
+
+def test_models_and_metrics(served):
+    listed = served.client.get("/v1/models").json()["data"]
+    assert [entry["id"] for entry in listed] == ["tiny"]
+    assert listed[0]["max_model_len"] == 256
+    before = counters(served)
+    served.complete([1, 2], max_tokens=3, ignore_eos=True)
+    after = counters(served)
+    assert after["weightcast_generated_tokens_total"] - before["weightcast_generated_tokens_total"] == 3
+    assert after["weightcast_prompt_tokens_total"] - before["weightcast_prompt_tokens_total"] == 2
+    assert after["weightcast_healthy"] == 1
+
+
+def counters(engine):
+    lines = engine.client.get("/metrics").text.splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    found = {}
+    for name, _, value in pairs:
+        reason = re.search(r'finish_reason="(\w+)"', name)
+        key = name.partition("{")[0]
+        found[(key, reason.group(1)) if reason else key] = float(value)
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slots(served, stream):
+    body = {"prompt": [1], "max_tokens": None, "ignore_eos": True, "n": 128, "stream": stream}
+    with socket.create_connection((served.client.base_url.host, served.client.base_url.port)) as client:
+        client.sendall(raw_request("/v1/completions", body))
+        while served.client.get("/health").json()["running"] == 0:
+            time.sleep(0.001)
+    deadline = time.monotonic() + 20
+    while True:
+        status = served.client.get("/health").json()
+        if status["running"] == status["waiting"] == 0:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert counters(served)["weightcast_requests_total", "abort"] > 0
+
+
+def raw_request(path, body):
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def test_sigterm_ends_requests_and_every_process(model):
+    engine = Served(model[0], "--tp", "3")
+    try:
+        ranks = engine.ranks()
+        assert len(ranks) == 3
+        with ThreadPoolExecutor(1) as pool:
+            request = pool.submit(engine.complete, [1], max_tokens=None, n=64, ignore_eos=True)
+            while engine.client.get("/health").json()["running"] == 0:
+                time.sleep(0.001)
+            engine.process.send_signal(signal.SIGTERM)
+            assert {choice["finish_reason"] for choice in request.result(30)["choices"]} <= {"abort", "length"}
+        assert engine.process.wait(30) == 0
+        until_gone(ranks)
+        assert not list(Path("/dev/shm").glob("weightcast-tp-*"))
+    finally:
+        engine.close()
+
+
+def test_killed_engine_takes_its_ranks_with_it(model):
+    engine = Served(model[0], "--tp", "2")
+    try:
+        ranks = engine.ranks()
+        engine.process.kill()
+        until_gone(ranks)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "generating"])
+def test_a_rank_that_dies_fails_requests_and_health(model, busy):
+    engine = Served(model[0], "--tp", "2")
+    try:
+        pid = engine.ranks()[1]
+        with ThreadPoolExecutor(1) as pool:
+            if busy:
+                request = pool.submit(engine.post, "/v1/completions", prompt=[1], max_tokens=None, n=128)
+                while engine.client.get("/health").json()["running"] == 0:
+                    time.sleep(0.001)
+            os.kill(pid, signal.SIGKILL)
+            if busy:
+                reply = request.result(30)
+                assert reply.status_code == 503
+                assert f"rank 1 (pid {pid}) was killed by signal 9" in reply.json()["error"]["message"]
+        deadline = time.monotonic() + 30
+        while (health := engine.client.get("/health")).status_code == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert health.status_code == 503
+        assert health.json()["state"] == "failed"
+        assert "rank 1" in health.json()["error"]
+        assert engine.post("/v1/completions", prompt=[1]).status_code == 503
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(30) == 0
+    finally:
+        engine.close()
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "weightcast.rollout.launch", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_port_in_use_is_one_line_before_the_model_is_looked_at():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run("/nowhere", "--port", taken.getsockname()[1])
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: Address already in use\nhint: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--tp", "5"), "tensor parallel degree 5 does not divide"),
+        (("--device", "cuda"), "no GPU"),
+        (("--dtype", "int8"), "not a dtype for weights"),
+        (("--tp", "2", "--executor", "local"), "local executor"),
+        (("--staging", "somewhere"), "staging"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(model, options, words):
+    done = run(model[0], "--port", "0", *options)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
