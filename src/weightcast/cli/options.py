@@ -43,7 +43,8 @@ ApiKeys = Annotated[
         "--api-key",
         metavar="KEY",
         envvar="WEIGHTCAST_API_KEY",
-        help="Key of the engines: one for all of them, or one for each URL in the same order.",
+        help="Key of the engines: one for all of them, or one for each URL in the same order (in the variable: "
+        "separated by spaces).",
     ),
 ]
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="http://host:port of an engine.", show_default=False)]

@@ -1,0 +1,381 @@
+"""The command line against engines in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tiny import greedy, tiny_model, tiny_tokenizer
+from weightcast.cli.app import app
+
+PROMPT = [5, 17, 301, 44, 9]
+KEY = "correct-horse-battery-staple"
+_ENV = {name: value for name, value in os.environ.items() if name != "WEIGHTCAST_API_KEY"} | {"OMP_NUM_THREADS": "1"}
+
+versions = count(1)
+
+
+def run(*args, env=None):
+    """A command in this process."""
+    env = {"WEIGHTCAST_API_KEY": None} | (env or {})
+    return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="weightcast", env=env)
+
+
+def run_process(*args):
+    """A command as a user starts it."""
+    command = [sys.executable, "-m", "weightcast", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=_ENV, check=False)
+
+
+def error_line(result, code=1):
+    """The one line of an error, with nothing but a hint after it."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    lines = result.stderr.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("error: "))
+    rest = lines[first + 1 :]
+    assert rest == [] or (len(rest) == 2 and rest[0] == "" and rest[1].startswith("hint: ")), result.stderr
+    return lines[first]
+
+
+class Engine:
+    """`weightcast serve` as a child; ended by SIGTERM."""
+
+    def __init__(self, model: Path, log: Path, *options: str) -> None:
+        self.log = log
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "weightcast", "serve", str(model), "--port", "0", "--json", *options],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=_ENV,
+            )
+        assert self.process.stdout is not None
+        document = ""
+        for line in self.process.stdout:
+            document += line
+            if line == "}\n":
+                break
+        if not document:
+            raise AssertionError(f"exit code {self.stop()}, {log.read_text()}")
+        self.url = json.loads(document)["url"]
+        self.key: str | None = None
+
+    def get(self, path: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.get(self.url + path, headers=headers, timeout=60)
+
+    def complete(self, tokens: int = 12) -> list[int]:
+        """Greedy, as token ids."""
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        body = {
+            "model": self.info()["model"],
+            "prompt": PROMPT,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = httpx.post(self.url + "/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+    def digests(self) -> dict[str, str]:
+        return self.get("/weightcast/digests").json()["resident"]
+
+    def info(self) -> dict:
+        return self.get("/weightcast/info").json()
+
+    def stop(self) -> int:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            self.process.terminate()
+            try:
+                return self.process.wait(100)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two versions of one model, as folders, and as transformers models."""
+    root = tmp_path_factory.mktemp("models")
+    found = {}
+    for seed, name in enumerate(("old", "new")):
+        found[name] = tiny_model(root / name, seed=seed)
+        tiny_tokenizer(root / name)
+    return root, found
+
+
+@pytest.fixture(scope="module")
+def engine(models, tmp_path_factory):
+    root, _ = models
+    engine = Engine(root / "old", tmp_path_factory.mktemp("log") / "engine.log", "--tp", "2")
+    yield engine
+    assert engine.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def keyed(models, tmp_path_factory):
+    root, _ = models
+    log = tmp_path_factory.mktemp("log") / "keyed.log"
+    engine = Engine(root / "old", log, "--api-key", KEY, "--dtype", "bfloat16", "--name", "tiny")
+    engine.key = KEY
+    yield engine
+    assert engine.stop() == 0
+    assert KEY not in log.read_text()
+
+
+@pytest.mark.parametrize("via", ["ipc", "broadcast"])
+def test_push_makes_the_engine_answer_as_the_new_model_does(via, engine, models):
+    root, transformers_models = models
+    before, after = next(versions), next(versions)
+    assert run("push", root / "old", "--to", engine.url, "--version", before).exit_code == 0
+    assert engine.complete() == greedy(transformers_models["old"], PROMPT, 12)
+    assert greedy(transformers_models["old"], PROMPT, 12) != greedy(transformers_models["new"], PROMPT, 12)
+
+    pushed = run_process("push", root / "new", "--to", engine.url, "--version", after, "--via", via)
+
+    assert pushed.returncode == 0, pushed.stderr
+    assert f"over {via}" in pushed.stdout
+    assert f"{before} -> {after}, proof resident" in pushed.stdout
+    assert "on 2 of 2 ranks" in pushed.stdout
+    assert engine.complete() == greedy(transformers_models["new"], PROMPT, 12)
+    verified = run_process("verify", root / "new", "--at", engine.url)
+    assert verified.returncode == 0, verified.stderr
+    assert f"version {after}" in verified.stdout
+    refuted = run_process("verify", root / "old", "--at", engine.url)
+    assert refuted.returncode == 1
+    assert "model.layers.1.mlp.down_proj.weight" in refuted.stdout
+    shown = run("status", engine.url)
+    assert shown.exit_code == 0
+    row = shown.stdout.splitlines()[1].split()
+    assert (row[0], row[3:6]) == (engine.url, ["old", "serving", str(after)])
+
+
+def test_one_json_document_each(engine, models):
+    root, _ = models
+    version = next(versions)
+    pushed = json.loads(run("push", root / "new", "--to", engine.url, "--version", version, "--json").stdout)
+    assert pushed["version"] == version
+    assert pushed["targets"][0]["status"] == "serving"
+    status = json.loads(run("status", engine.url, "--json").stdout)
+    assert status["ok"] is True
+    assert status["engines"][0]["version"] == version
+    assert status["engines"][0]["digest"] == pushed["targets"][0]["digest"]
+    verified = json.loads(run("verify", root / "new", "--at", engine.url, "--json").stdout)
+    assert verified["ok"] is True
+    assert verified["equal"] == verified["tensors"] == len(load_file(root / "new" / "model.safetensors"))
+    assert verified["digest"] == pushed["targets"][0]["digest"]
+    refuted = json.loads(run("verify", root / "old", "--at", engine.url, "--json").stdout)
+    assert refuted["ok"] is False
+    assert {found["name"] for found in refuted["differences"]} == set(load_file(root / "new" / "model.safetensors"))
+
+
+def test_verify_finds_the_one_tensor_that_differs(engine, models, tmp_path):
+    root, _ = models
+    assert run("push", root / "new", "--to", engine.url, "--version", next(versions)).exit_code == 0
+    tensors = load_file(root / "new" / "model.safetensors")
+    # One bit of one element.
+    tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    result = run("verify", tmp_path / "model.safetensors", "--at", engine.url, "--json")
+    assert result.exit_code == 1
+    assert [found["name"] for found in json.loads(result.stdout)["differences"]] == ["model.norm.weight"]
+
+
+def test_two_engines_of_different_dtype_and_degree_at_once(engine, keyed, models):
+    root, _ = models
+    version = next(versions)
+    start = run("push", root / "old", "--to", engine.url, "--to", keyed.url, "--api-key", KEY, "--version", version)
+    assert start.exit_code == 0, start.output
+    version = next(versions)
+    result = run(
+        "push",
+        root / "new",
+        *("--to", engine.url, "--to", keyed.url, "--api-key", KEY),
+        *("--version", version, "--via", "broadcast", "--bucket-bytes", "64KiB"),
+    )
+    assert result.exit_code == 0, result.output
+    for found in (engine, keyed):
+        assert found.info()["version"] == version
+        assert run("verify", root / "new", "--at", found.url, "--api-key", KEY).exit_code == 0
+    assert run("status", engine.url, keyed.url, "--api-key", KEY).exit_code == 0
+
+
+def test_doctor_finds_nothing_wrong(engine):
+    result = run("doctor", engine.url)
+    assert result.exit_code == 0, result.output
+    assert not any(line.startswith(("  fail", "  warn")) for line in result.stdout.splitlines())
+    assert "2 ranks met this process" in result.stdout
+    assert "ipc and broadcast can be used" in result.stdout
+    (found,) = json.loads(run("doctor", engine.url, "--json").stdout)["engines"]
+    assert found["ok"] is True
+    assert {check["name"] for check in found["checks"]} >= {"key", "state", "ipc", "rendezvous", "staging", "memory"}
+
+
+def test_doctor_says_when_engines_cannot_reach_this_machine(engine):
+    # TEST-NET-1: an address that is nobody's.
+    result = run("doctor", engine.url, "--rendezvous", "192.0.2.1")
+    assert result.exit_code == 1
+    assert "fail  rendezvous" in result.stdout
+    assert "hint: rendezvous: " in result.stdout
+    assert run("doctor", engine.url).exit_code == 0
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_wrong_key_changes_nothing(key, keyed, models):
+    root, _ = models
+    before = (keyed.digests(), keyed.info())
+    env = {"WEIGHTCAST_API_KEY": key}
+    for args, code in (
+        (["push", root / "new", "--to", keyed.url, "--version", 10_000], 1),
+        (["verify", root / "new", "--at", keyed.url], 2),
+        (["status", keyed.url], 1),
+    ):
+        line = error_line(run(*args, env=env), code)
+        assert "401" in line
+    result = run("doctor", keyed.url, env=env)
+    assert result.exit_code == 1
+    assert "fail  key" in result.stdout
+    assert KEY not in result.output
+    assert (keyed.digests(), keyed.info()) == before
+    assert run("doctor", keyed.url, env={"WEIGHTCAST_API_KEY": KEY}).exit_code == 0
+
+
+def _without(name):
+    def change(tensors):
+        del tensors[name]
+
+    return change
+
+
+def _with(name, make):
+    def change(tensors):
+        tensors[name] = make(tensors)
+
+    return change
+
+
+_NORM = "model.norm.weight"
+WRONG = {
+    "missing": (_without(_NORM), f"missing {_NORM}"),
+    "extra": (_with("surprise.weight", lambda tensors: torch.zeros(4)), "surprise.weight"),
+    "shape": (_with(_NORM, lambda tensors: tensors[_NORM][:-1].clone()), "shape"),
+    "dtype": (_with(_NORM, lambda tensors: tensors[_NORM].to(torch.int32)), "int32"),
+}
+
+
+@pytest.fixture
+def unharmed(engine, models):
+    """The engine serves after the test what it served before it."""
+    root, _ = models
+    assert run("push", root / "old", "--to", engine.url, "--version", next(versions)).exit_code == 0
+    before = (engine.complete(), engine.digests(), engine.info())
+    yield engine
+    assert (engine.complete(), engine.digests(), engine.info()) == before
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_checkpoint_of_another_model_is_refused(kind, unharmed, models, tmp_path):
+    root, _ = models
+    change, says = WRONG[kind]
+    tensors = load_file(root / "new" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    for via in ("ipc", "broadcast"):
+        result = run("push", tmp_path, "--to", unharmed.url, "--version", next(versions), "--via", via)
+        assert says in error_line(result)
+    # verify names it too; the rest differs because the engine has the old weights
+    result = run("verify", tmp_path, "--at", unharmed.url)
+    assert result.exit_code == 1
+    assert (_NORM if kind != "extra" else "surprise.weight") in result.stdout
+
+
+@pytest.mark.parametrize("kind", ["truncated", "empty", "text", "pickle", "nothing", "folder of nothing"])
+def test_what_is_no_checkpoint_is_refused(kind, unharmed, models, tmp_path):
+    root, _ = models
+    path = tmp_path / "model.safetensors"
+    data = (root / "new" / "model.safetensors").read_bytes()
+    if kind == "truncated":
+        path.write_bytes(data[: len(data) * 2 // 3])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("these are my weights\n" * 100)
+    elif kind == "pickle":
+        torch.save({"weight": torch.zeros(4)}, path)
+    elif kind == "folder of nothing":
+        path = tmp_path
+    line = error_line(run("push", path, "--to", unharmed.url, "--version", next(versions)))
+    assert str(path) in line
+    assert str(path) in error_line(run("verify", path, "--at", unharmed.url), 2)
+    assert str(path) in error_line(run("plan", path))
+
+
+def test_version_going_backwards_is_refused_unless_asked_for(engine, models):
+    root, _ = models
+    version = next(versions) + 1000
+    assert run("push", root / "old", "--to", engine.url, "--version", version).exit_code == 0
+    before = (engine.complete(), engine.digests())
+    line = error_line(run("push", root / "new", "--to", engine.url, "--version", 1))
+    assert f"version 1 is older than {version}" in line
+    assert (engine.complete(), engine.digests()) == before
+    assert engine.info()["version"] == version
+    result = run("push", root / "new", "--to", engine.url, "--version", 1, "--allow-older")
+    assert result.exit_code == 0, result.output
+    assert engine.info()["version"] == 1
+
+
+def test_wrong_url_beside_a_right_one_changes_nothing(unharmed, models):
+    root, _ = models
+    result = run("push", root / "new", "--to", unharmed.url, "--to", "http://127.0.0.1:9", "--version", next(versions))
+    assert "http://127.0.0.1:9: cannot connect" in error_line(result)
+
+
+def test_healthy_engine_goes_on_without_the_lost_one(engine, models):
+    root, _ = models
+    version = next(versions)
+    result = run(
+        *("push", root / "new", "--to", engine.url, "--to", "http://127.0.0.1:9", "--version", version),
+        *("--on-failure", "quarantine"),
+    )
+    assert "1 of 2 engines do not serve" in error_line(result)
+    assert engine.info()["version"] == version
+
+
+def test_port_in_use_and_other_mistakes_of_serve(engine, models, tmp_path):
+    root, _ = models
+    port = urlsplit(engine.url).port
+    assert f"127.0.0.1:{port}" in error_line(run("serve", root / "old", "--port", port))
+    assert "5" in error_line(run("serve", root / "old", "--port", 0, "--tp", 5))
+    assert str(tmp_path) in error_line(run("serve", tmp_path, "--port", 0))
+    assert "float7" in error_line(run("serve", root / "old", "--port", 0, "--dtype", "float7"))
+    assert engine.get("/health").status_code == 200
+
+
+def test_sigterm_ends_an_engine_with_all_its_processes(models, tmp_path):
+    root, _ = models
+    engine = Engine(root / "old", tmp_path / "log", "--tp", "2")
+    pids = {rank["pid"] for rank in engine.info()["ranks"]} | {engine.process.pid}
+    assert len(pids) == 3
+    assert engine.stop() == 0
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert "Traceback" not in engine.log.read_text()
