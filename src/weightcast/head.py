@@ -224,11 +224,14 @@ class Head:
                 self._outcomes[link.url].message = "this exporter has no forward pass; proof stops at resident"
         return Decision(report=self._report())
 
-    def compare(self, tokens: Sequence[int], mine: Sequence[float]) -> Decision:
-        """Do the engines' log-probabilities agree with the trainer's?"""
+    def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> Decision:
+        """Do the engines' log-probabilities agree with the trainer's?  If it has none, ``why_not`` says why."""
         tolerance = self._config.behaviour_tolerance
         for link in self._links:
             outcome = self._outcomes[link.url]
+            if why_not:
+                outcome.message = why_not
+                continue
             try:
                 request = link.adapter.score_request(tokens)
                 reply = link.client.post_json(request.path, request.body, timeout_s=self._config.timeout_s)
