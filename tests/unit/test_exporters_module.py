@@ -61,7 +61,7 @@ class Tiny(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(6, 6, bias=layer == 0) for layer in range(3)])
         self.layers[1].to(torch.bfloat16)
         self.norm = nn.BatchNorm1d(6)
-        self.scale = nn.Parameter(torch.randn(()))
+        self.register_buffer("scale", torch.randn(()))
         self.head = nn.Linear(6, 13, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("mask", torch.arange(12).reshape(3, 4) % 2 == 0)
@@ -338,11 +338,9 @@ def shard_tiny(how: str, model: Tiny) -> None:
             for name, parameter in list(linear.named_parameters(recurse=False)):
                 placed = distribute_tensor(parameter.detach(), tp, [Shard(dim if parameter.dim() > 1 else 0)])
                 setattr(linear, name, nn.Parameter(placed))
-    # FSDP2 cannot shard a scalar.
-    ignored = {model.scale}
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    fully_shard(model, mesh=mesh)
 
 
 def export_tiny(how: str, receivers, wire_dtype, bucket_bytes: int) -> None:
