@@ -122,7 +122,10 @@ class Head:
         asked = self._config.transport
         if asked == "ipc" and not same_host:
             far = next(url for url, info in healthy.items() if info.host_id != here)
-            raise ConfigError(f"{far} runs on another host; ipc needs one host", hint='use transport="broadcast"')
+            raise ConfigError(
+                f"{far} runs on another host; ipc needs one host",
+                hint='use broadcast: transport="broadcast", --via broadcast',
+            )
         self._name = ("ipc" if same_host else "broadcast") if asked == "auto" else asked
         engine_devices = {rank.device for info in healthy.values() for rank in info.ranks}
         on_gpu = self._exporter.device.type == "cuda"
@@ -130,12 +133,12 @@ class Head:
             raise ConfigError(
                 f"broadcast needs weights of one kind of device; the trainer's are on {self._exporter.device}, "
                 f"an engine's on {next(d for d in engine_devices if (d != 'cpu') != on_gpu)}",
-                hint='use transport="ipc" on one host, or an exporter on the engines\' kind of device',
+                hint='use ipc on one host (transport="ipc", --via ipc), or weights on the engines\' kind of device',
             )
         if self._name == "broadcast" and on_gpu and self._places[0] in engine_devices:
             raise ConfigError(
                 f"trainer and engine share GPU {self._places[0]}, and nccl wants a GPU for each rank",
-                hint='use transport="ipc" for engines on the trainer\'s GPUs',
+                hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
             )
         if self._name == "ipc" and on_gpu and any(place in engine_devices for place in self._places[1:]):
             self.receivers = tuple(range(len(self._places)))
