@@ -21,11 +21,11 @@ from weightcast.comm.memory import PeakMemory
 from weightcast.config import Target, UpdateConfig
 from weightcast.engines.native.adapter import NativeAdapter
 from weightcast.errors import ConfigError, TargetError, UpdateFailed, WeightcastError
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.head import LEASE_DEADLINES, Decision, Head
 from weightcast.protocols import Exporter, Scorer
 from weightcast.report import UpdateReport
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import DTYPES, plan_buckets, total_bytes
 from weightcast.wire.messages import MemoryHandle
 
@@ -51,7 +51,12 @@ class WeightUpdater:
         self._closed = False
         self._specs = tuple(exporter.specs())
         self._layouts = plan_buckets(self._specs, bucket_bytes=config.bucket_bytes, packing=NativeAdapter.packing)
-        self._choose()
+        try:
+            exporter.prepare(self._group)
+            self._choose()
+        except BaseException:
+            self._group.close()
+            raise
 
     @classmethod
     def connect(
@@ -224,16 +229,17 @@ class WeightUpdater:
             size = max(layout.size_bytes for layout in self._layouts)
             count = min(_NUM_SLOTS, len(self._layouts))
             self._slots = [SharedBuffer(max(size, 1), self._exporter.device) for _ in range(count)]
+        slots = [slot.data for slot in self._slots] if receives else None
+        buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
             if self._group.broadcast_bytes(go, timeout_s=self._config.timeout_s * LEASE_DEADLINES) != b"go":
                 return
-            slot = self._slots[layout.index % len(self._slots)] if receives else None
-            bucket = Bucket(layout, slot.data) if slot is not None else None
             started = time.monotonic()
-            self._exporter.fill(bucket, layout, self._group)
+            bucket = next(buckets)
             if head is not None:
                 head.add_phase("gather", time.monotonic() - started)
+            slot = self._slots[layout.index % len(self._slots)] if receives else None
             handles = self._gather_handles(slot)
             if head is not None:
                 assert bucket is not None
