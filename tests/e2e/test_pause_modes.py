@@ -328,12 +328,18 @@ def test_sleep_and_wake(world: World) -> None:
 def test_sigterm_in_the_middle_of_an_update_leaves_no_process(world: World) -> None:
     family = world.engine.family()
     assert len(family) >= 3, "the engine and its ranks"
+    sent = threading.Event()
     with WeightUpdater.connect(
-        world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=SOON_S
+        world.model(world.version + 1),
+        [world.engine.url],
+        pause="wait",
+        timeout_s=SOON_S,
+        progress=lambda done, total: sent.set() if done == total else None,
     ) as updater:
         running, waiting = world.load(1500)
         update = world.pool.submit(updater.update, version=world.version + 1)
-        world.until(lambda health: health["state"] == "updating")
+        assert sent.wait(SOON_S)
+        time.sleep(0.5)  # now it waits, most likely, for the running requests
         world.engine.process.send_signal(signal.SIGTERM)
         assert world.engine.process.wait(SOON_S) == 0
         with pytest.raises(UpdateFailed, match=world.engine.url):
