@@ -55,7 +55,6 @@ def demo(
         model=model,
         bucket_bytes=parse_size(bucket_bytes),
         as_json=as_json,
-        as_json=as_json,
     )
     code = run_demo(config)
     if code:
