@@ -85,11 +85,7 @@ class WeightUpdater:
             config = UpdateConfig(**options)
         except TypeError as error:
             raise ConfigError(f"{error}".replace("UpdateConfig.__init__()", "WeightUpdater.connect()")) from None
-        if not targets:
-            raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
-        known = [Target(target) if isinstance(target, str) else target for target in targets]
-        if len({target.url for target in known}) != len(known):
-            raise ConfigError("a target is listed twice")
+        known = _known(targets)
         if config.wire_dtype is not None and config.wire_dtype not in DTYPES:
             raise ConfigError(f"wire_dtype={config.wire_dtype!r}: choose one of {', '.join(DTYPES)}")
         if isinstance(model, nn.Module):
@@ -134,17 +130,20 @@ class WeightUpdater:
         return decision.report
 
     def retarget(self, targets: Sequence[Target | str]) -> None:
-        """Membership changed: let go of the old targets and meet the new ones.  Collective.
+        """Membership changed: meet the new targets and let go of the old ones.  Collective.
 
         Raises:
-            ConfigError, TargetUnreachable, TargetRejected: As ``connect``.
+            ConfigError, TargetUnreachable, TargetRejected: As ``connect``; the old targets stay.
         """
-        if not targets:
-            raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
-        self._targets = tuple(Target(target) if isinstance(target, str) else target for target in targets)
-        if self._head is not None:
-            self._head.close()
-        self._choose()
+        before, head = self._targets, self._head
+        self._targets = _known(targets)
+        try:
+            self._choose()
+        except WeightcastError:
+            self._targets = before
+            raise
+        if head is not None:
+            head.close()
 
     def close(self) -> None:
         """Let go of groups, buffers and connections, here and in the engines.  Safe to call twice."""
@@ -193,19 +192,21 @@ class WeightUpdater:
         head = self._head
         kept_bytes = sum(slot.data.numel() for slot in self._slots)  # from an earlier update; they count all the same
         with PeakMemory(self._exporter.device) as peak:
-            decision = Decision()
-            if head is not None:
-                decision = head.open(version, self._specs)
-            decision = self._hear(decision)
-            if decision.error or decision.again:
-                return decision
             try:
+                decision = Decision()
+                if head is not None:
+                    decision = head.open(version, self._specs)
+                decision = self._hear(decision)
+                if decision.error or decision.again:
+                    return decision
                 self._stream()
                 if head is not None:
                     decision = head.finish()
             except BaseException as error:
                 if head is not None:
                     head.give_up(f"the trainer failed: {error}")
+                if self._group.world_size > 1:  # the other ranks would wait for this one
+                    self._group.abort(f"{type(error).__name__}: {error}")
                 raise
             decision = self._hear(decision)
         if decision.score:
@@ -269,12 +270,21 @@ class WeightUpdater:
         return self._hear(decision)
 
 
+def _known(targets: Sequence[Target | str]) -> tuple[Target, ...]:
+    if not targets:
+        raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
+    known = tuple(Target(target) if isinstance(target, str) else target for target in targets)
+    if len({target.url for target in known}) != len(known):
+        raise ConfigError("a target is listed twice")
+    return known
+
+
 def _rebuild(decision: Decision) -> WeightcastError:
     """The head's error, on every rank."""
     if decision.error == "UpdateFailed":
         assert decision.report is not None
         return UpdateFailed(decision.text, report=decision.report, hint=decision.hint)
-    kind = getattr(errors, decision.error)
+    kind = getattr(errors, decision.error, WeightcastError)
     if issubclass(kind, TargetError):
         return kind(decision.text, url=decision.url, hint=decision.hint)
     if issubclass(kind, ConfigError):

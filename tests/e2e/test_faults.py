@@ -7,6 +7,9 @@ import os
 import signal
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.e2e import doomed
 from tests.harness import (
@@ -22,8 +25,9 @@ from tests.harness import (
     trainer_of,
     wait_for,
 )
-from weightcast import head
-from weightcast.errors import TargetUnreachable, UpdateFailed, WeightcastError
+from tests.unit.ranks import Ranks
+from weightcast import WeightUpdater, head
+from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.transports.link import Link
 from weightcast.wire.bucket import Bucket
 
@@ -242,16 +246,25 @@ def test_a_dead_engine_is_unreachable_before_anything_moves(engines, fresh):
     dead = fresh("--local")
     url = dead.url
     before = serves_whole(engines.one)
-    with connect(trainer_of(1), [engines.one, dead], timeout_s=5.0) as updater:
+    model = trainer_of(0)
+    with connect(model, [engines.one, dead], timeout_s=5.0) as updater:
         dead.close()
         for _ in range(2):
-            with pytest.raises((TargetUnreachable, UpdateFailed), match=url):
+            with pytest.raises(TargetUnreachable, match=url):
                 updater.update(version=next_version())
             assert serves_whole(engines.one) == before
         updater.retarget([engines.one.url])
+        with pytest.raises(TargetUnreachable, match=url):
+            updater.retarget([engines.two.url, url])
+        with pytest.raises(ConfigError, match="twice"):
+            updater.retarget([engines.two.url, engines.two.url])
+        with pytest.raises(ConfigError, match="no targets"):
+            updater.retarget([])
         version = next_version()
-        with pytest.raises(WeightcastError, match=url):
-            updater.retarget([engines.one.url, url])
+        model.set_version(version)
+        assert [row.url for row in updater.update(version=version).targets] == [engines.one.url]
+        assert serves_whole(engines.one) == version
+        version = next_version()
     with pytest.raises(TargetUnreachable, match=url) as caught:
         connect(trainer_of(1), [engines.one, dead], timeout_s=5.0)
     assert caught.value.url == url
@@ -338,6 +351,57 @@ def test_what_is_kept_otherwise_than_sent_is_flipped_back(engines, monkeypatch):
     push([*chosen, engines.bare], version)
     assert [serves_whole(engine) for engine in (*chosen, engines.bare)] == [version] * 4
     assert engines.two.digests() == digests_of(version, "bfloat16")
+
+
+def test_a_place_to_meet_that_is_not_ours_is_an_error_and_leaves_engines_free(engines):
+    before = serves_whole(engines.one)
+    with pytest.raises(UpdateFailed, match=r"cannot listen at 192\.0\.2\.1") as caught:
+        push([engines.one], next_version(), transport="broadcast", rendezvous_host="192.0.2.1", timeout_s=1.0)
+    assert "rendezvous_host" in (caught.value.hint or "")
+    assert engines.one.info().session_owner is None
+    assert serves_whole(engines.one) == before
+
+
+def _sharded_and_doomed(urls: list[str], version: int, transport: str, victim: int, how: str) -> str:
+    """Of one rank of a sharded trainer: how its update ended."""
+    model = trainer_of(version)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def trouble() -> None:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("my own trouble")
+
+    try:
+        with WeightUpdater.connect(model, urls, transport=transport, bucket_bytes=30_000, timeout_s=10.0) as updater:
+            if dist.get_rank() == victim:
+                doomed.POINTS["filled"](4, trouble)
+            updater.update(version=version)
+    except (WeightcastError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "updated"
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+@pytest.mark.parametrize(("transport", "victim"), [("ipc", 1), ("broadcast", 0)])
+def test_a_rank_of_the_trainer_that_fails_ends_the_update_on_all(engines, transport, victim, how):
+    chosen = [engines.one, engines.two]
+    before = [serves_whole(engine) for engine in chosen]
+    ranks = Ranks(2)
+    try:
+        ranks.start(_sharded_and_doomed, [engine.url for engine in chosen], next_version(), transport, victim, how)
+        said = ranks.answer(1 - victim)
+        assert said.startswith("TrainerRankFailed")
+        assert f"trainer rank {victim}" in said
+        if how == "raises":
+            assert ranks.answer(victim) == "ZeroDivisionError: my own trouble"
+            assert "my own trouble" in said
+    finally:
+        ranks.close()
+    assert [serves_whole(engine) for engine in chosen] == before
+    version = next_version()
+    push(chosen, version, transport=transport)
+    assert [serves_whole(engine) for engine in chosen] == [version] * 2
 
 
 def test_two_trainers_do_not_mix(engines):
