@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.engines import Engine, completion, engines, push, shortfall
+from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
 from tests.tiny import greedy, tiny_model
 from weightcast import WeightUpdater
 from weightcast.errors import UpdateFailed
@@ -291,6 +291,7 @@ def test_pause_and_continue(world: World) -> None:
     health = world.engine.post("/pause", mode="in_place")
     assert (health["state"], health["running"], health["waiting"]) == ("paused", BATCH, BATCH)
     assert not any(future.done() for future in (*running, *waiting))
+    assert world.engine.info()["paused"]
     metrics = world.engine.client.get(world.engine.url + "/metrics").text
     time.sleep(0.2)
     assert world.engine.client.get(world.engine.url + "/metrics").text == metrics, "nothing is generated"
@@ -317,7 +318,10 @@ def test_sleep_and_wake(world: World) -> None:
         updater.update(version=world.version + 1)
     assert world.engine.get("/health")["state"] == "asleep"
     assert not pending.done()
+    asleep = weightcast("status", world.engine.url, "--json")
+    assert (asleep.returncode, json.loads(asleep.stdout)["engines"][0]["state"]) == (1, "paused")
     assert world.engine.post("/wake")["state"] == "serving"
+    assert not world.engine.info()["paused"]
     answer = pending.result(SOON_S)
     assert (answer.tokens, answer.spans) == (expected, [(world.version, SHORT)])
     assert world.engine.digests() == before

@@ -50,6 +50,11 @@ _UNOWNED_JOIN_S = 30.0  # a meeting outside a session has no lease that could en
 class EngineHooks(Protocol):
     """What the receiver asks of the engine that it lives in."""
 
+    @property
+    def paused(self) -> bool:
+        """True while nothing runs, whoever asked for it."""
+        ...
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Return when nothing runs; nothing runs until ``resume``."""
         ...
@@ -138,6 +143,7 @@ class ReceiverEngine:
             specs=facts.specs,
             session_owner=None if session is None else _owner(session.open),
             message=self._message,
+            paused=self._hooks.paused,
         )
 
     def apply(self, message: Message) -> Ack:

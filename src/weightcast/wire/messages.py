@@ -332,6 +332,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         transports: What it can receive by.
         specs: Every tensor that a full update must contain, with the dtype that it keeps.
         session_owner: Who updates it now, if anybody.
+        message: Why it is not serving, or what else is worth knowing.
+        paused: True while it generates nothing because somebody holds it still: an update, an operator, sleep.
     """
 
     protocol: int
@@ -348,6 +350,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     specs: tuple[TensorSpec, ...]
     session_owner: str | None = None
     message: str = ""
+    paused: bool = False
 
 
 _encoder = msgspec.json.Encoder()
