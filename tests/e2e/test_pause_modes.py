@@ -344,6 +344,9 @@ def test_sigterm_in_the_middle_of_an_update_leaves_no_process(world: World) -> N
         update = world.pool.submit(updater.update, version=world.version + 1)
         assert sent.wait(SOON_S)
         time.sleep(0.5)  # now it waits, most likely, for the running requests
+        sleep = world.engine.client.post(world.engine.url + "/sleep")
+        assert sleep.status_code == 409, "sleep and a commit both move the weights"
+        assert "being updated by process" in sleep.text
         world.engine.process.send_signal(signal.SIGTERM)
         assert world.engine.process.wait(SOON_S) == 0
         with pytest.raises(UpdateFailed, match=world.engine.url):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
@@ -173,6 +174,18 @@ class ReceiverEngine:
                 if self._session is not None:
                     self._session.failed = f"{type(error).__name__}: {error}"
                 return self._ack(ok=False, error=f"{type(error).__name__}: {error}")
+
+    @contextmanager
+    def between_updates(self) -> Generator[None]:
+        """Keep updates out while something else moves the weights (sleep, say); new ones wait.
+
+        Raises:
+            Refused: An update is under way.
+        """
+        self._check_idle()
+        with self._busy:
+            self._check_idle()
+            yield
 
     def holds(self, session: str) -> bool:
         """True while this session is the one under way."""
@@ -347,6 +360,11 @@ class ReceiverEngine:
             current is None or current.open.session != message.session
         ):
             raise Refused("no such session: it was never opened, it was ended, or another trainer's is open")
+
+    def _check_idle(self) -> None:
+        current = self._session
+        if current is not None:
+            raise Refused(f"being updated by {_owner(current.open)}", hint="wait for it to finish, or end it")
 
     def _current(self, message: Announce | Close | Commit) -> _Session:
         self._check_session(message)
