@@ -23,8 +23,10 @@ import torch
 
 from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
 from tests.tiny import greedy, tiny_model
+from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import UpdateFailed
+from weightcast.exporters.checkpoint import CheckpointExporter
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -283,6 +285,37 @@ def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
     assert world.engine.digests() == before
     for answer in results([*running, *waiting]):
         assert (answer.finish_reason, answer.spans) == ("length", [(world.version, answer.count)])
+        world.check_tokens(answer)
+
+
+def push_and_wait(folder: str, url: str, version: int) -> None:
+    """A trainer that will be killed."""
+    with CheckpointExporter(folder) as exporter, WeightUpdater.connect(exporter, [url], pause="wait") as updater:
+        updater.update(version=version)
+
+
+def test_a_trainer_killed_while_its_commit_waits_stands_in_nobodys_way(world: World) -> None:
+    trainer = Ranks(1)
+    try:
+        running, waiting = world.load(1900)
+        trainer.start(push_and_wait, str(world.folder(world.version + 1)), world.engine.url, world.version + 1)
+        world.until(lambda health: health["state"] == "updating")
+        time.sleep(0.5)  # now it waits, most likely, for the running requests
+        trainer.processes[0].kill()
+        old = world.version
+        world.until(lambda health: health["state"] == "serving")
+        assert world.engine.get("/health") == {
+            "status": "ok",
+            "state": "serving",
+            "version": old,
+            "running": BATCH,
+            "waiting": BATCH,
+        }
+        world.update("abort")
+    finally:
+        trainer.close()
+    for answer in results([*running, *waiting]):
+        assert (answer.finish_reason, answer.weight_version) == ("abort", old)
         world.check_tokens(answer)
 
 

@@ -60,6 +60,10 @@ class EngineHooks(Protocol):
         """Return when nothing runs; nothing runs until ``resume``."""
         ...
 
+    def stop_waiting(self) -> None:
+        """A ``pause`` that still waits for running requests raises now; one that was reached stays."""
+        ...
+
     def resume(self) -> None:
         """Go on."""
         ...
@@ -376,6 +380,8 @@ class ReceiverEngine:
         return current
 
     def _hold_still(self, session: _Session) -> None:
+        if session.ending:
+            raise Refused(f"this session is being ended: {session.ending}")
         if session.paused_at is None:
             session.paused_at = time.monotonic()
             self._hooks.pause(session.open.pause, session.open.timeout_s)
@@ -401,6 +407,7 @@ class ReceiverEngine:
         if current is not None and current.open.session == session:
             current.ending = reason
             self._executor.interrupt(reason)
+            self._hooks.stop_waiting()
 
     def _end_if_current(self, session: str, reason: str) -> None:
         self._interrupt_if_current(session, reason)
@@ -409,11 +416,15 @@ class ReceiverEngine:
     def _watch_deadlines(self) -> None:
         while not self._stopped.wait(_WATCH_S):
             current = self._session
-            if current is not None and time.monotonic() > current.deadline:
-                try:
+            if current is None:
+                continue
+            try:
+                if current.ending:
+                    self._hooks.stop_waiting()  # it may have begun to wait a moment after it was told to end
+                if time.monotonic() > current.deadline:
                     self._end_if_current(current.open.session, f"nothing was heard for {current.open.lease_s:g} s")
-                except Exception:  # the engine's hooks are other people's code; this thread serves the next session too
-                    log.exception("could not end a session whose lease is over")
+            except Exception:  # the engine's hooks are other people's code; this thread serves the next session too
+                log.exception("could not end a session whose lease is over")
 
     def _ack(self, *, ok: bool = True, **fields: Any) -> Ack:
         return Ack(ok=ok, state=self._state, version=self._version, ranks=self._executor.tp_size, **fields)
