@@ -11,7 +11,7 @@ messages so that no engine switches before all engines have everything.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -354,12 +354,52 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 _encoder = msgspec.json.Encoder()
+# Made here and not when first used: msgspec looks into a class then, and two threads that do so at once crash the
+# process.  Many targets are asked at once.
 _decoder = msgspec.json.Decoder(Message)
+_acks = msgspec.json.Decoder(Ack)
+_rank_acks = msgspec.json.Decoder(RankAck)
+_infos = msgspec.json.Decoder(EngineInfo)
+_Answer = TypeVar("_Answer", Ack, RankAck, EngineInfo)
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Any of the classes above as JSON."""
     return _encoder.encode(message)
+
+
+def decode_ack(data: bytes) -> Ack:
+    """An engine's answer.
+
+    Raises:
+        WireError: It is none.
+    """
+    return _answer(_acks, data)
+
+
+def decode_rank_ack(data: bytes) -> RankAck:
+    """An engine rank's answer.
+
+    Raises:
+        WireError: It is none.
+    """
+    return _answer(_rank_acks, data)
+
+
+def decode_info(data: bytes) -> EngineInfo:
+    """What an engine says of itself.
+
+    Raises:
+        WireError: It says something else.
+    """
+    return _answer(_infos, data)
+
+
+def _answer(decoder: msgspec.json.Decoder[_Answer], data: bytes) -> _Answer:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"not an answer of a weightcast receiver: {error}") from None
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
