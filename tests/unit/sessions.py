@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ class Sender:
         self.open = Open(session=self.session, version=version, specs=tuple(specs_of(weights)), **settings)
         self.layouts = plan_buckets(self.open.specs, bucket_bytes=bucket_bytes, packing=Packing(alignment_bytes=16))
         self.buffer = SharedBuffer(bucket_bytes, torch.device("cpu"))
+        weakref.finalize(self, self.buffer.close)
 
     def announce(self, index: int, *, layout: BucketLayout | None = None) -> Announce:
         """Fill the buffer with a bucket and say so."""

@@ -75,6 +75,7 @@ JOIN = Join(
 EXAMPLES = {
     "open": OPEN,
     "join": JOIN,
+    "join for a session": msgspec.structs.replace(JOIN, session=SESSION),
     "leave": Leave(group="g"),
     "leave all": Leave(),
     "announce ipc": Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(SHM, CUDA))),
@@ -165,6 +166,7 @@ BOUNDS = [
     *((OPEN, {"specs__0__dtype": value}) for value in ("float13", "", None, "Float32")),
     *((OPEN, {"specs__0__shape": value}) for value in ([-1], [1.5], [1] * 9, [MAX_BYTES + 1], None, ["1"])),
     (OPEN, {"specs__0__shape": [MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES]}),
+    *((JOIN, {"session": value}) for value in ("0" * 31, "G" * 32, None)),
     *((JOIN, {"port": value}) for value in (0, -1, 65536, "80")),
     *((JOIN, {"group": value}) for value in ("", "a b", "x" * 65, "a/b", "g\n")),
     *((JOIN, {"host": value}) for value in ("", "a b", "x" * 256, "a;b", "h\n")),

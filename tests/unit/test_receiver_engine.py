@@ -474,12 +474,33 @@ def test_a_rank_that_dies_quarantines_the_engine_and_is_named(bench, what):
     assert not made.engine.apply(Sender(weights_of(2), version=2).open).ok
 
 
+def meeting(**changes) -> Join:
+    """With somebody who is not there."""
+    fields = {
+        "group": "g",
+        "host": "127.0.0.1",
+        "port": 9,
+        "token": "ab" * 16,
+        "first_rank": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        "timeout_s": 50.0,
+    }
+    return Join(**fields | changes)
+
+
+def under_way(made: Bench, message: Message) -> tuple[threading.Thread, list[Ack]]:
+    answers: list[Ack] = []
+    thread = threading.Thread(target=lambda: answers.append(made.engine.apply(message)))
+    thread.start()
+    time.sleep(0.2)
+    assert not answers
+    return thread, answers
+
+
 def test_a_group_that_failed_is_told_from_a_rank_that_did(bench):
     made = bench()
-    join = Join(
-        group="g", host="127.0.0.1", port=9, token="ab" * 16, first_rank=1, world_size=2, backend="gloo", timeout_s=0.2
-    )
-    ack = made.engine.apply(join)
+    ack = made.engine.apply(meeting(timeout_s=0.2))
     assert (ack.ok, ack.group_failed, ack.state) == (False, True, "serving")
     made.tell(Leave(group="g"))
 
@@ -487,32 +508,35 @@ def test_a_group_that_failed_is_told_from_a_rank_that_did(bench):
 def test_a_meeting_without_a_session_ends_soon(bench, monkeypatch):
     monkeypatch.setattr(module, "_UNOWNED_JOIN_S", 0.2)
     made = bench()
-    join = Join(
-        group="g",
-        host="127.0.0.1",
-        port=9,
-        token="ab" * 16,
-        first_rank=1,
-        world_size=2,
-        backend="gloo",
-        timeout_s=80000.0,
-    )
-    assert made.engine.apply(join).group_failed
+    assert made.engine.apply(meeting(timeout_s=80000.0)).group_failed
     made.update(1)
 
 
-def test_an_abort_ends_a_meeting(bench):
+def test_a_meeting_without_a_session_gives_way_to_an_update(bench):
+    made = bench()
+    waiting, answers = under_way(made, meeting())
+    made.update(1)
+    waiting.join(20)
+    assert answers[0].group_failed
+    assert made.serves(1)
+
+
+def test_a_meeting_for_a_session_that_is_over_is_refused(bench):
+    # The last words of a trainer that died: its session ends before they are read.
+    made = bench()
+    sender = Sender(weights_of(1), version=1)
+    assert "no such session" in made.refuse(meeting(session=sender.session))
+    made.tell(sender.open)
+    assert "no such session" in made.refuse(meeting(session="0" * 32))
+    made.engine.lease_lost(sender.session)
+    assert "no such session" in made.refuse(meeting(session=sender.session))
+
+
+def test_the_end_of_a_session_ends_its_meeting(bench):
     made = bench()
     sender = Sender(weights_of(1), version=1)
     made.tell(sender.open)
-    join = Join(
-        group="g", host="127.0.0.1", port=9, token="ab" * 16, first_rank=1, world_size=2, backend="gloo", timeout_s=50.0
-    )
-    answers: list[Ack] = []
-    waiting = threading.Thread(target=lambda: answers.append(made.engine.apply(join)))
-    waiting.start()
-    time.sleep(0.2)
-    assert not answers
+    waiting, answers = under_way(made, meeting(session=sender.session))
     made.engine.lease_lost(sender.session)
     waiting.join(20)
     assert answers[0].group_failed

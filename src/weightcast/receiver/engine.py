@@ -118,6 +118,7 @@ class ReceiverEngine:
         self._digest: str | None = None
         self._message = ""
         self._session: _Session | None = None
+        self._idle_meeting = False
         # One message at a time.  Whoever must not wait for it (abort, lease, deadline) interrupts the ranks first.
         self._busy = threading.RLock()
         self._watch = threading.Thread(target=self._watch_deadlines, name="weightcast-lease", daemon=True)
@@ -159,6 +160,8 @@ class ReceiverEngine:
             self._check_session(message)  # before waiting: who has no session must not stand in a session's way
         except Refused as error:
             return self._ack(ok=False, error=_words(error))
+        if isinstance(message, Open) and self._idle_meeting:
+            self._executor.interrupt("an update begins")
         with self._busy:
             try:
                 return self._apply(message)
@@ -209,9 +212,7 @@ class ReceiverEngine:
             case Open():
                 return self._begin(message)
             case Join():
-                if self._session is None and message.timeout_s > _UNOWNED_JOIN_S:
-                    message = msgspec.structs.replace(message, timeout_s=_UNOWNED_JOIN_S)
-                return self._fan_out(message, timeout_s=message.timeout_s)
+                return self._join(message)
             case Leave():
                 return self._fan_out(message, timeout_s=30.0)
             case Announce():
@@ -254,6 +255,18 @@ class ReceiverEngine:
                 self._abort(Abort(session=message.session, reason=f"could not hold still: {error}"[:4096]))
                 raise
         return self._ack(not_updated=session.not_updated)
+
+    def _join(self, message: Join) -> Ack:
+        self._check_session(message)
+        if message.session:
+            return self._fan_out(message, timeout_s=message.timeout_s)
+        # No lease ends this one, so neither may it last nor stand in an update's way.
+        message = msgspec.structs.replace(message, timeout_s=min(message.timeout_s, _UNOWNED_JOIN_S))
+        self._idle_meeting = True
+        try:
+            return self._fan_out(message, timeout_s=message.timeout_s)
+        finally:
+            self._idle_meeting = False
 
     def _take(self, message: Announce) -> Ack:
         session = self._current(message)
@@ -360,9 +373,9 @@ class ReceiverEngine:
             if current.open.session == message.session:
                 raise Refused("this session is open already")
             raise Refused(f"already being updated by {_owner(current.open)}", hint="wait for it to finish, or end it")
-        if isinstance(message, Announce | Close | Commit) and (
-            current is None or current.open.session != message.session
-        ):
+        # A Join that names no session is a meeting without an update.
+        named = message.session if isinstance(message, Join | Announce | Close | Commit) else ""
+        if named and (current is None or current.open.session != named):
             raise Refused("no such session: it was never opened, it was ended, or another trainer's is open")
 
     def _check_idle(self) -> None:

@@ -86,6 +86,7 @@ class BroadcastTransport(Pumped):
                     world_size=rank,
                     backend=backend_for(self._device),
                     timeout_s=self._timeout_s,
+                    session=link.session,
                 ),
             )
             for link in self._links

@@ -115,11 +115,11 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
-    """Join a process group across both worlds.  Needs no session; the group outlives an update.
-
-    Ends when the session that is open, if one is, does; without one it is given half a minute at most.
+    """Join a process group across both worlds.  The group outlives an update.
 
     Attributes:
+        session: The session that it is for, and with which it ends; empty for a meeting without an update, which is
+            given half a minute at most and ends when an update begins.
         group: Its name.
         host: Where the trainer's store listens.
         port: Likewise.
@@ -138,6 +138,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     world_size: Annotated[int, Meta(ge=2, le=1 << 20)]
     backend: Literal["nccl", "gloo"]
     timeout_s: Seconds
+    session: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
