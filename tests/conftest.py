@@ -1,6 +1,50 @@
-"""What all tests share: helpers in this folder can be imported by name."""
+"""What all tests share.  Helpers in this folder can be imported by name."""
 
+from __future__ import annotations
+
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[SimpleNamespace]:
+    """Toy engines of every kind, shared by all tests: whoever uses them leaves them serving."""
+    from tests.harness import Engine
+
+    started = SimpleNamespace(
+        one=Engine("--local"),
+        two=Engine("--tp", "2", "--dtype", "bfloat16"),
+        host=Engine("--local", "--staging", "host"),
+        bare=Engine("--tp", "2", "--staging", "none"),
+    )
+    started.all = list(vars(started).values())
+    try:
+        assert all(engine.port for engine in started.all)
+        yield started
+    finally:
+        for engine in started.all:
+            engine.close()
+
+
+@pytest.fixture
+def fresh() -> Iterator[object]:
+    """Starts engines for one test, which may do to them what it likes."""
+    from tests.harness import Engine
+
+    started: list[Engine] = []
+
+    def start(*args: str, port: int = 0) -> Engine:
+        started.append(Engine(*args, port=port))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()

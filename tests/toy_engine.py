@@ -1,7 +1,7 @@
 """A real receiver around a model of a few matrices: sessions, staging, ranks and HTTP, but nothing to generate.
 
 Run as ``python -m tests.toy_engine --port 0 --tp 2``; prints ``ready PORT`` when it answers.  Tests use it where
-the reference engine's language model would only cost time.
+the reference engine's language model would only cost time.  It starts at version 0 with the weights of ``--seed``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.config import PauseMode
 from weightcast.receiver import WeightReceiver
+from weightcast.receiver import executor as receiver_executor
 from weightcast.receiver.engine import EngineFacts, ReceiverEngine
 from weightcast.receiver.executor import LocalExecutor, MpExecutor
 from weightcast.receiver.server import weight_routes
@@ -127,6 +128,7 @@ class Clockwork:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", type=int, default=96)
@@ -134,7 +136,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--devices", default="cpu", help="comma-separated, one for each rank")
     parser.add_argument("--local", action="store_true")
+    parser.add_argument(
+        "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
+    )
     args = parser.parse_args()
+    receiver_executor._GRACE_S = args.grace_s
     settings = {"seed": args.seed, "rows": args.rows, "staging": args.staging, "dtype": args.dtype}
     devices = tuple(args.devices.split(","))
     settings["devices"] = devices
@@ -158,7 +164,8 @@ def main() -> None:
     app.include_router(weight_routes(ReceiverEngine(executor, Clockwork(), facts)))
     # With the protocol named, asyncio switches Nagle off; without it every answer waits 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", args.port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
 
     def announce() -> None:

@@ -122,7 +122,10 @@ class Head:
         asked = self._config.transport
         if asked == "ipc" and not same_host:
             far = next(url for url, info in healthy.items() if info.host_id != here)
-            raise ConfigError(f"{far} runs on another host; ipc needs one host", hint='use transport="broadcast"')
+            raise ConfigError(
+                f"{far} runs on another host; ipc needs one host",
+                hint='use broadcast: transport="broadcast", --via broadcast',
+            )
         self._name = ("ipc" if same_host else "broadcast") if asked == "auto" else asked
         engine_devices = {rank.device for info in healthy.values() for rank in info.ranks}
         on_gpu = self._exporter.device.type == "cuda"
@@ -130,12 +133,12 @@ class Head:
             raise ConfigError(
                 f"broadcast needs weights of one kind of device; the trainer's are on {self._exporter.device}, "
                 f"an engine's on {next(d for d in engine_devices if (d != 'cpu') != on_gpu)}",
-                hint='use transport="ipc" on one host, or an exporter on the engines\' kind of device',
+                hint='use ipc on one host (transport="ipc", --via ipc), or weights on the engines\' kind of device',
             )
         if self._name == "broadcast" and on_gpu and self._places[0] in engine_devices:
             raise ConfigError(
                 f"trainer and engine share GPU {self._places[0]}, and nccl wants a GPU for each rank",
-                hint='use transport="ipc" for engines on the trainer\'s GPUs',
+                hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
             )
         if self._name == "ipc" and on_gpu and any(place in engine_devices for place in self._places[1:]):
             self.receivers = tuple(range(len(self._places)))
@@ -224,11 +227,14 @@ class Head:
                 self._outcomes[link.url].message = "this exporter has no forward pass; proof stops at resident"
         return Decision(report=self._report())
 
-    def compare(self, tokens: Sequence[int], mine: Sequence[float]) -> Decision:
-        """Do the engines' log-probabilities agree with the trainer's?"""
+    def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> Decision:
+        """Do the engines' log-probabilities agree with the trainer's?  If it has none, ``why_not`` says why."""
         tolerance = self._config.behaviour_tolerance
         for link in self._links:
             outcome = self._outcomes[link.url]
+            if why_not:
+                outcome.message = why_not
+                continue
             try:
                 request = link.adapter.score_request(tokens)
                 reply = link.client.post_json(request.path, request.body, timeout_s=self._config.timeout_s)

@@ -89,7 +89,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         phases = "   ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         lines = [
             f"version {self.version}: {format_bytes(self.bytes)} to {ranks} ranks over {self.transport} "
-            f"in {self.seconds:.3f} s, {rate:.2f} GB/s, {self.buckets} buckets, "
+            f"in {self.seconds:.3f} s, {rate:.2f} GB/s, {self.buckets} bucket{'' if self.buckets == 1 else 's'}, "
             f"peak extra {format_bytes(self.peak_extra_bytes)}",
             f"  {phases}",
         ]

@@ -252,10 +252,14 @@ class WeightUpdater:
     def _score(self) -> Decision:
         """The trainer's own forward pass beside the engines'."""
         scorer = cast(Scorer, self._exporter)
-        mine = scorer.logprobs(_PROBE_TOKENS)
+        mine, why = list[float](), ""
+        try:
+            mine = scorer.logprobs(_PROBE_TOKENS)
+        except Exception as error:  # noqa: BLE001  the model's own code; the engines have switched, and that stands
+            why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
         decision = Decision()
         if self._head is not None:
-            decision = self._head.compare(_PROBE_TOKENS, mine)
+            decision = self._head.compare(_PROBE_TOKENS, mine, why)
         return self._hear(decision)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.unit.ranks import Ranks
 from weightcast.comm.local import TrainerGroup
@@ -80,20 +80,10 @@ def check(sharded: nn.Module, plain: nn.Module, wire_dtype, *, nccl: bool) -> No
 
 def export_fsdp(wire_dtype, nccl: bool) -> None:
     plain, sharded = model_of(1), model_of(1)
-    mesh = init_device_mesh("cuda" if nccl else "cpu", (dist.get_world_size(),))
-    if nccl:
-        for layer in sharded:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
-    else:
-        # Ranks that share a GPU cannot use NCCL; parts are made by hand, on a mesh that only names the ranks.
-        for layer in sharded:
-            for name, parameter in list(layer.named_parameters()):
-                local = parameter.detach().chunk(mesh.size())[dist.get_rank()].clone()
-                placed = DTensor.from_local(
-                    local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-                )
-                setattr(layer, name, nn.Parameter(placed))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
     check(sharded, plain, wire_dtype, nccl=nccl)
 
 
@@ -130,13 +120,18 @@ def test_ranks_that_share_a_gpu_go_through_host_memory():
         ranks.close()
 
 
-def lose_a_rank(how: int) -> tuple[str, float]:
+def lose_a_rank(how: int, first_messages: bool) -> tuple[str, float]:
     sharded = model_of(3)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for layer in sharded:
         fully_shard(layer, mesh=mesh)
     exporter = ModuleExporter(sharded)
     group = TrainerGroup.connect(device(), timeout_s=5)
+    if not first_messages:  # then ranks 0 and 1 have exchanged messages before, in both directions
+        group.receivers = (0,)
+        export(exporter, group, 256 << 10)
+        group.receivers = (1,)
+        export(exporter, group, 256 << 10)
     group.receivers = range(group.world_size)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=256 << 10, packing=Packing())
     buckets = bucketize(exporter, layouts, group, allocate_slots(device(), 256 << 10))
@@ -158,11 +153,12 @@ def lose_a_rank(how: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("first_messages", [True, False], ids=["connecting", "connected"])
 @needs(2)
-def test_a_rank_lost_inside_nccl_is_named_within_the_deadline(how):
+def test_a_rank_lost_inside_nccl_is_named_within_the_deadline(how, first_messages):
     ranks = Ranks(2, BOTH)
     try:
-        ranks.start(lose_a_rank, int(how))
+        ranks.start(lose_a_rank, int(how), first_messages)
         text, seconds = ranks.answer(0, timeout_s=60)
         assert text.startswith("trainer rank 1 did not answer within 5 s")
         assert seconds < 20

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "weightcast.comm.local"]
-)
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "weightcast.comm.local"]
+_context.set_forkserver_preload(PRELOAD)
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weightcast.cli.demo.children import ChildFailed, Children
-from weightcast.errors import EngineFailure
+from weightcast.errors import DeadlineExceeded, EngineFailure
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 PARENT = (
@@ -48,10 +48,14 @@ def start(children, name, program, **options):
     return children.start(name, [sys.executable, "-c", program], env=os.environ, **options)
 
 
+def next_line(children, child):
+    return children.read_line(child, waiting_for="its first word", timeout_s=60.0)
+
+
 def test_leaving_ends_every_child_and_grandchild(tmp_path):
     with Children(tmp_path) as children:
-        child = start(children, "engine-0", PARENT, pipe_stdout=True)
-        grandchild = int(child.output.readline())
+        child = start(children, "engine-0", PARENT, piped=True)
+        grandchild = int(next_line(children, child))
         assert child.exit_code is None
         assert alive(grandchild)
     assert gone(child.process.pid)
@@ -63,8 +67,8 @@ def test_an_error_on_the_way_ends_them_too(tmp_path):
 
     def interrupted():
         with Children(tmp_path) as children:
-            child = start(children, "engine-0", SLEEPER, pipe_stdout=True)
-            child.output.readline()
+            child = start(children, "engine-0", SLEEPER, piped=True)
+            next_line(children, child)
             started.append(child.process.pid)
             raise KeyboardInterrupt
 
@@ -83,8 +87,8 @@ def test_a_failing_child_is_named_with_the_end_of_its_log(children):
 
 
 def test_a_child_that_was_killed_is_named_with_the_signal(children):
-    child = start(children, "engine-0", SLEEPER, pipe_stdout=True)
-    child.output.readline()
+    child = start(children, "engine-0", SLEEPER, piped=True)
+    next_line(children, child)
     child.process.kill()
     with pytest.raises(ChildFailed, match="engine-0 was ended by SIGKILL"):
         children.wait([child], timeout_s=30.0)
@@ -109,8 +113,8 @@ def test_if_the_demo_itself_is_killed_its_children_end(tmp_path):
         "from pathlib import Path\n"
         "from weightcast.cli.demo.children import Children\n"
         f"children = Children(Path({str(tmp_path)!r}))\n"
-        f"child = children.start('engine-0', [sys.executable, '-c', {SLEEPER!r}], env={{}}, pipe_stdout=True)\n"
-        "child.output.readline()\n"
+        f"child = children.start('engine-0', [sys.executable, '-c', {SLEEPER!r}], env={{}}, piped=True)\n"
+        "children.read_line(child, waiting_for='it', timeout_s=60.0)\n"
         "print(child.process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -120,3 +124,23 @@ def test_if_the_demo_itself_is_killed_its_children_end(tmp_path):
         assert alive(pid)
         demo.send_signal(signal.SIGKILL)
     assert gone(pid)
+
+
+def test_what_is_told_is_heard_and_answered(children):
+    child = start(children, "trainer-0", "print(input()[::-1])", piped=True)
+    child.tell(b"abc")
+    assert next_line(children, child) == b"cba\n"
+    assert next_line(children, child) is None
+
+
+def test_a_silent_child_is_named_with_what_was_waited_for(children):
+    child = start(children, "engine-0", "import time; time.sleep(600)", piped=True)
+    with pytest.raises(DeadlineExceeded, match=r"engine-0: waited 0\.2 s for its first word"):
+        children.read_line(child, waiting_for="its first word", timeout_s=0.2)
+
+
+def test_waiting_for_one_child_notices_another_that_fails(children):
+    start(children, "engine-1", "raise SystemExit(4)")
+    child = start(children, "engine-0", "import time; time.sleep(600)", piped=True)
+    with pytest.raises(ChildFailed, match="engine-1 ended with exit code 4"):
+        children.read_line(child, waiting_for="its first word", timeout_s=60.0)

@@ -61,7 +61,7 @@ class Tiny(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(6, 6, bias=layer == 0) for layer in range(3)])
         self.layers[1].to(torch.bfloat16)
         self.norm = nn.BatchNorm1d(6)
-        self.scale = nn.Parameter(torch.randn(()))
+        self.register_buffer("scale", torch.randn(()))
         self.head = nn.Linear(6, 13, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("mask", torch.arange(12).reshape(3, 4) % 2 == 0)
@@ -193,9 +193,10 @@ def with_parameter(tensor: torch.Tensor) -> nn.Module:
         (lambda: nn.LazyLinear(3), "lazy"),
         (lambda: with_parameter(torch.eye(3).to_sparse()), "dense"),
         (lambda: with_parameter(torch.randn(3, dtype=torch.complex64)), "complex64"),
+        (lambda: with_parameter(torch.ones([1] * 9)), "9 dimensions"),
         (nn.Identity, "no parameters"),
     ],
-    ids=["meta", "lazy", "sparse", "complex", "empty"],
+    ids=["meta", "lazy", "sparse", "complex", "nine", "empty"],
 )
 def test_what_cannot_be_sent_is_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):
@@ -235,7 +236,7 @@ def test_a_structure_that_changes_is_noticed():
     layouts = plan_buckets(exporter.specs(), bucket_bytes=1 << 20, packing=Packing())
     model.embed.weight = nn.Parameter(torch.randn(14, 6))
     group = TrainerGroup.connect(CPU, timeout_s=5)
-    with pytest.raises(ConfigError, match="embed.weight has shape"):
+    with pytest.raises(ConfigError, match="has shape"):
         exporter.fill(Bucket(layouts[0], torch.empty(1 << 20, dtype=torch.uint8)), layouts[0], group)
 
 
@@ -338,11 +339,9 @@ def shard_tiny(how: str, model: Tiny) -> None:
             for name, parameter in list(linear.named_parameters(recurse=False)):
                 placed = distribute_tensor(parameter.detach(), tp, [Shard(dim if parameter.dim() > 1 else 0)])
                 setattr(linear, name, nn.Parameter(placed))
-    # FSDP2 cannot shard a scalar.
-    ignored = {model.scale}
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    fully_shard(model, mesh=mesh)
 
 
 def export_tiny(how: str, receivers, wire_dtype, bucket_bytes: int) -> None:
@@ -502,6 +501,42 @@ def test_any_mesh_and_placement_gives_the_bytes_of_the_plain_tensor(jobs, case):
     if not case["packing"].slices:
         case["bucket_bytes"] = 1 << 16
     jobs(math.prod(case["mesh"])).run(export_case, case)
+
+
+def replicated() -> None:
+    """Every rank has the whole model, as under DDP: nothing needs to move to a rank that has a bucket."""
+    model = Tiny()
+    want = expected(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for receivers in ((0,), (1,), (0, 1)):
+        check_export(wrapped, want, receivers, None, 512)
+
+
+def test_a_replicated_model_is_sent_from_where_it_is(jobs):
+    jobs(2).run(replicated)
+
+
+def change_dtype() -> str:
+    model = nn.Linear(8, 8, bias=False)
+    fully_shard(model, mesh=mesh_of((2,)))
+    exporter = ModuleExporter(model)
+    group = group_of((0,))
+    export(exporter, group)
+    if dist.get_rank() == 1:
+        model.weight = nn.Parameter(
+            DTensor.from_local(torch.ones(4, 8, dtype=torch.float64), mesh_of((2,)), [Shard(0)])
+        )
+    try:
+        export(exporter, group)
+    except (ConfigError, TrainerRankFailed) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_dtype_that_changes_on_one_rank_is_an_error_on_all(jobs):
+    first, second = jobs(2).run(change_dtype)
+    assert second.startswith("weight is torch.float64")
+    assert first.startswith("trainer rank 1 gave up: ConfigError: weight is torch.float64")
 
 
 # -- what is refused when sharded

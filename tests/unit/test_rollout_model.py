@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny import VOCAB, greedy, tiny_config, tiny_model
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure
 from weightcast.receiver.executor import LocalExecutor
-from weightcast.rollout.model import build_model, check_config
+from weightcast.rollout import commands, reduce
+from weightcast.rollout.checkpoint import check_config
+from weightcast.rollout.model import build_model
 from weightcast.rollout.requests import GenerationRequest
 from weightcast.rollout.scheduler import Limits, Scheduler
 from weightcast.rollout.worker import WorkerSettings, make_worker
@@ -75,60 +79,75 @@ def test_slots_are_reused_without_traces(tmp_path):
     assert [a.tokens for a in answers] == [greedy(model, p, 12) for p in prompts()]
 
 
-def _rank(rank, size, port, folder, shared_memory, results):
-    from weightcast.rollout import commands, reduce
-
-    if not shared_memory:
-        reduce.platform.machine = lambda: "some-other-cpu"
-    torch.set_num_threads(1)
-    worker = make_worker(rank, size, f"127.0.0.1:{port}", settings=settings(folder))
-    rows = prompts()
+def greedy_by_ranks(worker, chosen, rows, count):
+    """One rank's side of a batch; rank 0's choices reach the others through `chosen`."""
+    zeros = [0.0] * len(rows)
     order = commands.Sampling(
-        temperature=[0.0] * 5, top_k=[0] * 5, top_p=[1.0] * 5, uniform=[0.0] * 5, top_logprobs=[0] * 5
+        temperature=zeros, top_k=[0] * len(rows), top_p=[1.0] * len(rows), uniform=zeros, top_logprobs=[0] * len(rows)
     )
-    first = commands.Prefill(moves=[], first_slot=0, rows=rows, twins=[], sampling=order)
-    reply = worker.run(commands.encode(first))
-    mechanism = type(worker._reduce).__name__
-    tokens = []
-    lengths = [len(row) for row in rows]
-    for step in range(12):
-        if rank == 0:
-            tokens.append(commands.decode_answer(reply, commands.Chosen).tokens)
-            results["chosen", step] = tokens[-1]
-        while ("chosen", step) not in results.keys():  # noqa: SIM118 - a proxy of another process
-            pass
-        positions = [length + step for length in lengths]
-        decode = commands.Decode(moves=[], tokens=results["chosen", step], positions=positions, sampling=order)
-        reply = worker.run(commands.encode(decode))
-    results["mechanism", rank] = mechanism
-    if rank == 0:
-        results["tokens"] = [list(column) for column in zip(*tokens, strict=True)]
-    worker.close()
+    command = commands.Prefill(moves=[], first_slot=0, rows=rows, twins=[], sampling=order)
+    for step in range(count):
+        reply = worker.run(commands.encode(command))
+        if worker._model.tp_rank == 0:
+            chosen[step].set_result(commands.decode_answer(reply, commands.Chosen).tokens)
+        positions = [len(row) + step for row in rows]
+        command = commands.Decode(moves=[], tokens=chosen[step].result(60), positions=positions, sampling=order)
 
 
 @pytest.mark.parametrize(
     ("family", "size", "shared_memory"),
     [("llama", 2, True), ("qwen2", 3, True), ("qwen3", 2, True), ("llama", 3, False)],
 )
-def test_ranks_together_equal_transformers(tmp_path, family, size, shared_memory):
+def test_ranks_together_equal_transformers(tmp_path, monkeypatch, family, size, shared_memory):
+    # Ranks are threads here, which saves starting processes; the server's tests have them as processes.
+    if not shared_memory:
+        monkeypatch.setattr(reduce.platform, "machine", lambda: "some-other-cpu")
     changes = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     model = tiny_model(tmp_path, family=family, tie_word_embeddings=family == "qwen3", **changes)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        ranks = [
-            context.Process(target=_rank, args=(rank, size, store.port, tmp_path, shared_memory, results))
-            for rank in range(size)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(120)
-        assert [rank.exitcode for rank in ranks] == [0] * size
-        assert results["tokens"] == [greedy(model, p, 12) for p in prompts()]
-        expected = "SharedMemoryReduce" if shared_memory else "GroupReduce"
-        assert {results["mechanism", rank] for rank in range(size)} == {expected}
+    chosen = [Future() for _ in range(12)]
+
+    def rank(number):
+        worker = make_worker(number, size, f"127.0.0.1:{store.port}", settings=settings(tmp_path, threads=1))
+        greedy_by_ranks(worker, chosen, prompts(), len(chosen))
+        return worker
+
+    with ThreadPoolExecutor(size) as pool:
+        workers = list(pool.map(rank, range(size), timeout=120))
+    expected = "SharedMemoryReduce" if shared_memory else "GroupReduce"
+    assert {type(worker._reduce).__name__ for worker in workers} == {expected}
+    for worker in workers:
+        worker.close()
+    columns = zip(*(future.result(0) for future in chosen), strict=True)
+    assert [list(column) for column in columns] == [greedy(model, prompt, 12) for prompt in prompts()]
+    assert not list(Path("/dev/shm").glob("weightcast-tp-*"))
+
+
+def test_sums_larger_than_a_chunk_and_of_other_dtypes(tmp_path):
+    segment = mmap.mmap(-1, reduce.SharedMemoryReduce.segment_bytes(3))
+    ranks = [reduce.SharedMemoryReduce(segment, rank=rank, size=3, timeout_s=60) for rank in range(3)]
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [torch.randn(700_001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
+        expected = sum(part.double() for part in parts)
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda both: both[0](both[1]), zip(ranks, parts, strict=True)))
+        torch.testing.assert_close(
+            parts[0].double(), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+        )
+        assert torch.equal(parts[0], parts[1])
+        assert torch.equal(parts[0], parts[2])
+
+
+def test_a_sum_whose_peer_is_gone_ends():
+    segment = mmap.mmap(-1, reduce.SharedMemoryReduce.segment_bytes(2))
+    alone = reduce.SharedMemoryReduce(segment, rank=0, size=2, timeout_s=0.2)
+    with pytest.raises(DeadlineExceeded, match="engine rank 1"):
+        alone(torch.ones(4))
+    waiting = reduce.SharedMemoryReduce(segment, rank=0, size=2, timeout_s=60)
+    waiting.interrupt("the engine is shutting down")
+    waiting._round = 1000
+    with pytest.raises(EngineFailure, match="shutting down"):
+        waiting(torch.ones(4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,9 +34,8 @@ class _Group(TyperGroup):
         """Parse, run, exit."""
         try:
             code = super().main(*args, standalone_mode=False, **extra)
-        except typer.Abort:
-            note("interrupted")
-            sys.exit(_INTERRUPTED)
+        except (KeyboardInterrupt, typer.Abort):
+            code = _INTERRUPTED
         except BrokenPipeError:
             # Whoever read our output has gone; keep the interpreter from complaining when it flushes.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -44,6 +43,8 @@ class _Group(TyperGroup):
         except _ClickError as error:
             self._show_usage_error(error)
             sys.exit(_USAGE)
+        if code == _INTERRUPTED:
+            note("interrupted")
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:

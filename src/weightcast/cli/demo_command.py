@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from weightcast.cli.options import Json, Traceback
-from weightcast.cli.render import parse_size, say_json
+from weightcast.cli.render import parse_size
 
 if TYPE_CHECKING:
     from weightcast.cli.demo.settings import DeviceChoice, Mode
@@ -57,15 +54,8 @@ def demo(
         device=cast("DeviceChoice", device),
         model=model,
         bucket_bytes=parse_size(bucket_bytes),
+        as_json=as_json,
     )
-    if not as_json:
-        code = run_demo(config)
-    else:
-        with contextlib.redirect_stdout(sys.stderr):
-            code = run_demo(config)
-        if code:
-            say_json({"error": {"type": "DemoFailed", "message": "the demo failed; see stderr", "hint": None}})
-        else:
-            say_json(json.loads((out / "report.json").read_bytes()))
+    code = run_demo(config)
     if code:
         raise typer.Exit(code)

@@ -230,7 +230,8 @@ def _show(result: Plan) -> None:
         f"{_plural(result.engine_ranks, 'rank')}, {format_bytes(result.all_links_bytes)} in all"
     )
     if result.seconds is not None:
-        say(f"time: {result.seconds:.3g} s on the wire at {result.link_gb_per_s:g} GB/s per link, nothing else counted")
+        time = f"{result.seconds:.2f} s" if result.seconds >= 1 else f"{result.seconds * 1e3:.3g} ms"
+        say(f"time: {time} on the wire at {result.link_gb_per_s:g} GB/s per link, nothing else counted")
 
 
 def _plural(count: int, word: str) -> str:

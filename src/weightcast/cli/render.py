@@ -114,8 +114,9 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def progress(what: str) -> Generator[Advance]:
-    """Show bytes as they move: a bar with bytes per second on a terminal, elsewhere a line at the end, and at
-    the quarters of what takes long.
+    """Show bytes as they move.
+
+    A bar with bytes per second on a terminal; elsewhere a line at the end, and at the quarters of what takes long.
 
     Yields:
         To be called with bytes done and bytes in all, from any thread.

@@ -144,7 +144,7 @@ class Client:
         return TargetUnreachable(
             f"{url}: cannot connect: {error}",
             url=url,
-            hint="check host and port; is the engine up? try `weightcast status`",
+            hint="check host and port; is the engine up? try `weightcast doctor`",
         )
 
     def _late(self, method: str, path: str, timeout_s: float | None, error: Exception) -> DeadlineExceeded:

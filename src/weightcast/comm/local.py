@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -37,6 +38,7 @@ _TAGS = 1 << 30
 # How long to look for the culprit after a wait has failed: ranks enter a step at different times, so their
 # deadlines pass at different times too.
 _MAX_PATIENCE_S = 3.0
+_MAX_ABORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,8 @@ class TrainerGroup:
         if group._nccl:
             group._data = _new_group("nccl", timedelta(days=1))
             # The first operation of an NCCL group must be one that every rank takes part in.
-            work = dist.all_reduce(torch.zeros(1, device=device), group=group._data, async_op=True)
-            assert work is not None
-            group._finish([work], "NCCL to connect")
+            data, ones = group._data, [torch.ones(1, device=device)]
+            group._run_nccl(lambda: [data.allreduce(ones)], "NCCL to connect")
         else:
             group._data = _new_group("gloo", timedelta(seconds=timeout_s))
         return group
@@ -220,7 +221,7 @@ class TrainerGroup:
         if self._nccl:
             batch = [dist.P2POp(dist.isend, _raw(move.tensor), move.peer, group) for move in sends]
             batch += [dist.P2POp(dist.irecv, _raw(move.tensor), move.peer, group) for move in receives]
-            self._finish(dist.batch_isend_irecv(batch), what)
+            self._run_nccl(lambda: dist.batch_isend_irecv(batch), what)
             return
         deadline = time.monotonic() + self.timeout_s
         bounced: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -257,8 +258,7 @@ class TrainerGroup:
         assert self._nccl, "all_gather needs NCCL"
         wholes = [_raw(tensor) for tensor in tensors]
         parts = [whole.chunk(self.world_size)[self.rank] for whole in wholes]
-        work = group.allgather_into_tensor_coalesced(wholes, parts)
-        self._finish([work], what)
+        self._run_nccl(lambda: [group.allgather_into_tensor_coalesced(wholes, parts)], what)
 
     # -- the end
 
@@ -358,18 +358,35 @@ class TrainerGroup:
         except RuntimeError:
             self._fail([peer], what, timed_out=time.monotonic() >= deadline)
 
-    def _finish(self, works: Sequence[dist.Work], what: str) -> None:
-        """Wait for NCCL.  Its own wait blocks the stream and not the host, and knows neither deadline nor culprit."""
+    def _run_nccl(self, launch: Callable[[], Sequence[dist.Work]], what: str) -> None:
+        """Launch NCCL operations on the current stream and wait until they are complete.
+
+        NCCL has no deadline of its own: not on the device, nor on the host, where the first message between two
+        ranks waits for both to connect.  So a thread launches, which an abort frees and which may be left behind.
+        """
         deadline = time.monotonic() + self.timeout_s
-        for work in works:
-            work.wait()
+        stream = torch.cuda.current_stream(self.device)
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
-        while not done.query():
+
+        def work() -> None:
+            with torch.cuda.stream(stream):
+                for launched in launch():
+                    launched.wait()  # for the stream, not for the host
+                done.record(stream)
+
+        # Daemons, not an executor: the interpreter must not wait at its end for a thread that NCCL never frees.
+        thread = _Launch(work)
+        thread.start()
+        while not (thread.launched and done.query()):
             self._check()  # given up by another thread
             if time.monotonic() > deadline:
-                self._fail([rank for rank in range(self.world_size) if rank != self.rank], what, timed_out=True)
-            time.sleep(0.0001)
+                self._fail(self._others(), what, timed_out=True)
+            if not thread.is_alive() and not thread.launched:
+                self._fail(self._others(), f"{what} ({thread.error})")
+            time.sleep(0.00005)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _fail(self, suspects: Sequence[int], what: str, *, timed_out: bool = False) -> NoReturn:
         """Find the culprit, end every other wait in the group, raise."""
@@ -387,19 +404,42 @@ class TrainerGroup:
         data, control = self._data, self._control
         if self._nccl and data is not None:
             self._data = None
-            with suppress(ValueError):
-                # Frees the device of a collective that will never complete; torch has no public name for it.
-                dist.distributed_c10d._abort_process_group(data)  # pyright: ignore[reportPrivateUsage]
+            # An abort waits for NCCL's own threads, and they may wait for the rank that is lost.
+            abort = threading.Thread(target=_abort_nccl, args=(data,), name="weightcast-abort", daemon=True)
+            abort.start()
+            abort.join(_MAX_ABORT_S)
             data = None
         for group in (data, control):
             if group is None:
                 continue
             # Gloo's own abort ends no wait.  A receive that times out does: it closes every connection of the
             # group, which ends the waits of this process and of its peers.
-            for peer in range(self.world_size):
-                if peer != self.rank:
-                    with suppress(RuntimeError):
-                        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAGS + 1).wait(timedelta(milliseconds=1))
+            for peer in self._others():
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAGS + 1).wait(timedelta(milliseconds=1))
+
+
+class _Launch(threading.Thread):
+    """Does something and keeps what went wrong."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="weightcast-nccl", daemon=True)
+        self._work = work
+        self.launched = False
+        self.error: RuntimeError | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+            self.launched = True
+        except RuntimeError as error:  # which torch's own errors are
+            self.error = error
+
+
+def _abort_nccl(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # the trainer has destroyed it
+        # Frees the device of a collective that will never complete; torch has no public name for it.
+        dist.distributed_c10d._abort_process_group(group)  # pyright: ignore[reportPrivateUsage]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -144,7 +144,7 @@ class Gatherer:
         if (group.rank in group.receivers) != (bucket is not None):
             raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
         steps = self._steps.get(layout.index)
-        if steps is None or steps.layout is not layout or steps.receivers != group.receivers:
+        if steps is None or steps.receivers != group.receivers or steps.layout != layout:
             steps = self._steps[layout.index] = self._plan(layout, group)
         what = f"its part of bucket {layout.index}"
         with torch.no_grad():
@@ -175,6 +175,11 @@ class Gatherer:
                     outgoing = _region(bucket, piece.slot, piece.box)  # cast and in place already
                 else:
                     outgoing = self._own(piece.slot, piece.box)
+                    if not _is_ready(outgoing, piece.slot.spec, group.device):
+                        raise ConfigError(
+                            f"{piece.slot.spec.name} is {outgoing.dtype} on {outgoing.device} with strides "
+                            f"{outgoing.stride()}, which it was not when the exporter was prepared"
+                        )
                 sends.extend(Move(target, outgoing) for target in piece.targets)
             elif group.rank in piece.targets:
                 assert bucket is not None
@@ -204,12 +209,7 @@ class Gatherer:
                     held.append(None)
                     continue
                 box, tensor = part
-                ready = (
-                    tensor.is_contiguous()
-                    and tensor.dtype == spec.torch_dtype
-                    and tensor.device.type == group.device.type
-                )
-                held.append(_Held(box.offset, box.shape, ready))
+                held.append(_Held(box.offset, box.shape, _is_ready(tensor, spec, group.device)))
         except ConfigError as error:
             # Said to everybody rather than raised here, where it would leave the others waiting.
             return _Table(specs=specs, held=(), error=str(error))
@@ -298,6 +298,11 @@ class Gatherer:
             return
         for small in _split(box, max(budget_bytes // itemsize, 1)):
             yield piece(small)
+
+
+def _is_ready(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
+    """True if the tensor's memory can be sent as it is."""
+    return tensor.is_contiguous() and tensor.dtype == spec.torch_dtype and tensor.device == device
 
 
 class _Scratch:

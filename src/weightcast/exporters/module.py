@@ -31,7 +31,7 @@ from weightcast.exporters.sharding import local_part
 from weightcast.protocols import Shard
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import Box
-from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
+from weightcast.wire.layout import MAX_DIMS, BucketLayout, TensorSpec, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +214,8 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{name} is a lazy parameter without a shape", hint="run one forward pass first")
     if tensor.layout != torch.strided:
         raise ConfigError(f"{name} is {tensor.layout}, and only dense tensors can be sent")
+    if tensor.dim() > MAX_DIMS:
+        raise ConfigError(f"{name} has {tensor.dim()} dimensions, and at most {MAX_DIMS} can be sent")
     dtype_name(tensor.dtype)
     # A subclass with a dispatch of its own (quantised, nested, ...) is not what its storage holds.
     if not isinstance(tensor, DTensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):

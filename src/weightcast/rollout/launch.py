@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import signal
 import socket
@@ -21,7 +22,7 @@ from typing import Literal, get_args
 
 import torch
 import uvicorn
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from weightcast import __version__
 from weightcast.comm.ipc import host_id
@@ -30,7 +31,7 @@ from weightcast.receiver.agent import StagingChoice
 from weightcast.receiver.engine import EngineFacts, ReceiverEngine
 from weightcast.receiver.executor import Executor, LocalExecutor, MpExecutor
 from weightcast.rollout import commands
-from weightcast.rollout.model import check_config, config_dtype, read_config
+from weightcast.rollout.checkpoint import check_config, config_dtype, parse_dtype, read_config
 from weightcast.rollout.scheduler import Limits, Scheduler
 from weightcast.rollout.server import RolloutEngine, build_app
 from weightcast.rollout.text import Text
@@ -197,6 +198,7 @@ def _settings(config: ServeConfig) -> tuple[PretrainedConfig, WorkerSettings]:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: torch sees no GPU here", hint="use --device cpu")
     dtype = str(config_dtype(model_config)).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    parse_dtype(dtype)
     settings = WorkerSettings(
         model_dir=config.model_dir,
         dtype=dtype,
@@ -214,8 +216,8 @@ def _eos(folder: Path, model_config: PretrainedConfig) -> frozenset[int]:
     found: int | list[int] | None = None
     if (folder / "generation_config.json").is_file():
         try:
-            found = GenerationConfig.from_pretrained(folder).eos_token_id
-        except (OSError, ValueError) as error:
+            found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder / 'generation_config.json'}: {error}") from error
     if found is None:
         found = model_config.eos_token_id
@@ -292,8 +294,8 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """``python -m weightcast.rollout.launch MODEL_DIR [--port 0 ...]``: the fields of `ServeConfig` as options."""
-    parser = argparse.ArgumentParser(prog="python -m weightcast.rollout.launch")
+    """``python -m weightcast.rollout MODEL_DIR [--port 0 ...]``: the fields of `ServeConfig` as options."""
+    parser = argparse.ArgumentParser(prog="python -m weightcast.rollout")
     parser.add_argument("model_dir")
     for field in fields(ServeConfig):
         if field.name != "model_dir":
@@ -304,7 +306,3 @@ def main() -> int:
     except WeightcastError as error:
         _say(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

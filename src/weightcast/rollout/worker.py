@@ -16,9 +16,8 @@ from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.agent import StagingChoice
 from weightcast.rollout import commands
-from weightcast.rollout.model import build_model
+from weightcast.rollout.checkpoint import parse_dtype
 from weightcast.rollout.reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
-from weightcast.rollout.runner import Runner
 from weightcast.wire.layout import dtype_name
 from weightcast.wire.messages import Message, RankAck
 
@@ -67,9 +66,12 @@ class RolloutWorker:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(settings.threads or max(1, cores // tp_size))
         device = _device(settings.device, rank)
-        dtype = getattr(torch, settings.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigError(f"{settings.dtype!r} is not a dtype for weights", hint="float32, bfloat16 or float16")
+        # Here and not above: the process that starts the ranks imports this module to name the factory, and
+        # has no use for seconds of transformers' modelling code.
+        from weightcast.rollout.model import build_model
+        from weightcast.rollout.runner import Runner
+
+        dtype = parse_dtype(settings.dtype)
         self._reduce: GroupReduce | SharedMemoryReduce | None = None
         self._devices = [device_uuid(device)]
         if tp_size > 1:

@@ -6,9 +6,11 @@ Knows process ids, signals and files; knows nothing of engines and trainers.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from weightcast.errors import EngineFailure
+from weightcast.errors import DeadlineExceeded, EngineFailure
 
 _GRACE_S = 15.0
 _POLL_S = 0.05
@@ -41,6 +43,9 @@ class Child:
         self.name = name
         self.process = process
         self.log = log
+        self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        if process.stdout is not None:
+            threading.Thread(target=_pump, args=(process.stdout, self.lines), daemon=True, name=name).start()
 
     @property
     def exit_code(self) -> int | None:
@@ -55,11 +60,12 @@ class Child:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    @property
-    def output(self) -> IO[bytes]:
-        """Its stdout; only for a child started with ``pipe_stdout``."""
-        assert self.process.stdout is not None
-        return self.process.stdout
+    def tell(self, line: bytes) -> None:
+        """One line on its stdin, and no more after it; only for a child started with ``piped``."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died: ``Children.check`` says so better
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.close()
 
     def tail(self, *, lines: int = 20) -> str:
         """The last lines of its log."""
@@ -94,21 +100,22 @@ class Children:
     ) -> None:
         self.close()
 
-    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str], pipe_stdout: bool = False) -> Child:
+    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str], piped: bool = False) -> Child:
         """Start one process.
 
         Args:
             name: For messages and the log file.
             command: Program and arguments.
             env: Its whole environment.
-            pipe_stdout: Keep stdout for ``Child.output``; else it goes to the log like stderr.
+            piped: Keep stdin for ``Child.tell`` and stdout for ``Children.read_line``; else stdout goes to the log like
+                stderr.
         """
         log = self._log_folder / f"{name}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipe_stdout else stream,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else stream,
                 stderr=stream,
                 env=dict(env),
                 start_new_session=True,
@@ -131,6 +138,25 @@ class Children:
                 tails={child.name: child.tail() for child in failed},
                 hint=f"their logs are in {self._log_folder}",
             )
+
+    def read_line(self, child: Child, *, waiting_for: str, timeout_s: float) -> bytes | None:
+        """The next line that a child started with ``piped`` writes; looks after all children while it waits.
+
+        Returns:
+            The line, or None if it has closed its stdout.
+
+        Raises:
+            ChildFailed: A child, this or another, ended with an error.
+            DeadlineExceeded: Nothing came in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with suppress(queue.Empty):
+                return child.lines.get(timeout=_POLL_S)
+            self.check()
+        raise DeadlineExceeded(
+            who=child.name, waiting_for=waiting_for, timeout_s=timeout_s, hint=f"see the logs in {self._log_folder}"
+        )
 
     def wait(self, children: Sequence[Child], *, timeout_s: float) -> None:
         """Return when these have ended well.
@@ -161,8 +187,10 @@ class Children:
             with suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
-            if child.process.stdout is not None:
-                child.process.stdout.close()
+            for pipe in (child.process.stdin, child.process.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
             self._tell_reaper(f"-{child.process.pid}")
             self._running.pop()
         if self._reaper.stdin is not None and not self._reaper.stdin.closed:
@@ -175,6 +203,13 @@ class Children:
             with suppress(BrokenPipeError):
                 self._reaper.stdin.write(f"{line}\n".encode())
                 self._reaper.stdin.flush()
+
+
+def _pump(stream: IO[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
+    with suppress(ValueError):  # closed by ``Children.close`` while a grandchild still held the other end
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
 
 
 def _how(code: int) -> str:

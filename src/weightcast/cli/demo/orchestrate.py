@@ -6,10 +6,7 @@ programs of their own.  Imports neither torch.distributed nor an engine.
 
 from __future__ import annotations
 
-import os
-import queue
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -18,27 +15,33 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 import msgspec
 
 from weightcast.cli.demo import report as reporting
 from weightcast.cli.demo import table
 from weightcast.cli.demo.children import Child, ChildFailed, Children
-from weightcast.cli.demo.placement import EnginePlace, Placement, place
+from weightcast.cli.demo.placement import Placement, place
+from weightcast.cli.demo.processes import TRANSPORTS, describe, start_engines, start_trainers, write_job
 from weightcast.cli.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.cli.demo.settings import DemoConfig, Mode
 from weightcast.cli.demo.smollm2 import MODEL_NAME, ensure_smollm2, require_packages
 from weightcast.cli.render import note, progress, say_json
-from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure
+from weightcast.errors import ConfigError, EngineFailure
 
 Say = Callable[[str], None]
 
-_TRANSPORTS = {"colocated": "ipc", "disaggregated": "broadcast"}
-_POLL_S = 0.1
 _LEAVE_S = 60.0
 
+
+class _Ready(msgspec.Struct):
+    """What ``weightcast serve --json`` prints when it accepts requests."""
+
+    url: str
+
+
 _event_decoder = msgspec.json.Decoder(Event)
+_ready_decoder = msgspec.json.Decoder(_Ready)
 
 
 def run_demo(config: DemoConfig) -> int:
@@ -102,20 +105,19 @@ def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement,
         tempfile.TemporaryDirectory(prefix="weightcast-demo-") as scratch,
         Children(config.out / "logs" / mode) as children,
     ):
-        urls = _start_engines(children, model, placement)
-        say(f"\n{mode}: {placement.trainers} FSDP2 trainer processes, weights over {_TRANSPORTS[mode]}")
-        lines = [
-            f"{url} tp {each.tp} {_where(placement, each)}" for url, each in zip(urls, placement.engines, strict=True)
-        ]
-        for line in lines:
-            say(f"  engine {line}")
+        say(f"\n{mode}: {placement.trainers} FSDP2 trainer processes, weights over {TRANSPORTS[mode]}")
         if placement.note:
             say(f"  {placement.note}")
-        trainers = _start_trainers(
-            children, _job(config, mode, model, placement, urls, Path(scratch)), placement, Path(scratch)
-        )
+        engines = start_engines(children, model, placement)
+        trainers = start_trainers(children, write_job(config, mode, model, placement, Path(scratch)), placement)
         try:
-            for event in _events(children, trainers[0], config):
+            urls = _wait_for_urls(children, engines, timeout_s=config.ready_timeout_s)
+            places = [f"{url} {describe(place)}" for url, place in zip(urls, placement.engines, strict=True)]
+            for line in places:
+                say(f"  engine {line}")
+            for trainer in trainers:
+                trainer.tell(msgspec.json.encode(urls))
+            for event in _events(children, trainers[0], timeout_s=4 * config.step_timeout_s):
                 match event:
                     case Sample():
                         samples.append(event)
@@ -133,8 +135,8 @@ def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement,
         raise EngineFailure(f"{mode}: the trainer ended after {len(steps)} of {config.steps} steps")
     return ModeRecord(
         mode=mode,
-        transport=_TRANSPORTS[mode],
-        engines=lines,
+        transport=TRANSPORTS[mode],
+        engines=places,
         trainers=placement.trainers,
         reward_gain=reward_gain([step.reward for step in steps]),
         seconds=time.monotonic() - started_s,
@@ -143,103 +145,32 @@ def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement,
     )
 
 
-def _start_engines(children: Children, model: Path, placement: Placement) -> list[str]:
-    ports = _free_ports(len(placement.engines))
-    num_ranks = sum(engine.tp for engine in placement.engines)
-    for number, (engine, port) in enumerate(zip(placement.engines, ports, strict=True)):
-        command = [sys.executable, "-m", "weightcast", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--tp", str(engine.tp), "--device", placement.device, "--dtype", _engine_dtype(placement)]
-        env = _environment(num_ranks)
-        if engine.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus(engine.gpus))
-        children.start(f"engine-{number}", command, env=env)
-    return [f"http://127.0.0.1:{port}" for port in ports]
+def _wait_for_urls(children: Children, engines: Sequence[Child], *, timeout_s: float) -> list[str]:
+    """What the engines say when they serve: their URLs, in order."""
+    urls: list[str] = []
+    for engine in engines:
+        document = b""
+        while (url := _url_in(document)) is None:
+            line = children.read_line(engine, waiting_for="the engine to serve", timeout_s=timeout_s)
+            if line is None:
+                children.wait([engine], timeout_s=_LEAVE_S)
+                raise EngineFailure(f"{engine.name} ended before it served", hint=f"see {engine.log}")
+            document += line
+        urls.append(url)
+    return urls
 
 
-def _start_trainers(children: Children, job: bytes, placement: Placement, scratch: Path) -> list[Child]:
-    path = scratch / "job.json"
-    path.write_bytes(job)
-    trainers: list[Child] = []
-    for rank in range(placement.trainers):
-        command = [sys.executable, "-m", "weightcast.cli.demo.trainer", str(path), str(rank)]
-        env = _environment(placement.trainers)
-        trainers.append(children.start(f"trainer-{rank}", command, env=env, pipe_stdout=rank == 0))
-    return trainers
+def _url_in(document: bytes) -> str | None:
+    try:
+        return _ready_decoder.decode(document).url
+    except msgspec.DecodeError:
+        return None  # not all of it yet
 
 
-def _job(
-    config: DemoConfig, mode: Mode, model: Path, placement: Placement, urls: Sequence[str], scratch: Path
-) -> bytes:
-    # Plain data and not the trainer's own class: importing that module would import torch and FSDP here.
-    return msgspec.json.encode(
-        {
-            "model": str(model),
-            "engine_urls": list(urls),
-            "transport": _TRANSPORTS[mode],
-            "world_size": placement.trainers,
-            "gpus": list(placement.trainer_gpus),
-            "rendezvous": str(scratch / "rendezvous"),
-            "wire_dtype": _engine_dtype(placement),
-            "steps": config.steps,
-            "seed": config.seed,
-            "bucket_bytes": config.bucket_bytes,
-            "ready_timeout_s": config.ready_timeout_s,
-            "step_timeout_s": config.step_timeout_s,
-            "grpo": config.grpo,
-        }
-    )
-
-
-def _events(children: Children, trainer: Child, config: DemoConfig) -> Iterator[Event]:
-    """What the trainer reports, until it closes its stdout; looks after all children while it waits."""
-    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_pump, args=(trainer.output, waiting), daemon=True).start()
-    limit_s = config.ready_timeout_s + config.step_timeout_s
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            line = waiting.get(timeout=_POLL_S)
-        except queue.Empty:
-            children.check()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    who="demo",
-                    waiting_for="the next step",
-                    timeout_s=limit_s,
-                    hint=f"see the logs in {trainer.log.parent}",
-                ) from None
-            continue
-        if line is None:
-            return
+def _events(children: Children, trainer: Child, *, timeout_s: float) -> Iterator[Event]:
+    """What a trainer reports, until it closes its stdout."""
+    while (line := children.read_line(trainer, waiting_for="the next step", timeout_s=timeout_s)) is not None:
         yield _event_decoder.decode(line)
-        limit_s = 2 * config.step_timeout_s
-        deadline = time.monotonic() + limit_s
-
-
-def _pump(stream: IO[bytes], waiting: queue.SimpleQueue[bytes | None]) -> None:
-    for line in stream:
-        waiting.put(line)
-    waiting.put(None)
-
-
-def _engine_dtype(placement: Placement) -> str:
-    return "bfloat16" if placement.device == "cuda" else "float32"
-
-
-def _environment(num_processes: int) -> dict[str, str]:
-    """This process's environment, with the cores divided among processes that work at the same time."""
-    threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-
-
-def _visible_gpus(indices: Sequence[int]) -> list[str]:
-    configured = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = configured.split(",") if configured else None
-    return [names[index] if names else str(index) for index in indices]
-
-
-def _where(placement: Placement, engine: EnginePlace) -> str:
-    return f"on GPU {', '.join(map(str, engine.gpus))}" if engine.gpus else f"on the {placement.device.upper()}"
 
 
 def _num_gpus(config: DemoConfig) -> int:
@@ -251,17 +182,6 @@ def _num_gpus(config: DemoConfig) -> int:
     if config.device == "cuda" and count == 0:
         raise ConfigError("no CUDA device was found", hint="leave --device out to run on the CPU")
     return count
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 @contextmanager

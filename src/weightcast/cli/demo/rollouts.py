@@ -6,7 +6,6 @@ Knows HTTP and token ids; knows nothing of rewards, training or weights.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ import msgspec
 
 from weightcast.comm.http import Client
 from weightcast.config import Target
-from weightcast.errors import DeadlineExceeded, TargetRejected, TargetUnreachable
-
-_HEALTH_INTERVAL_S = 0.25
+from weightcast.errors import TargetRejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +61,6 @@ class Engines:
     def __init__(self, urls: Sequence[str], *, timeout_s: float) -> None:
         self._clients = [Client(Target(url), timeout_s=timeout_s) for url in urls]
         self._pool = ThreadPoolExecutor(max_workers=8 * len(urls), thread_name_prefix="rollout")
-
-    def wait_ready(self, *, timeout_s: float) -> None:
-        """Return when every engine answers ``/health``.
-
-        Raises:
-            DeadlineExceeded: One does not; ``who`` is its URL.
-        """
-        deadline = time.monotonic() + timeout_s
-        for client in self._clients:
-            while not _healthy(client):
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(who=client.target.url, waiting_for="GET /health", timeout_s=timeout_s)
-                time.sleep(_HEALTH_INTERVAL_S)
 
     def sample(
         self, prompts: Sequence[list[int]], *, group_size: int, max_tokens: int, seed: int
@@ -156,11 +140,3 @@ def parse_completions(reply: bytes, *, url: str) -> list[Completion]:
 def _complete(client: Client, prompt: list[int], *, group_size: int, max_tokens: int, seed: int) -> list[Completion]:
     body = completion_request(prompt, group_size=group_size, max_tokens=max_tokens, seed=seed)
     return parse_completions(client.post_json("/v1/completions", body), url=client.target.url)
-
-
-def _healthy(client: Client) -> bool:
-    try:
-        client.get_json("/health", timeout_s=5.0)
-    except (TargetUnreachable, TargetRejected, DeadlineExceeded):
-        return False  # still starting; the caller has the deadline
-    return True

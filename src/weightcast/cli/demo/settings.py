@@ -34,7 +34,7 @@ class GrpoConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts_per_step: int = 4
     group_size: int = 8
-    max_tokens: int = 16
+    max_tokens: int = 14
     learning_rate: float = 7e-6
     clip_low: float = 0.2
     clip_high: float = 0.28

@@ -1,5 +1,6 @@
 """One trainer process: ``python -m weightcast.cli.demo.trainer JOB.json RANK``.
 
+It loads its model and then reads one line from stdin, a JSON list of the engines' URLs: both sides start at once.
 Every step: rank 0 asks the engines for completions and rewards them, all ranks train, all ranks update the
 engines.  Rank 0 reports each step as a line of JSON on stdout; everything else goes to stderr.
 """
@@ -38,7 +39,6 @@ class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: Hugging Face folder to start from; the engines serve the same.
-        engine_urls: Where.
         transport: ``ipc`` or ``broadcast``.
         world_size: Number of trainer processes.
         gpus: Index of each process's GPU; empty for the CPU.
@@ -47,13 +47,11 @@ class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
         steps: How many.
         seed: Of prompts and sampling.
         bucket_bytes: Size of one bucket.
-        ready_timeout_s: Longest wait for the engines to serve.
         step_timeout_s: Longest single wait within a step.
         grpo: Numbers of the run.
     """
 
     model: str
-    engine_urls: list[str]
     transport: Literal["ipc", "broadcast"]
     world_size: int
     gpus: list[int]
@@ -62,7 +60,6 @@ class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     seed: int
     bucket_bytes: int
-    ready_timeout_s: float
     step_timeout_s: float
     grpo: GrpoConfig
 
@@ -70,17 +67,13 @@ class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
 class Rollouts:
     """Rank 0's side of a step: questions to engines, answers to rewarded groups."""
 
-    def __init__(self, job: TrainerJob) -> None:
+    def __init__(self, job: TrainerJob, urls: Sequence[str]) -> None:
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
-        self._engines = Engines(job.engine_urls, timeout_s=job.step_timeout_s)
+        self._engines = Engines(urls, timeout_s=job.step_timeout_s)
         self._stream = questions(seed=job.seed, per_step=job.grpo.prompts_per_step)
         self._job = job
-
-    def wait_ready(self) -> None:
-        """Return when every engine serves."""
-        self._engines.wait_ready(timeout_s=self._job.ready_timeout_s)
 
     def next_groups(self, *, version: int) -> list[Group]:
         """One step's groups.
@@ -160,13 +153,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def _train(job: TrainerJob, *, device: torch.device, events: IO[str]) -> None:
     learner = Learner(Path(job.model), device=device, grpo=job.grpo)
-    rollouts = Rollouts(job) if dist.get_rank() == 0 else None
-    if rollouts is not None:
-        rollouts.wait_ready()
-    dist.barrier()
+    urls = msgspec.json.decode(sys.stdin.readline(), type=list[str])
+    rollouts = Rollouts(job, urls) if dist.get_rank() == 0 else None
     updater = WeightUpdater.connect(
         learner.model,
-        targets=[Target(url) for url in job.engine_urls],
+        targets=[Target(url) for url in urls],
         transport=job.transport,
         bucket_bytes=job.bucket_bytes,
         pause="retract",

@@ -1,0 +1,24 @@
+"""Which dtype a tensor travels in."""
+
+from __future__ import annotations
+
+import torch
+
+from weightcast.errors import ConfigError
+
+
+def check_wire_dtype(wanted: torch.dtype | None) -> None:
+    """Refuse a dtype that values cannot simply be cast to.
+
+    Raises:
+        ConfigError: It is not a floating-point dtype of 16 bits or more; narrower ones need scales.
+    """
+    if wanted is not None and (not wanted.is_floating_point or wanted.itemsize < 2):
+        raise ConfigError(
+            f"weights cannot simply be cast to {wanted}", hint="use torch.bfloat16, float16, float32 or float64"
+        )
+
+
+def wire_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor travels in: floats of 16 bits or more as wanted, everything else as it is."""
+    return wanted if wanted is not None and own.is_floating_point and own.itemsize >= 2 else own

@@ -1,0 +1,241 @@
+"""One safetensors file: its header checked, its bytes read where the caller wants them.
+
+The file is never mapped: mapped pages count as resident memory.  It is read with ``preadv`` straight into the
+destination, or, where bytes have to be cast or moved to a GPU, through a buffer of a few MiB.
+
+Knows a file.  It does not know which of several files a checkpoint has, nor what the tensors are for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from weightcast.errors import ConfigError, WeightcastError
+from weightcast.wire.layout import MAX_DIMS
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_CHUNK_BYTES = 4 << 20  # two of these at most, on the way to a GPU
+_MAX_READ_BYTES = 1 << 30  # the kernel reads no more than 2 GiB at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: As stored.
+        shape: As stored.
+        start_bytes: Of its first byte in the file.
+        size_bytes: Its length.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start_bytes: int
+    size_bytes: int
+
+
+class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Staging:
+    """Host memory of 8 MiB on the way to a GPU, of 4 MiB on the way to another dtype; none until it is needed.
+
+    Args:
+        device: Where the bytes go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._turn = 0
+
+    @contextmanager
+    def chunk(self, size_bytes: int) -> Generator[torch.Tensor]:
+        """A buffer to fill and, before the block ends, to copy from on the current stream; flat uint8."""
+        on_gpu = self._device.type == "cuda"
+        if not self._buffers:
+            self._buffers = [
+                torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2 if on_gpu else 1)
+            ]
+            self._copied = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if on_gpu:
+            self._copied[self._turn].synchronize()  # the copy before last out of this buffer
+        yield self._buffers[self._turn][:size_bytes]
+        if on_gpu:
+            self._copied[self._turn].record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Return when every copy is complete."""
+        for event in self._copied:
+            event.synchronize()
+
+
+class SafetensorsFile:
+    """An open, checked file.
+
+    Args:
+        path: Of the file.
+
+    Attributes:
+        entries: Every tensor by name, in the order of their bytes.
+
+    Raises:
+        ConfigError: It cannot be opened or is not a whole and valid safetensors file; the message says what is wrong.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # open for as long as this object lives
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be opened: {error.strerror}") from error
+        try:
+            self.entries = self._read_header()
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file.  Safe to call twice."""
+        self._file.close()
+
+    def read(self, entry: Entry, first_byte: int, target: torch.Tensor, staging: Staging) -> None:
+        """Read a run of a tensor's elements into a tensor of any dtype and device.
+
+        Args:
+            entry: Which tensor.
+            first_byte: Where in the tensor to start, in bytes as stored; a multiple of the item size.
+            target: Flat and contiguous; as many elements as are wanted.
+            staging: Where bytes wait that cannot be read straight into the target.
+
+        Raises:
+            WeightcastError: The file has changed since it was opened, or the disk failed.
+        """
+        start = entry.start_bytes + first_byte
+        if target.dtype == entry.dtype and target.device.type == "cpu":
+            self._read_into(start, target)
+            return
+        size_bytes = target.numel() * entry.dtype.itemsize
+        for done in range(0, size_bytes, _CHUNK_BYTES):
+            with staging.chunk(min(_CHUNK_BYTES, size_bytes - done)) as raw:
+                chunk = raw.view(entry.dtype)
+                self._read_into(start + done, chunk)
+                first = done // entry.dtype.itemsize
+                target[first : first + chunk.numel()].copy_(chunk, non_blocking=True)
+
+    def _read_into(self, start: int, target: torch.Tensor) -> None:
+        size = target.nbytes
+        if not size:
+            return
+        memory = memoryview((ctypes.c_char * size).from_address(target.data_ptr())).cast("B")
+        done = 0
+        while done < size:
+            try:
+                count = os.preadv(self._file.fileno(), [memory[done : done + _MAX_READ_BYTES]], start + done)
+            except OSError as error:
+                raise WeightcastError(f"{self.path} cannot be read: {error.strerror}") from error
+            if not count:
+                raise WeightcastError(f"{self.path} became shorter while it was being read")
+            done += count
+
+    def _read_header(self) -> dict[str, Entry]:
+        size = os.fstat(self._file.fileno()).st_size
+        prefix = self._file.read(8)
+        if len(prefix) < 8:
+            raise ConfigError(f"{self.path} has {size} bytes and is not a safetensors file")
+        header_bytes = int.from_bytes(prefix, "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ConfigError(f"{self.path} is not a safetensors file: its header would have {header_bytes} bytes")
+        if 8 + header_bytes > size:
+            raise ConfigError(
+                f"{self.path} is not a safetensors file, or is truncated: "
+                f"it has {size} bytes, and its header would have {header_bytes}"
+            )
+        raw = b""
+        while len(raw) < header_bytes and (more := self._file.read(header_bytes - len(raw))):
+            raw += more
+        described = self._decode(raw)
+        entries: dict[str, Entry] = {}
+        for name, what in sorted(described.items(), key=lambda item: item[1].data_offsets):
+            entries[name] = self._entry(name, what, 8 + header_bytes)
+        end = 8 + header_bytes
+        previous = ""
+        for name, entry in entries.items():
+            if entry.start_bytes < end:
+                raise ConfigError(f"{self.path}: {name} overlaps {previous or 'the header'}")
+            if entry.start_bytes > end:
+                raise ConfigError(f"{self.path}: {entry.start_bytes - end} bytes before {name} belong to no tensor")
+            end, previous = entry.start_bytes + entry.size_bytes, name
+        if end > size:
+            raise ConfigError(f"{self.path} is truncated: it has {size} bytes, and {previous} ends at byte {end}")
+        if end < size:
+            raise ConfigError(f"{self.path}: the last {size - end} bytes belong to no tensor")
+        return entries
+
+    def _decode(self, raw: bytes) -> dict[str, _Described]:
+        try:
+            fields: Any = json.loads(raw, object_pairs_hook=unique)
+            if not isinstance(fields, dict):
+                raise ValueError("it is not an object")
+            fields.pop("__metadata__", None)
+            return {name: msgspec.convert(what, _Described) for name, what in fields.items()}
+        except (ValueError, RecursionError, msgspec.ValidationError) as error:
+            raise ConfigError(f"{self.path} is not a safetensors file, its header is not valid: {error}") from error
+
+    def _entry(self, name: str, what: _Described, data_start: int) -> Entry:
+        dtype = _DTYPES.get(what.dtype)
+        if dtype is None:
+            raise ConfigError(f"{self.path}: {name} has dtype {what.dtype}, which cannot be sent")
+        if len(what.shape) > MAX_DIMS or any(extent < 0 for extent in what.shape):
+            raise ConfigError(f"{self.path}: {name} has shape {list(what.shape)}, which cannot be sent")
+        start, end = what.data_offsets
+        needed = math.prod(what.shape) * dtype.itemsize
+        if start < 0 or end - start != needed:
+            raise ConfigError(
+                f"{self.path}: {name}, {what.dtype} {list(what.shape)}, needs {needed} bytes and has {start} to {end}"
+            )
+        return Entry(dtype=dtype, shape=what.shape, start_bytes=data_start + start, size_bytes=needed)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``: an object whose keys are all different.
+
+    Raises:
+        ValueError: A key is there twice.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return fields

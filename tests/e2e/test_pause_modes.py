@@ -1,0 +1,347 @@
+"""What happens to requests at the switch: each pause mode does what it promises, token by token.
+
+Sixteen requests run and sixteen wait when the update comes.  Which version a token came from is not taken
+on trust: under greedy decoding it has to be the likeliest continuation under the weights of that version.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.e2e.engines import Engine, completion, engines, push, shortfall
+from tests.tiny import greedy, tiny_model
+from weightcast import WeightUpdater
+from weightcast.errors import UpdateFailed
+
+pytestmark = pytest.mark.timeout(300)
+
+BATCH = 16
+LONG = 700  # tokens of a request that has to be running still when the update comes
+SHORT = 30
+CLOSE = 1e-3  # nats; below it, which of two tokens is likeliest is a matter of rounding
+SOON_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Answered:
+    """One request and its answer, however it came."""
+
+    prompt: list[int]
+    count: int
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    weight_version: int = -1
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+class World:
+    """An engine, and the models whose weights it serves, by version."""
+
+    def __init__(self, engine: Engine, models: list[Any], folders: list[Path]) -> None:
+        self.engine = engine
+        self.models = models
+        self.folders = folders
+        self.version = 0
+        self.pool = ThreadPoolExecutor(max_workers=2 * BATCH)
+
+    def model(self, version: int) -> Any:
+        return self.models[version % len(self.models)]
+
+    def folder(self, version: int) -> Path:
+        return self.folders[version % len(self.folders)]
+
+    def ask(self, prompt: list[int], count: int, *, stream: bool) -> Answered:
+        return (self._stream if stream else self._whole)(prompt, count)
+
+    def _whole(self, prompt: list[int], count: int) -> Answered:
+        body = self.engine.complete([prompt], count)
+        [choice] = body["choices"]
+        assert choice["weight_versions"] == body["weight_versions"]
+        return Answered(
+            prompt=prompt,
+            count=count,
+            tokens=choice["token_ids"],
+            finish_reason=choice["finish_reason"],
+            weight_version=body["weight_version"],
+            spans=[(span["version"], span["tokens"]) for span in choice["weight_versions"]],
+        )
+
+    def _stream(self, prompt: list[int], count: int) -> Answered:
+        found = Answered(prompt=prompt, count=count)
+        body = completion([prompt], count) | {"stream": True}
+        with self.engine.client.stream("POST", f"{self.engine.url}/v1/completions", json=body) as reply:
+            assert reply.status_code == 200
+            for line in reply.iter_lines():
+                if not line or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                [choice] = event["choices"]
+                assert not found.finish_reason, "nothing comes after the end"
+                found.tokens += choice["token_ids"]
+                assert event["weight_version"] >= found.weight_version
+                found.weight_version = event["weight_version"]
+                if choice["finish_reason"] is not None:
+                    found.finish_reason = choice["finish_reason"]
+                    found.spans = [(span["version"], span["tokens"]) for span in choice["weight_versions"]]
+        return found
+
+    def until(self, done: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for the engine to say so."""
+        deadline = time.monotonic() + SOON_S
+        while not done(health := self.engine.get("/health")):
+            assert time.monotonic() < deadline, health
+            time.sleep(0.01)
+
+    def load(self) -> tuple[list[Future[Answered]], list[Future[Answered]]]:
+        """Fill the batch with long requests, and the queue with short ones; half of each streams."""
+        self.until(lambda health: health["running"] == health["waiting"] == 0)
+        running = [self.pool.submit(self.ask, prompt(), LONG, stream=i % 2 == 0) for i in range(BATCH)]
+        self.until(lambda health: health["running"] == BATCH)
+        waiting = [self.pool.submit(self.ask, prompt(), SHORT, stream=i % 2 == 0) for i in range(BATCH)]
+        self.until(lambda health: health["waiting"] == BATCH and health["running"] == BATCH)
+        return running, waiting
+
+    def update(self, mode: str) -> None:
+        """The next version, by a trainer in this process."""
+        self.version += 1
+        with WeightUpdater.connect(
+            self.model(self.version), [self.engine.url], pause=mode, timeout_s=SOON_S, bucket_bytes=1 << 20
+        ) as updater:
+            report = updater.update(version=self.version)
+        assert report.ok
+        assert report.targets[0].proof == "resident"
+        assert report.targets[0].stall_s > 0
+
+    def check_spans(self, answer: Answered) -> None:
+        """Spans add up, count up, and end with the version that the response states."""
+        assert sum(tokens for _, tokens in answer.spans) == len(answer.tokens)
+        versions = [version for version, _ in answer.spans]
+        assert versions == sorted(set(versions))
+        if versions:
+            assert answer.weight_version == versions[-1]
+
+    def check_tokens(self, answer: Answered) -> None:
+        """Every token is the likeliest one after all those before it, under the version that its span names."""
+        self.check_spans(answer)
+        before = list(answer.prompt)
+        rest = answer.tokens
+        for version, count in answer.spans:
+            assert shortfall(self.model(version), before, rest[:count]) < CLOSE
+            before += rest[:count]
+            rest = rest[count:]
+
+
+dice = random.Random(7)
+
+
+def prompt() -> list[int]:
+    return [dice.randrange(512) for _ in range(dice.randint(1, 40))]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("pause")
+    folders = [root / "even", root / "odd"]
+    models = [
+        tiny_model(folder, seed=seed, max_position_embeddings=1024) for seed, folder in enumerate(folders, start=1)
+    ]
+    with engines(folders[0], root, {"tp": 2, "max_batch": BATCH}) as [engine]:
+        found = World(engine, models, folders)
+        yield found
+        found.pool.shutdown(cancel_futures=True)
+
+
+def results(futures: Sequence[Future[Answered]]) -> list[Answered]:
+    return [future.result(SOON_S) for future in futures]
+
+
+def test_abort_ends_everything_and_starts_anew(world: World) -> None:
+    running, waiting = world.load()
+    old = world.version
+    world.update("abort")
+    for answer in results(running):
+        assert answer.finish_reason == "abort"
+        assert 0 < len(answer.tokens) < LONG
+        assert answer.spans == [(old, len(answer.tokens))]
+        world.check_tokens(answer)
+    for answer in results(waiting):
+        assert (answer.finish_reason, answer.tokens, answer.spans) == ("abort", [], [])
+        assert answer.weight_version == old
+    fresh = world.ask(prompt(), SHORT, stream=True)
+    assert fresh.spans == [(old + 1, SHORT)]
+    world.check_tokens(fresh)
+
+
+def test_retract_recomputes_what_was_kept(world: World) -> None:
+    running, waiting = world.load()
+    old = world.version
+    world.update("retract")
+    for answer in results(running):
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", LONG)
+        assert [version for version, _ in answer.spans] == [old, old + 1]
+        world.check_tokens(answer)
+    for answer in results(waiting):
+        assert (answer.finish_reason, answer.spans) == ("length", [(old + 1, SHORT)])
+        world.check_tokens(answer)
+
+
+def test_in_place_keeps_the_cache(world: World) -> None:
+    running, waiting = world.load()
+    old = world.version
+    world.update("in_place")
+    recomputed: list[float] = []
+    for answer in results(running):
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", LONG)
+        assert [version for version, _ in answer.spans] == [old, old + 1]
+        world.check_spans(answer)
+        kept, after = answer.tokens[: answer.spans[0][1]], answer.tokens[answer.spans[0][1] :]
+        assert shortfall(world.model(old), answer.prompt, kept) < CLOSE
+        # The new weights go on from the old ones' keys and values; transformers, made to do the same, agrees.
+        assert _crossed(world.model(old), world.model(old + 1), [*answer.prompt, *kept], after) < CLOSE
+        recomputed.append(shortfall(world.model(old + 1), [*answer.prompt, *kept], after))
+    assert max(recomputed) > 100 * CLOSE, "a cache that was computed anew would pass for one that was kept"
+    for answer in results(waiting):
+        assert (answer.finish_reason, answer.spans) == ("length", [(old + 1, SHORT)])
+        world.check_tokens(answer)
+
+
+def _crossed(old: Any, new: Any, tokens: list[int], after: list[int]) -> float:
+    """As ``shortfall``, with all but the last of ``tokens`` seen by the old weights alone."""
+    with torch.no_grad():
+        cache = old(torch.tensor([tokens[:-1]]), use_cache=True).past_key_values
+        fed = torch.tensor([[tokens[-1], *after[:-1]]])
+        logits = new(fed, past_key_values=cache, use_cache=True).logits[0]
+    chosen = logits.gather(-1, torch.tensor(after)[:, None])[:, 0]
+    return float((logits.max(-1).values - chosen).max())
+
+
+def test_wait_lets_the_running_ones_finish(world: World) -> None:
+    running, waiting = world.load()
+    old = world.version
+    world.update("wait")
+    for answer in results(running):
+        assert (answer.finish_reason, answer.spans) == ("length", [(old, LONG)])
+        world.check_tokens(answer)
+    for answer in results(waiting):
+        assert (answer.finish_reason, answer.spans) == ("length", [(old + 1, SHORT)])
+        world.check_tokens(answer)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "wait"])
+def test_push_under_load_mixes_nothing_unsaid(world: World, mode: str) -> None:
+    """Thirty-two clients that never stop, and the command line beside them."""
+    stop = threading.Event()
+    old = world.version
+    world.version += 1
+
+    def client(number: int) -> list[Answered]:
+        found: list[Answered] = []
+        while not stop.is_set() or (found and found[-1].weight_version == old):
+            found.append(world.ask(prompt(), SHORT + number, stream=number % 2 == 0))
+        return found
+
+    clients = [world.pool.submit(client, number) for number in range(2 * BATCH)]
+    try:
+        report = push(world.folder(world.version), [world.engine], world.version, "--pause", mode)
+    finally:
+        stop.set()
+    assert report["targets"][0]["proof"] == "resident"
+    answers = [answer for future in clients for answer in future.result(SOON_S)]
+    assert {answer.weight_version for answer in answers} == {old, world.version}
+    for answer in answers:
+        assert mode == "retract" or len(answer.spans) <= 1
+        assert (len(answer.tokens) == answer.count) or (mode == "abort" and answer.finish_reason == "abort")
+        world.check_spans(answer)
+    for answer in random.Random(0).sample(answers, 40) + [answer for answer in answers if len(answer.spans) > 1]:
+        world.check_tokens(answer)
+
+
+def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
+    running, waiting = world.load()
+    before = world.engine.digests()
+    with (
+        WeightUpdater.connect(
+            world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=0.4
+        ) as updater,
+        pytest.raises(UpdateFailed, match="running requests to finish") as failed,
+    ):
+        updater.update(version=world.version + 1)
+    assert failed.value.report.targets[0].status == "untouched"
+    assert world.engine.digests() == before
+    for answer in results([*running, *waiting]):
+        assert (answer.finish_reason, answer.spans) == ("length", [(world.version, answer.count)])
+        world.check_tokens(answer)
+
+
+def test_pause_and_continue(world: World) -> None:
+    running, waiting = world.load()
+    health = world.engine.post("/pause", mode="in_place")
+    assert (health["state"], health["running"], health["waiting"]) == ("paused", BATCH, BATCH)
+    assert not any(future.done() for future in (*running, *waiting))
+    metrics = world.engine.client.get(world.engine.url + "/metrics").text
+    time.sleep(0.2)
+    assert world.engine.client.get(world.engine.url + "/metrics").text == metrics, "nothing is generated"
+    # An update of its own does not let go of what an operator holds.
+    world.update("in_place")
+    assert world.engine.get("/health")["state"] == "paused"
+    world.engine.post("/continue")
+    for answer in results([*running, *waiting]):
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", answer.count)
+        world.check_spans(answer)
+        assert answer.weight_version == world.version
+
+
+def test_sleep_and_wake(world: World) -> None:
+    before = world.engine.digests()
+    expected = greedy(world.model(world.version), [3, 1, 4], SHORT)
+    assert world.engine.post("/sleep")["state"] == "asleep"
+    pending = world.pool.submit(world.ask, [3, 1, 4], SHORT, stream=False)
+    world.until(lambda health: health["waiting"] == 1)
+    with (
+        WeightUpdater.connect(world.model(world.version + 1), [world.engine.url], timeout_s=SOON_S) as updater,
+        pytest.raises(UpdateFailed, match=r"asleep.*wake"),
+    ):
+        updater.update(version=world.version + 1)
+    assert world.engine.get("/health")["state"] == "asleep"
+    assert not pending.done()
+    assert world.engine.post("/wake")["state"] == "serving"
+    answer = pending.result(SOON_S)
+    assert (answer.tokens, answer.spans) == (expected, [(world.version, SHORT)])
+    assert world.engine.digests() == before
+    world.update("abort")
+    assert world.engine.digests() != before
+
+
+def test_sigterm_in_the_middle_of_an_update_leaves_no_process(world: World) -> None:
+    running, waiting = world.load()
+    family = world.engine.family()
+    assert len(family) >= 3, "the engine and its ranks"
+    with WeightUpdater.connect(
+        world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=SOON_S
+    ) as updater:
+        update = world.pool.submit(updater.update, version=world.version + 1)
+        world.until(lambda health: health["state"] == "updating")
+        world.engine.process.send_signal(signal.SIGTERM)
+        assert world.engine.process.wait(SOON_S) == 0
+        with pytest.raises(UpdateFailed, match=world.engine.url):
+            update.result(SOON_S)
+    _, alive = psutil.wait_procs(family[1:], timeout=20)
+    assert not alive
+    for answer in results(running):  # what was generated is answered
+        assert answer.finish_reason == "abort"
+        assert answer.spans == [(world.version, len(answer.tokens))]
+        world.check_tokens(answer)
+    assert {answer.finish_reason for answer in results(waiting)} == {"abort"}

@@ -1,0 +1,92 @@
+"""SmolLM2-135M through the command line: served on three ranks, pushed to, verified, compared with transformers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.engines import Engine, engines, push, status, verify
+from weightcast.cli.demo.smollm2 import ensure_smollm2
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+COUNT = 20
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Water boils at 100 degrees, and ice melts at",
+]
+CHAT = [{"role": "user", "content": "What is two plus three?"}]
+Answers = tuple[list[list[int]], str]
+
+
+def perturb(folder: Path, target: Path) -> set[str]:
+    """A copy with other weights in every matrix; the names of what differs."""
+    shutil.copytree(folder, target)
+    torch.manual_seed(3)
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 2}
+    for name, tensor in changed.items():
+        noise = torch.randn(tensor.shape) * tensor.float().std() * 0.15
+        tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return set(changed)
+
+
+def say(folder: str) -> Answers:
+    """What transformers answers greedily, in fp32: token ids for each prompt, and the text of a chat."""
+    torch.set_num_threads(2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def generate(ids: torch.Tensor) -> list[int]:
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False
+        )
+        return out[0, ids.shape[1] :].tolist()
+
+    completions = [generate(tokenizer(prompt, return_tensors="pt").input_ids) for prompt in PROMPTS]
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**chat, max_new_tokens=COUNT, do_sample=False)[0, chat["input_ids"].shape[1] :]
+    return completions, tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def ask(engine: Engine, version: int) -> Answers:
+    """The same of the engine."""
+    answer = engine.post(
+        "/v1/completions", prompt=PROMPTS, max_tokens=COUNT, temperature=0, ignore_eos=True, return_token_ids=True
+    )
+    chat = engine.post("/v1/chat/completions", messages=CHAT, max_tokens=COUNT, temperature=0)
+    assert answer["weight_version"] == chat["weight_version"] == version
+    return [choice["token_ids"] for choice in answer["choices"]], chat["choices"][0]["message"]["content"]
+
+
+def test_push_a_perturbed_smollm2_and_back(tmp_path: Path) -> None:
+    a = ensure_smollm2(lambda done, total: None)
+    b = tmp_path / "b"
+    changed = perturb(a, b)
+    # In a process of its own, which takes its memory with it.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        said_a, said_b = pool.map(say, [str(a), str(b)])
+    assert all(old != new for old, new in zip(said_a[0], said_b[0], strict=True))
+    with engines(a, tmp_path, {"tp": 3}) as [engine]:
+        assert ask(engine, 0) == said_a
+
+        report = push(b, [engine], 7)
+        assert report["transport"] == "ipc"
+        assert [(row["proof"], row["digests_matched"]) for row in report["targets"]] == [("resident", 3)]
+        assert ask(engine, 7) == said_b
+        assert [(row["version"], row["state"], row["tp"]) for row in status(engine)] == [(7, "serving", 3)]
+        assert verify(b, engine) == (0, set())
+        assert verify(a, engine) == (1, changed)
+
+        report = push(a, [engine], 8, "--via", "broadcast", "--bucket-bytes", "64MiB")
+        assert [(row["proof"], row["digests_matched"]) for row in report["targets"]] == [("resident", 3)]
+        assert ask(engine, 8) == said_a

@@ -1,0 +1,340 @@
+"""Updates that succeed, or are refused before anything moves: toy engines in processes of their own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.harness import (
+    ToyTrainer,
+    children,
+    connect,
+    digests_of,
+    listening,
+    next_version,
+    num_fds,
+    num_threads,
+    push,
+    serves_whole,
+    trainer_of,
+)
+from tests.toy_engine import toy_weights
+from tests.unit.ranks import Ranks
+from weightcast import Target, WeightUpdater
+from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
+from weightcast.wire.digest import model_digest
+
+TRANSPORTS = ("ipc", "broadcast")
+
+
+def targets(engines, names: str) -> list:
+    return [getattr(engines, name) for name in names.split("+")]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("names", ["one", "two", "host", "bare", "one+two", "one+two+host+bare"])
+def test_every_engine_ends_with_exactly_the_trainers_weights(engines, transport, names):
+    chosen, version = targets(engines, names), next_version()
+    before = {engine.url: engine.info().version for engine in chosen}
+    assert version not in before.values()
+
+    report = push(chosen, version, transport=transport)
+
+    assert report.ok
+    assert report.transport == transport
+    assert report.buckets > 10
+    assert report.bytes == sum(tensor.nbytes for tensor in toy_weights(seed=version).values())
+    for engine, row in zip(chosen, report.targets, strict=True):
+        assert serves_whole(engine) == version
+        assert (row.url, row.version_before, row.version_after) == (engine.url, before[engine.url], version)
+        assert row.status == "serving"
+        assert row.proof == "resident"
+        assert row.ranks == row.digests_matched == len(engine.info().ranks)
+        assert row.digest == model_digest(digests_of(version, engine.dtype)) == engine.info().digest
+        assert row.not_updated == ()
+    assert report.digest == model_digest(digests_of(version))
+    assert json.loads(report.to_json())["version"] == version
+    assert str(version) in str(report)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+def test_how_weights_are_cut_into_buckets_does_not_matter(engines, transport, bucket_bytes):
+    version = next_version()
+    push([engines.one, engines.two], version, transport=transport, bucket_bytes=bucket_bytes)
+    assert serves_whole(engines.one) == serves_whole(engines.two) == version
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_updater_many_versions(engines, transport):
+    model = trainer_of(0)
+    with connect(model, [engines.one, engines.bare], transport=transport) as updater:
+        for _ in range(4):
+            version = next_version()
+            model.set_version(version)
+            assert updater.update(version=version).ok
+            assert serves_whole(engines.one) == serves_whole(engines.bare) == version
+
+
+def test_the_same_weights_twice_have_the_same_digests(engines):
+    version = next_version()
+    first = push([engines.one, engines.two], version, transport="ipc")
+    again = push([engines.one, engines.two], version, transport="broadcast")
+    assert [row.digest for row in first.targets] == [row.digest for row in again.targets]
+    assert first.digest == again.digest
+    other = push([engines.one, engines.two], next_version(), transport="ipc")
+    assert other.digest != first.digest
+
+
+def test_weights_may_travel_in_another_dtype(engines):
+    version = next_version()
+    report = push([engines.one, engines.two], version, wire_dtype="bfloat16")
+    assert report.ok
+    assert report.digest == model_digest(digests_of(version, "bfloat16"))
+    assert engines.one.digests() == digests_of(version, "float32", "bfloat16") != digests_of(version)
+    assert engines.two.digests() == digests_of(version, "bfloat16")
+    push([engines.one], next_version())
+
+
+@pytest.mark.parametrize("digest", ["fast", "sha256"])
+@pytest.mark.parametrize("level", ["none", "received", "resident"])
+def test_the_report_says_which_proof_was_reached(engines, level, digest):
+    version = next_version()
+    report = push([engines.one, engines.two], version, verify=level, digest=digest)
+    assert report.ok
+    for engine, row in zip((engines.one, engines.two), report.targets, strict=True):
+        assert row.proof == level
+        assert (row.digest is None) == (level == "none")
+        assert row.digests_matched == (0 if level == "none" else row.ranks)
+        assert serves_whole(engine) == version
+        assert (engine.info().digest is None) == (level != "resident")
+    assert (report.digest is None) == (level == "none")
+
+
+def test_behaviour_falls_back_to_what_the_engine_can_prove(engines):
+    # A toy engine cannot score, a toy trainer has no forward pass: the update stands, and the report says so.
+    version = next_version()
+    report = push([engines.one], version, verify="behaviour")
+    assert report.ok
+    assert report.targets[0].proof == "resident"
+    assert report.targets[0].message
+    assert serves_whole(engines.one) == version
+
+
+def test_retarget_lets_go_of_old_engines_and_meets_new_ones(engines):
+    for transport in TRANSPORTS:
+        version = next_version()
+        model = trainer_of(version)
+        with connect(model, [engines.one], transport=transport) as updater:
+            updater.update(version=version)
+            updater.retarget([engines.two.url, Target(engines.host.url)])
+            newer = next_version()
+            model.set_version(newer)
+            report = updater.update(version=newer)
+            assert [row.url for row in report.targets] == [engines.two.url, engines.host.url]
+        assert serves_whole(engines.one) == version
+        assert serves_whole(engines.two) == serves_whole(engines.host) == newer
+
+
+def test_an_engine_that_was_started_again_is_updated_again(fresh, engines):
+    engine = fresh("--local")
+    for transport in TRANSPORTS:
+        model = trainer_of(0)
+        with connect(model, [engine, engines.one], transport=transport) as updater:
+            version = next_version()
+            model.set_version(version)
+            updater.update(version=version)
+            assert serves_whole(engine) == version
+            engine.close()
+            engine = fresh("--local", port=engine.port)
+            assert serves_whole(engine) == 0
+            version = next_version()
+            model.set_version(version)
+            updater.update(version=version)
+            assert serves_whole(engine) == serves_whole(engines.one) == version
+
+
+def test_versions_count_up_unless_the_caller_insists(engines):
+    older, newer = next_version(), next_version()
+    push([engines.one], newer)
+    with pytest.raises(UpdateFailed, match=f"version {older} is older than {newer}") as caught:
+        push([engines.one], older)
+    assert engines.one.url in str(caught.value)
+    assert caught.value.report.targets[0].status == "untouched"
+    assert caught.value.half_updated == ()
+    assert serves_whole(engines.one) == newer
+    assert push([engines.one], older, allow_older=True).ok
+    assert serves_whole(engines.one) == older
+
+
+def test_one_engine_that_refuses_keeps_all_at_their_versions(engines):
+    older, newer = next_version(), next_version()
+    for transport in TRANSPORTS:
+        push([engines.one], newer, allow_older=True)
+        before = serves_whole(engines.two)
+        with pytest.raises(UpdateFailed, match="older"):
+            push([engines.two, engines.one], older, transport=transport)
+        assert serves_whole(engines.two) == before
+        report = push(
+            [engines.two, engines.one], older, transport=transport, on_failure="quarantine", allow_older=False
+        )
+        assert [row.status for row in report.targets] == ["serving", "untouched"]
+        assert "older" in report.targets[1].message
+        assert serves_whole(engines.two) == older
+        assert serves_whole(engines.one) == newer
+        older, newer = next_version(), next_version()
+
+
+def _without(name: str) -> dict[str, torch.Tensor]:
+    weights = toy_weights(seed=5)
+    weights.pop(name)
+    return weights
+
+
+WRONG = {
+    "missing": (lambda: _without("layers.1.up.weight"), "missing layers.1.up.weight"),
+    "extra": (lambda: toy_weights(seed=5) | {"lm_head.weight": torch.zeros(4, 4)}, "lm_head.weight"),
+    "shape": (
+        lambda: toy_weights(seed=5) | {"embed.weight": torch.zeros(95, 64)},
+        r"embed.weight has shape \(95, 64\)",
+    ),
+    "rank": (lambda: toy_weights(seed=5) | {"layers.0.norm.weight": torch.zeros(64, 1)}, "layers.0.norm.weight"),
+    "another model": (lambda: toy_weights(seed=5, layers=1), "missing layers.1.up.weight"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_weights_of_another_model_are_refused_before_anything_moves(engines, wrong):
+    make, words = WRONG[wrong]
+    before = serves_whole(engines.one)
+    with pytest.raises(ConfigError, match=words) as caught:
+        connect(ToyTrainer(make()), [engines.two, engines.one])
+    assert "http://" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint
+    assert serves_whole(engines.one) == before
+    push([engines.one, engines.two], next_version())
+
+
+def test_a_dtype_of_another_family_is_refused(engines):
+    model = ToyTrainer(toy_weights(seed=5))
+    model.layers.get_submodule("0").norm.weight = nn.Parameter(torch.zeros(64, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"layers.0.norm.weight is int32, the engine's is float32"):
+        connect(model, [engines.one])
+    serves_whole(engines.one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"transport": "pigeon"}, "transport='pigeon'"),
+        ({"bucket_bytes": 100}, "bucket_bytes=100"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"verify": "maybe"}, "verify='maybe'"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"wire_dtype": "float13"}, "float13"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(engines, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        connect(trainer_of(1), [engines.one], **changes)
+
+
+def test_targets_that_cannot_work_are_refused(engines):
+    model = trainer_of(1)
+    with pytest.raises(ConfigError, match="no targets"):
+        WeightUpdater.connect(model, [])
+    with pytest.raises(ConfigError, match="twice"):
+        WeightUpdater.connect(model, [engines.one.url, engines.one.url + "/"])
+    with pytest.raises(ConfigError, match="not an http URL"):
+        WeightUpdater.connect(model, ["127.0.0.1:8000"])
+    with pytest.raises(TargetUnreachable, match=r"http://127\.0\.0\.1:9"):
+        WeightUpdater.connect(model, ["http://127.0.0.1:9"], timeout_s=5)
+    with pytest.raises(WeightcastError, match="weightcast receiver"):
+        WeightUpdater.connect(model, [engines.one.url + "/v1"], timeout_s=5)
+
+
+def test_a_version_is_a_whole_number_from_zero(engines):
+    with connect(trainer_of(1), [engines.one]) as updater:
+        for version in (-1, True):
+            with pytest.raises(ConfigError, match="version"):
+                updater.update(version=version)
+    updater.close()
+    with pytest.raises(ConfigError, match="closed"):
+        updater.update(version=next_version())
+
+
+def _sharded_update(urls: list[str], version: int, transport: str) -> str:
+    torch.set_num_threads(1)
+    world_size = dist.get_world_size()
+    model = trainer_of(version)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model.layers.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with WeightUpdater.connect(model, urls, transport=transport, bucket_bytes=30_000, timeout_s=30.0) as updater:
+        report = updater.update(version=version)
+        return report.to_json()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_sharded_trainer_gives_the_digests_of_a_plain_one(engines, world_size):
+    ranks = Ranks(world_size)
+    try:
+        for transport in TRANSPORTS:
+            version = next_version()
+            answers = ranks.run(_sharded_update, [engines.one.url, engines.two.url], version, transport)
+            assert len(set(answers)) == 1
+            report = json.loads(answers[0])
+            assert report["digest"] == model_digest(digests_of(version))
+            assert [row["status"] for row in report["targets"]] == ["serving", "serving"]
+            assert serves_whole(engines.one) == serves_whole(engines.two) == version
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_is_left_behind(engines, transport):
+    chosen = [engines.one, engines.two, engines.bare]
+    pids = [os.getpid(), *(pid for engine in chosen for pid in engine.pids())]
+
+    def footprint() -> dict[str, list[int]]:
+        gc.collect()
+        return {
+            "fds": [num_fds(pid) for pid in pids],
+            "threads": [num_threads(pid) for pid in pids],
+            "listening": [len(listening(pid)) for pid in pids],
+            "children": sorted(children()),
+            "shm": sorted(os.listdir("/dev/shm")),
+        }
+
+    def settled() -> dict[str, list[int]]:
+        seen = footprint()
+        for _ in range(100):
+            time.sleep(0.05)  # threads and sockets end a moment after what they served
+            seen, before = footprint(), seen
+            if seen == before:
+                break
+        return seen
+
+    push(chosen, next_version(), transport=transport)
+    before = settled()
+    model = trainer_of(0)
+    with connect(model, chosen, transport=transport) as updater:
+        for _ in range(20):
+            version = next_version()
+            model.set_version(version)
+            assert updater.update(version=version).ok
+    for _ in range(3):
+        push(chosen, next_version(), transport=transport)
+    assert settled() == before
+    assert serves_whole(engines.bare) > version

@@ -1,0 +1,242 @@
+"""Toy engines in processes of their own, and trainers for them.
+
+Versions and weights go together: version ``v`` has the weights ``toy_weights(seed=v)``, an engine starts at version 0,
+and no test uses a version twice.  So what an engine serves can be checked at any time, by any test.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from tests.toy_engine import toy_weights
+from tests.unit import ranks
+from weightcast import WeightUpdater
+from weightcast.report import UpdateReport
+from weightcast.wire.digest import model_digest, tensor_digest
+from weightcast.wire.messages import Ack, EngineInfo
+
+ROOT = Path(__file__).parent.parent
+SMALL_BUCKETS = 30_000  # 15 buckets for the toy model, its larger matrices cut into rows
+PATIENCE_S = 30.0  # of a test that waits for something that takes a moment
+
+_versions = itertools.count(1)
+
+
+def next_version() -> int:
+    return next(_versions)
+
+
+class Engine:
+    """A toy engine.  Its processes are a process group of their own."""
+
+    def __init__(self, *args: str, port: int = 0) -> None:
+        self.args = args
+        command = [sys.executable, "-m", "tests.toy_engine", "--seed", "0", "--port", str(port), *args]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, start_new_session=True
+        )
+        self._port: int | None = None
+
+    @property
+    def port(self) -> int:
+        """Known when it answers."""
+        if self._port is None:
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline().split()
+            assert line[:1] == ["ready"], f"the engine {self.args} did not start"
+            self._port = int(line[1])
+        return self._port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def dtype(self) -> str:
+        return self.args[self.args.index("--dtype") + 1] if "--dtype" in self.args else "float32"
+
+    def ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 20.0) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def info(self) -> EngineInfo:
+        status, body = self.ask("GET", "/weightcast/info")
+        assert status == 200, body
+        return msgspec.json.decode(body, type=EngineInfo)
+
+    def digests(self) -> dict[str, str]:
+        """Of what it keeps, read back through its loader."""
+        status, body = self.ask("GET", "/weightcast/digests")
+        assert status == 200, body
+        ack = msgspec.json.decode(body, type=Ack)
+        assert not ack.mismatched
+        return ack.resident
+
+    def pids(self) -> list[int]:
+        """The server and its ranks."""
+        return sorted({self.process.pid, *(rank.pid for rank in self.info().ranks)})
+
+    def signal(self, number: int) -> None:
+        """To all its processes."""
+        os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def free(engine: Engine) -> EngineInfo:
+    """Wait until nobody updates the engine."""
+    return wait_for(lambda: (info := engine.info()).session_owner is None and info, f"{engine.url} to be free")
+
+
+def serves_whole(engine: Engine) -> int:
+    """The version that it says it serves; fails unless it has exactly its weights, in every bit."""
+    info = free(engine)
+    assert info.state == "serving", info.message
+    assert info.version is not None
+    kept = engine.digests()
+    assert kept == digests_of(info.version, engine.dtype)
+    assert info.digest in (None, model_digest(kept))
+    return info.version
+
+
+def wait_for(condition: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> Any:
+    """What the condition says as soon as it is true."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.02)
+
+
+@functools.lru_cache(maxsize=64)
+def digests_of(version: int, dtype: str = "float32", wire_dtype: str = "float32") -> dict[str, str]:
+    """What an engine that keeps ``dtype`` must have of a version that travelled in ``wire_dtype``."""
+    return {
+        name: tensor_digest(tensor.to(getattr(torch, wire_dtype)).to(getattr(torch, dtype)))
+        for name, tensor in toy_weights(seed=version).items()
+    }
+
+
+class ToyTrainer(nn.Module):
+    """A module whose parameters have the names of the toy weights."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in weights.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for step in path:
+                if not hasattr(module, step):
+                    module.add_module(step, nn.Module())
+                module = getattr(module, step)
+            module.register_parameter(last, nn.Parameter(tensor))
+
+    def set_version(self, version: int) -> None:
+        weights = toy_weights(seed=version)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(weights[name])
+
+
+def trainer_of(version: int) -> ToyTrainer:
+    return ToyTrainer(toy_weights(seed=version))
+
+
+def connect(model: nn.Module, engines: Sequence[Engine], **options: Any) -> WeightUpdater:
+    options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 20.0} | options
+    return WeightUpdater.connect(model, [engine.url for engine in engines], **options)
+
+
+def push(engines: Sequence[Engine], version: int, **options: Any) -> UpdateReport:
+    """A new trainer that updates once."""
+    with connect(trainer_of(version), engines, **options) as updater:
+        return updater.update(version=version)
+
+
+# One server forks for everybody; what it has imported need not be imported by every trainer.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([*ranks.PRELOAD, "weightcast.updater", "tests.harness"])
+
+
+def process(function: Callable[..., Any], *args: Any) -> Any:
+    """A started process that calls the function: a trainer that may be killed."""
+    started = _context.Process(target=_quietly, args=(function, *args), daemon=True)
+    started.start()
+    return started
+
+
+def _quietly(function: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    function(*args)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("T")
+
+
+def num_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def num_threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def listening(pid: int) -> set[str]:
+    """Sockets of a process that listen, as the kernel's lines of them."""
+    sockets = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            where = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        if where.startswith("socket:["):
+            sockets.add(where[8:-1])
+    lines: list[str] = []
+    for table in ("tcp", "tcp6"):
+        lines += Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    return {line for line in lines if line.split()[3] == "0A" and line.split()[9] in sockets}
+
+
+def children() -> set[int]:
+    """Of this process."""
+    mine = set()
+    for task in os.listdir("/proc/self/task"):
+        mine |= {int(pid) for pid in Path(f"/proc/self/task/{task}/children").read_text().split()}
+    return mine
+
+
+def later(delay_s: float, do: Callable[[], Any]) -> threading.Timer:
+    timer = threading.Timer(delay_s, do)
+    timer.daemon = True
+    timer.start()
+    return timer
