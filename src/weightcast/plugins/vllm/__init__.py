@@ -5,6 +5,8 @@
 the routes under ``/weightcast``.
 """
 
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false, reportPrivateUsage=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,7 @@
 """In vLLM's API server: the routes under ``/weightcast``, and what stands behind them."""
 
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import asyncio

@@ -3,6 +3,8 @@
 Everything here is called on threads of the server; vLLM's engine client lives on the server's event loop.
 """
 
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import asyncio

@@ -8,7 +8,8 @@ compute with it: a linear layer applied to unit vectors answers with the columns
 It knows vLLM's layers; messages, routes and sessions it does not.
 """
 
-# pyright: reportMissingImports=false
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportPrivateUsage=false
 from __future__ import annotations
 
 import copy
@@ -40,7 +41,7 @@ class _Packed:
     """
 
     name: str
-    layer: nn.Module
+    layer: Any
     loaded: dict[str, nn.Parameter]
     kind: str
     live: dict[str, nn.Parameter | None] = field(default_factory=dict[str, "nn.Parameter | None"])
@@ -57,7 +58,7 @@ class UnpackedModel:
         """
         self._model = model
         self._packed: list[_Packed] = []
-        self._derived: list[tuple[str, nn.Module]] = []
+        self._derived: list[tuple[str, Any]] = []  # modules of vLLM, whose attributes are not known here
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if method is None or not dict(layer.named_parameters(recurse=False)):
@@ -106,7 +107,7 @@ class UnpackedModel:
             for part in self._packed:
                 if part.kind == "experts":
                     same = rows is not None or all(
-                        torch.equal(part.layer._parameters[name], tensor)  # type: ignore[arg-type]
+                        torch.equal(part.layer._parameters[name], tensor)
                         for name, tensor in _packed_experts(part).items()
                     )
                 else:
@@ -138,7 +139,7 @@ class UnpackedModel:
                 part.live = {}
 
 
-def _kind(name: str, layer: nn.Module, method: Any, device: torch.device) -> str:
+def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -176,11 +177,12 @@ def _loaded_form(layer: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _process(layer: nn.Module) -> None:
+def _process(layer: Any) -> None:
     """vLLM's own packing of one layer, as after a first load."""
-    if hasattr(layer, "_already_called_process_weights_after_loading"):
-        del layer._already_called_process_weights_after_loading
-    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr,operator]
+    for name in ("_already_called_process_weights_after_loading", "cpu_linear"):
+        if hasattr(layer, name):  # the old packed weights go before the new ones are made
+            delattr(layer, name)
+    layer.quant_method.process_weights_after_loading(layer)
     if hasattr(layer, "update_param_tp_status"):
         layer.update_param_tp_status()  # type: ignore[operator]
 
@@ -188,18 +190,18 @@ def _process(layer: nn.Module) -> None:
 def _packed_experts(part: _Packed) -> dict[str, nn.Parameter]:
     """The experts' kernel packs what it is given; what it is given here is a copy of the layer with copies of the
     weights.  vLLM itself leaves this step out when weights are loaded again."""
-    experts = part.layer.quant_method.moe_kernel.fused_experts  # type: ignore[union-attr]
+    experts = part.layer.quant_method.moe_kernel.fused_experts
     twin = copy.copy(part.layer)
     twin._parameters = dict(part.layer._parameters)
     for name, tensor in part.loaded.items():
         fresh = nn.Parameter(tensor.detach().clone(), requires_grad=False)
-        fresh.__dict__.update(tensor.__dict__)
+        vars(fresh).update(vars(tensor))
         twin._parameters[name] = fresh
     experts.process_weights_after_loading(twin)
     return {name: tensor for name in part.loaded if (tensor := twin._parameters[name]) is not None}
 
 
-def _computes_with(layer: nn.Module, weight: torch.Tensor, rows: int | None) -> bool:
+def _computes_with(layer: Any, weight: torch.Tensor, rows: int | None) -> bool:
     """Is ``layer(x)`` the product with this weight?
 
     Unit vectors make it answer with columns of the weight, exactly: every sum has one term that is not zero.
@@ -215,8 +217,7 @@ def _computes_with(layer: nn.Module, weight: torch.Tensor, rows: int | None) -> 
         columns = wanted[start : start + _PROBE_ROWS].to(weight.device)
         unit = torch.zeros(len(columns), inputs, dtype=weight.dtype, device=weight.device)
         unit[torch.arange(len(columns), device=weight.device), columns] = 1
-        answer = layer.quant_method.apply(layer, unit, None)  # type: ignore[union-attr,operator]
+        answer = layer.quant_method.apply(layer, unit, None)
         if not torch.equal(answer, weight[:, columns].t()):
             return False
     return True
-

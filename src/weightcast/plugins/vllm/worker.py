@@ -6,6 +6,7 @@ runs on the worker's main thread, inside vLLM's own ``start_weight_update`` and 
 when nothing is generated.
 """
 
+# vLLM is not installed where this is checked.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
@@ -236,6 +237,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 spec = loader.expected[name]
                 kept = loader.residents[routes[0].parameter]
                 loader.expected[name] = TensorSpec.of(name, torch.empty(spec.shape, device="meta"), dtype=kept.dtype)
+        # vLLM's own constants (scales of an unquantised cache), which no checkpoint has.
+        constants = {name for name, _ in self.model.named_buffers() if name.rpartition(".")[2].startswith("_")}
+        loader.not_updated = tuple(name for name in loader.not_updated if name not in constants)
         if loader.computed:
             log.warning(
                 "%d tensors are computed with while they load: %s", len(loader.computed), dict(loader.why_computed)
