@@ -1,4 +1,4 @@
-"""What the receiver offers to engines that others wrote: weights beside the model, padding, checks, a lane of its own."""
+"""What the receiver offers engines that others wrote: weights beside the model, padding, checks, a lane of its own."""
 
 from __future__ import annotations
 
