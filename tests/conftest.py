@@ -23,7 +23,7 @@ def engines() -> Iterator[SimpleNamespace]:
         one=Engine("--local"),
         two=Engine("--tp", "2", "--dtype", "bfloat16"),
         host=Engine("--local", "--staging", "host"),
-        bare=Engine("--tp", "2", "--staging", "none"),
+        bare=Engine("--local", "--staging", "none"),
     )
     started.all = list(vars(started).values())
     try:

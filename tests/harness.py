@@ -12,11 +12,10 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import msgspec
 import torch
 from torch import nn
 
+from tests import toy_engine
 from tests.toy_engine import toy_weights
 from tests.unit import ranks
 from weightcast import WeightUpdater
@@ -31,7 +31,6 @@ from weightcast.report import UpdateReport
 from weightcast.wire.digest import model_digest, tensor_digest
 from weightcast.wire.messages import Ack, EngineInfo
 
-ROOT = Path(__file__).parent.parent
 SMALL_BUCKETS = 30_000  # 15 buckets for the toy model, its larger matrices cut into rows
 PATIENCE_S = 30.0  # of a test that waits for something that takes a moment
 
@@ -42,26 +41,28 @@ def next_version() -> int:
     return next(_versions)
 
 
+# One server forks for everybody; what it has imported need not be imported by every engine and trainer.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([*ranks.PRELOAD, "weightcast.updater", "tests.harness"])
+
+
 class Engine:
     """A toy engine.  Its processes are a process group of their own."""
 
     def __init__(self, *args: str, port: int = 0) -> None:
         self.args = args
-        command = [sys.executable, "-m", "tests.toy_engine", "--seed", "0", "--port", str(port), *args]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, start_new_session=True
-        )
+        self._ready, theirs = _context.Pipe(duplex=False)
+        self.process = _context.Process(target=_serve, args=(["--seed", "0", "--port", str(port), *args], theirs))
+        self.process.start()
+        theirs.close()
         self._port: int | None = None
 
     @property
     def port(self) -> int:
         """Known when it answers."""
         if self._port is None:
-            assert self.process.stdout is not None
-            line = self.process.stdout.readline().split()
-            assert line[:1] == ["ready"], f"the engine {self.args} did not start"
-            self._port = int(line[1])
+            assert self._ready.poll(120), f"the engine {self.args} did not start"
+            self._port = int(self._ready.recv())
         return self._port
 
     @property
@@ -103,16 +104,24 @@ class Engine:
         os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        """Kill it; safe to call twice."""
+        if self.process.is_alive():
+            self.port  # noqa: B018  it leads a process group of its own by then
             self.signal(signal.SIGKILL)
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self.process.join()
+        self._ready.close()
+
+
+def _serve(argv: list[str], ready: Connection) -> None:
+    os.setsid()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    toy_engine.main(argv, ready.send)
 
 
 def free(engine: Engine) -> EngineInfo:
     """Wait until nobody updates the engine."""
-    return wait_for(lambda: (info := engine.info()).session_owner is None and info, f"{engine.url} to be free")
+    return wait_for(lambda: (info := engine.info()).state != "updating" and info, f"{engine.url} to be free")
 
 
 def serves_whole(engine: Engine) -> int:
@@ -180,11 +189,6 @@ def push(engines: Sequence[Engine], version: int, **options: Any) -> UpdateRepor
     """A new trainer that updates once."""
     with connect(trainer_of(version), engines, **options) as updater:
         return updater.update(version=version)
-
-
-# One server forks for everybody; what it has imported need not be imported by every trainer.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([*ranks.PRELOAD, "weightcast.updater", "tests.harness"])
 
 
 def process(function: Callable[..., Any], *args: Any) -> Any:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import uvicorn
@@ -126,7 +126,13 @@ class Clockwork:
         pass
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | None = None) -> None:
+    """Serve until told to end.
+
+    Args:
+        argv: Arguments, those of the command line by default.
+        announce: Called with the port when the engine answers; it is printed by default.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--tp", type=int, default=1)
@@ -139,7 +145,7 @@ def main() -> None:
     parser.add_argument(
         "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     receiver_executor._GRACE_S = args.grace_s
     settings = {"seed": args.seed, "rows": args.rows, "staging": args.staging, "dtype": args.dtype}
     devices = tuple(args.devices.split(","))
@@ -168,12 +174,16 @@ def main() -> None:
     listener.bind(("127.0.0.1", args.port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
 
-    def announce() -> None:
+    def say() -> None:
         while not server.started:
             time.sleep(0.01)
-        print(f"ready {listener.getsockname()[1]}", flush=True)
+        port = listener.getsockname()[1]
+        if announce is not None:
+            announce(port)
+        else:
+            print(f"ready {port}", flush=True)
 
-    threading.Thread(target=announce, daemon=True).start()
+    threading.Thread(target=say, daemon=True).start()
     server.run(sockets=[listener])
     executor.close()
     os._exit(0)

@@ -156,6 +156,7 @@ class Head:
     def open(self, version: int, specs: tuple[TensorSpec, ...]) -> Decision:
         """Probe, open a session on every active target, make the group."""
         self._failure = None
+        self._links = []
         self.sent_bytes = self._num_buckets = 0
         with self._phase("open"):
             try:

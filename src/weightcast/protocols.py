@@ -72,6 +72,14 @@ class Exporter(Protocol):
         """What this rank holds.  No communication."""
         ...
 
+    def prepare(self, group: TrainerGroup) -> None:
+        """Find out what the other ranks hold.  Collective; once, before the first ``fill``.
+
+        Raises:
+            ConfigError: This model cannot be exported as it is sharded; the same on every rank.
+        """
+        ...
+
     def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
         """Write the layout's tensors, gathered and cast, into the bucket.  Collective over ``group``.
 

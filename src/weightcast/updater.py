@@ -21,11 +21,11 @@ from weightcast.comm.memory import PeakMemory
 from weightcast.config import Target, UpdateConfig
 from weightcast.engines.native.adapter import NativeAdapter
 from weightcast.errors import ConfigError, TargetError, UpdateFailed, WeightcastError
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.head import LEASE_DEADLINES, Decision, Head
 from weightcast.protocols import Exporter, Scorer
 from weightcast.report import UpdateReport
-from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import DTYPES, plan_buckets, total_bytes
 from weightcast.wire.messages import MemoryHandle
 
@@ -51,7 +51,12 @@ class WeightUpdater:
         self._closed = False
         self._specs = tuple(exporter.specs())
         self._layouts = plan_buckets(self._specs, bucket_bytes=config.bucket_bytes, packing=NativeAdapter.packing)
-        self._choose()
+        try:
+            exporter.prepare(self._group)
+            self._choose()
+        except BaseException:
+            self._group.close()
+            raise
 
     @classmethod
     def connect(
@@ -80,11 +85,7 @@ class WeightUpdater:
             config = UpdateConfig(**options)
         except TypeError as error:
             raise ConfigError(f"{error}".replace("UpdateConfig.__init__()", "WeightUpdater.connect()")) from None
-        if not targets:
-            raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
-        known = [Target(target) if isinstance(target, str) else target for target in targets]
-        if len({target.url for target in known}) != len(known):
-            raise ConfigError("a target is listed twice")
+        known = _known(targets)
         if config.wire_dtype is not None and config.wire_dtype not in DTYPES:
             raise ConfigError(f"wire_dtype={config.wire_dtype!r}: choose one of {', '.join(DTYPES)}")
         if isinstance(model, nn.Module):
@@ -129,17 +130,20 @@ class WeightUpdater:
         return decision.report
 
     def retarget(self, targets: Sequence[Target | str]) -> None:
-        """Membership changed: let go of the old targets and meet the new ones.  Collective.
+        """Membership changed: meet the new targets and let go of the old ones.  Collective.
 
         Raises:
-            ConfigError, TargetUnreachable, TargetRejected: As ``connect``.
+            ConfigError, TargetUnreachable, TargetRejected: As ``connect``; the old targets stay.
         """
-        if not targets:
-            raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
-        self._targets = tuple(Target(target) if isinstance(target, str) else target for target in targets)
-        if self._head is not None:
-            self._head.close()
-        self._choose()
+        before, head = self._targets, self._head
+        self._targets = _known(targets)
+        try:
+            self._choose()
+        except WeightcastError:
+            self._targets = before
+            raise
+        if head is not None:
+            head.close()
 
     def close(self) -> None:
         """Let go of groups, buffers and connections, here and in the engines.  Safe to call twice."""
@@ -188,19 +192,21 @@ class WeightUpdater:
         head = self._head
         kept_bytes = sum(slot.data.numel() for slot in self._slots)  # from an earlier update; they count all the same
         with PeakMemory(self._exporter.device) as peak:
-            decision = Decision()
-            if head is not None:
-                decision = head.open(version, self._specs)
-            decision = self._hear(decision)
-            if decision.error or decision.again:
-                return decision
             try:
+                decision = Decision()
+                if head is not None:
+                    decision = head.open(version, self._specs)
+                decision = self._hear(decision)
+                if decision.error or decision.again:
+                    return decision
                 self._stream()
                 if head is not None:
                     decision = head.finish()
             except BaseException as error:
                 if head is not None:
                     head.give_up(f"the trainer failed: {error}")
+                if self._group.world_size > 1:  # the other ranks would wait for this one
+                    self._group.abort(f"{type(error).__name__}: {error}")
                 raise
             decision = self._hear(decision)
         if decision.score:
@@ -224,16 +230,17 @@ class WeightUpdater:
             size = max(layout.size_bytes for layout in self._layouts)
             count = min(_NUM_SLOTS, len(self._layouts))
             self._slots = [SharedBuffer(max(size, 1), self._exporter.device) for _ in range(count)]
+        slots = [slot.data for slot in self._slots] if receives else None
+        buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
             if self._group.broadcast_bytes(go, timeout_s=self._config.timeout_s * LEASE_DEADLINES) != b"go":
                 return
-            slot = self._slots[layout.index % len(self._slots)] if receives else None
-            bucket = Bucket(layout, slot.data) if slot is not None else None
             started = time.monotonic()
-            self._exporter.fill(bucket, layout, self._group)
+            bucket = next(buckets)
             if head is not None:
                 head.add_phase("gather", time.monotonic() - started)
+            slot = self._slots[layout.index % len(self._slots)] if receives else None
             handles = self._gather_handles(slot)
             if head is not None:
                 assert bucket is not None
@@ -263,12 +270,21 @@ class WeightUpdater:
         return self._hear(decision)
 
 
+def _known(targets: Sequence[Target | str]) -> tuple[Target, ...]:
+    if not targets:
+        raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
+    known = tuple(Target(target) if isinstance(target, str) else target for target in targets)
+    if len({target.url for target in known}) != len(known):
+        raise ConfigError("a target is listed twice")
+    return known
+
+
 def _rebuild(decision: Decision) -> WeightcastError:
     """The head's error, on every rank."""
     if decision.error == "UpdateFailed":
         assert decision.report is not None
         return UpdateFailed(decision.text, report=decision.report, hint=decision.hint)
-    kind = getattr(errors, decision.error)
+    kind = getattr(errors, decision.error, WeightcastError)
     if issubclass(kind, TargetError):
         return kind(decision.text, url=decision.url, hint=decision.hint)
     if issubclass(kind, ConfigError):

@@ -55,7 +55,7 @@ class World:
         self.models = models
         self.folders = folders
         self.version = 0
-        self.pool = ThreadPoolExecutor(max_workers=2 * BATCH)
+        self.pool = ThreadPoolExecutor(max_workers=2 * BATCH + 1)
 
     def model(self, version: int) -> Any:
         return self.models[version % len(self.models)]
@@ -105,10 +105,10 @@ class World:
             assert time.monotonic() < deadline, health
             time.sleep(0.01)
 
-    def load(self) -> tuple[list[Future[Answered]], list[Future[Answered]]]:
+    def load(self, count: int = LONG) -> tuple[list[Future[Answered]], list[Future[Answered]]]:
         """Fill the batch with long requests, and the queue with short ones; half of each streams."""
         self.until(lambda health: health["running"] == health["waiting"] == 0)
-        running = [self.pool.submit(self.ask, prompt(), LONG, stream=i % 2 == 0) for i in range(BATCH)]
+        running = [self.pool.submit(self.ask, prompt(), count, stream=i % 2 == 0) for i in range(BATCH)]
         self.until(lambda health: health["running"] == BATCH)
         waiting = [self.pool.submit(self.ask, prompt(), SHORT, stream=i % 2 == 0) for i in range(BATCH)]
         self.until(lambda health: health["waiting"] == BATCH and health["running"] == BATCH)
@@ -156,7 +156,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     root = tmp_path_factory.mktemp("pause")
     folders = [root / "even", root / "odd"]
     models = [
-        tiny_model(folder, seed=seed, max_position_embeddings=1024) for seed, folder in enumerate(folders, start=1)
+        tiny_model(folder, seed=seed, max_position_embeddings=2048) for seed, folder in enumerate(folders, start=1)
     ]
     with engines(folders[0], root, {"tp": 2, "max_batch": BATCH}) as [engine]:
         found = World(engine, models, folders)
@@ -326,14 +326,20 @@ def test_sleep_and_wake(world: World) -> None:
 
 
 def test_sigterm_in_the_middle_of_an_update_leaves_no_process(world: World) -> None:
-    running, waiting = world.load()
     family = world.engine.family()
     assert len(family) >= 3, "the engine and its ranks"
+    sent = threading.Event()
     with WeightUpdater.connect(
-        world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=SOON_S
+        world.model(world.version + 1),
+        [world.engine.url],
+        pause="wait",
+        timeout_s=SOON_S,
+        progress=lambda done, total: sent.set() if done == total else None,
     ) as updater:
+        running, waiting = world.load(1500)
         update = world.pool.submit(updater.update, version=world.version + 1)
-        world.until(lambda health: health["state"] == "updating")
+        assert sent.wait(SOON_S)
+        time.sleep(0.5)  # now it waits, most likely, for the running requests
         world.engine.process.send_signal(signal.SIGTERM)
         assert world.engine.process.wait(SOON_S) == 0
         with pytest.raises(UpdateFailed, match=world.engine.url):

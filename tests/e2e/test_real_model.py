@@ -18,11 +18,7 @@ from weightcast.cli.demo.smollm2 import ensure_smollm2
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 COUNT = 20
-PROMPTS = [
-    "The capital of France is",
-    "def fibonacci(n):\n",
-    "Water boils at 100 degrees, and ice melts at",
-]
+PROMPTS = ["The capital of France is", "Once upon a time,", "In the beginning there was"]  # of equal length in tokens
 CHAT = [{"role": "user", "content": "What is two plus three?"}]
 Answers = tuple[list[list[int]], str]
 
@@ -32,30 +28,27 @@ def perturb(folder: Path, target: Path) -> set[str]:
     shutil.copytree(folder, target)
     torch.manual_seed(3)
     tensors = load_file(folder / "model.safetensors")
-    changed = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 2}
-    for name, tensor in changed.items():
-        noise = torch.randn(tensor.shape) * tensor.float().std() * 0.15
-        tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+    changed = [name for name, tensor in tensors.items() if tensor.ndim == 2]
+    for name in changed:
+        tensors[name].mul_(torch.empty_like(tensors[name]).uniform_(0.8, 1.2))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return set(changed)
 
 
 def say(folder: str) -> Answers:
     """What transformers answers greedily, in fp32: token ids for each prompt, and the text of a chat."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # several would spin for each other on a busy machine
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def generate(ids: torch.Tensor) -> list[int]:
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False
-        )
-        return out[0, ids.shape[1] :].tolist()
-
-    completions = [generate(tokenizer(prompt, return_tensors="pt").input_ids) for prompt in PROMPTS]
+    prompts = tokenizer(PROMPTS, return_tensors="pt")
     chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**chat, max_new_tokens=COUNT, do_sample=False)[0, chat["input_ids"].shape[1] :]
-    return completions, tokenizer.decode(answer, skip_special_tokens=True)
+    completions = model.generate(**prompts, max_new_tokens=COUNT, do_sample=False, eos_token_id=None)
+    [answer] = model.generate(**chat, max_new_tokens=COUNT // 2, do_sample=False)
+    return (
+        completions[:, prompts["input_ids"].shape[1] :].tolist(),
+        tokenizer.decode(answer[chat["input_ids"].shape[1] :], skip_special_tokens=True),
+    )
 
 
 def ask(engine: Engine, version: int) -> Answers:
@@ -63,7 +56,7 @@ def ask(engine: Engine, version: int) -> Answers:
     answer = engine.post(
         "/v1/completions", prompt=PROMPTS, max_tokens=COUNT, temperature=0, ignore_eos=True, return_token_ids=True
     )
-    chat = engine.post("/v1/chat/completions", messages=CHAT, max_tokens=COUNT, temperature=0)
+    chat = engine.post("/v1/chat/completions", messages=CHAT, max_tokens=COUNT // 2, temperature=0)
     assert answer["weight_version"] == chat["weight_version"] == version
     return [choice["token_ids"] for choice in answer["choices"]], chat["choices"][0]["message"]["content"]
 

@@ -96,3 +96,8 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection
             pipe.send((True, function(*args)))
         except BaseException:  # noqa: BLE001  # whatever it was, the test has to see it
             pipe.send((False, traceback.format_exc()))
+
+
+def allocate_slots(device: torch.device, bucket_bytes: int, *, count: int = 2) -> list[torch.Tensor]:
+    """Buffers for ``bucketize``: flat uint8 on a device."""
+    return [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(count)]

@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.unit.ranks import allocate_slots
 from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import safetensors_file
-from weightcast.exporters.bucketize import allocate_slots, bucketize
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets

@@ -21,7 +21,7 @@ def demo(
     modes: Annotated[
         str, typer.Option(metavar="MODE,MODE", help="Which of colocated (ipc) and disaggregated (broadcast), in order.")
     ] = "colocated,disaggregated",
-    steps: Annotated[int, typer.Option(metavar="N", help="Training steps, and so weight updates, in each mode.")] = 16,
+    steps: Annotated[int, typer.Option(metavar="N", help="Training steps, and so weight updates, in each mode.")] = 14,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the prompts' order and of sampling.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto takes GPUs where there are any.")] = "auto",
     model: Annotated[

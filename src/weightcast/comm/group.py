@@ -64,11 +64,20 @@ class Rendezvous:
         Args:
             host: Address under which engines can reach this process.
             timeout_s: Deadline of each operation on the store, in seconds.
+
+        Raises:
+            GroupFailed: The address is not this host's.
         """
         self.host = host
-        self.store = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
-        )
+        try:
+            self.store = dist.TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
+            )
+        except (RuntimeError, ValueError) as error:
+            raise GroupFailed(
+                f"cannot listen at {host}: {_first_line(error)}",
+                hint="is it an address of this host? (rendezvous_host)",
+            ) from error
         self.port: int = self.store.port
 
 

@@ -113,10 +113,7 @@ class SharedBuffer:
         """Let go; safe to call twice.  A process that has mapped the buffer keeps its pages until it lets go too."""
         self.data = torch.empty(0, dtype=torch.uint8)
         self._event = None
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # a view is alive somewhere; the mapping goes with it
-                self._map.close()
-            self._map = None
+        self._map = _unmap(self._map)
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -173,10 +170,7 @@ class Mapping:
         """Unmap; safe to call twice."""
         self.data = torch.empty(0, dtype=torch.uint8)
         self._event = None
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # a view is alive somewhere; the mapping goes with it
-                self._map.close()
-            self._map = None
+        self._map = _unmap(self._map)
         if self._base:
             cuda_driver.close_memory(self._base, self._device)
             self._base = 0
@@ -220,3 +214,9 @@ class Mapping:
                 self._event = torch.cuda.Event.from_ipc_handle(device, handle.event)
         except (cuda_driver.DriverError, RuntimeError) as error:
             raise MappingFailed(f"cannot map memory of GPU {handle.device}: {error}") from error
+
+
+def _unmap(mapped: mmap.mmap | None) -> None:
+    if mapped is not None:
+        with contextlib.suppress(BufferError):  # a view is alive somewhere; the mapping goes with it
+            mapped.close()

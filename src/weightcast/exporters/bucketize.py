@@ -47,8 +47,3 @@ def bucketize(
         bucket = Bucket(layout, slots[number % len(slots)]) if slots is not None else None
         exporter.fill(bucket, layout, group)
         yield bucket
-
-
-def allocate_slots(device: torch.device, bucket_bytes: int, *, count: int = 2) -> list[torch.Tensor]:
-    """Buffers for ``bucketize``: flat uint8 on a device, aligned for every dtype."""
-    return [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(count)]

@@ -113,6 +113,9 @@ class CheckpointExporter:
             file.read(entry, 0, tensor.view(-1), self._staging)
             yield Shard(spec=spec, box=Box(offset=(0,) * len(entry.shape), shape=entry.shape), tensor=tensor)
 
+    def prepare(self, group: TrainerGroup) -> None:
+        """Nothing to find out: every rank reads the same files."""
+
     def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
         """Read the layout's tensors into the bucket.  No communication: every receiver reads its own disk.
 

@@ -176,7 +176,7 @@ class MpExecutor:
         try:
             for rank, reply in enumerate(self._replies(self._work, start_timeout_s, "its start")):
                 if reply[:1] != _OK:
-                    raise EngineFailure(f"rank {rank} could not start: {reply[1:].decode()}", ranks=[rank])
+                    raise EngineFailure(f"rank {rank} failed in its start: {reply[1:].decode()}", ranks=[rank])
         except EngineFailure:
             self.close()
             raise
@@ -199,7 +199,7 @@ class MpExecutor:
             replies = self._replies(self._work, self._run_timeout_s, "a step")
         failed = [rank for rank, reply in enumerate(replies) if reply[:1] != _OK]
         if failed:
-            raise EngineFailure(f"rank {failed[0]} failed: {replies[failed[0]][1:].decode()}", ranks=failed)
+            raise EngineFailure(f"rank {failed[0]} failed in a step: {replies[failed[0]][1:].decode()}", ranks=failed)
         return replies[0][1:]
 
     def interrupt(self, reason: str) -> None:
@@ -260,7 +260,7 @@ class MpExecutor:
             if not ready:
                 failed = {rank: reply[1:].decode() for rank, reply in replies.items() if reply[:1] == _FAILED}
                 for rank, words in failed.items() if connections is self._work else ():
-                    raise self._break(f"rank {rank} failed: {words}", [rank])
+                    raise self._break(f"rank {rank} failed in {what}: {words}", [rank])
                 late = sorted(waiting.values())
                 raise self._break(f"rank {late[0]} did not give {what} within {timeout_s:g} s", late)
             for connection in ready:

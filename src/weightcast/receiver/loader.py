@@ -87,7 +87,7 @@ class Loader:
         ]
         self.not_updated = () if recording.opaque else tuple(unwritten)
         self._routed = {route.parameter for route in routes}
-        self._shared = _sharing(self.residents)
+        self._shared = _sharing(model)
         self.staging = Staging(self.residents, "none")
         self._arrived: dict[str, int] = {}
         self._whole: dict[str, torch.Tensor] = {}
@@ -256,10 +256,10 @@ def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torc
             )
 
 
-def _sharing(residents: Mapping[str, torch.Tensor]) -> str:
-    """Which two residents share memory, in words; empty if none do."""
+def _sharing(model: nn.Module) -> str:
+    """Which two of a model's tensors share memory, in words; empty if none do."""
     owner: dict[int, str] = {}
-    for name, tensor in residents.items():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel():
             first = owner.setdefault(tensor.untyped_storage().data_ptr(), name)
             if first != name:

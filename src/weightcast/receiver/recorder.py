@@ -140,7 +140,9 @@ class _Recorder(TorchDispatchMode):
             name = self._residents[_storage(tensor)][0]
             self._why[self._current] = f"{func} writes {name}"
             self._written.add(name)
-        return residents[0] if residents else func(*args, **kwargs)
+        if residents:
+            return residents[0] if func._schema.returns else None
+        return func(*args, **kwargs)
 
     def _fill(self, target: torch.Tensor) -> bool:
         """Is this a constant in a place of its own?  Then it is there since the model was first loaded, and stays."""
@@ -174,6 +176,8 @@ class _Recorder(TorchDispatchMode):
             self._why[name] = f"{parameter} gets a broadcast of the source"
             self._written.add(parameter)
             return
+        if not source.numel() and spec.numel:
+            return  # a rank that keeps nothing of it
         box = box_of(spec.shape, int(source.storage_offset()), tuple(source.shape), source.stride())
         if box is None:
             self._why[name] = f"{parameter} gets a part of the source that is not a box"
@@ -223,8 +227,10 @@ def box_of(
         Offset and extent of the box in the tensor's own dimensions, and for each of these the dimension of the view
         that runs along it (None where the extent is 1); None if the view is no box.
     """
-    strides = [math.prod(full[dim + 1 :]) for dim in range(len(full))]
     along: list[int | None] = [None] * len(full)
+    if math.prod(full) == 0:
+        return tuple(0 for _ in full), tuple(full), tuple(along)
+    strides = [math.prod(full[dim + 1 :]) for dim in range(len(full))]
     extent = [1] * len(full)
     for dim, (size, step) in enumerate(zip(shape, stride, strict=True)):
         if size == 1:
@@ -236,10 +242,8 @@ def box_of(
         extent[fits[0]] = size
     start: list[int] = []
     for step in strides:
-        start.append(offset // step if step else 0)
+        start.append(offset // step)
         offset -= start[-1] * step
     if offset or any(first + size > whole for first, size, whole in zip(start, extent, full, strict=True)):
         return None
-    if math.prod(full) == 0:
-        return tuple(0 for _ in full), tuple(full), tuple(along)
     return tuple(start), tuple(extent), tuple(along)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from weightcast.errors import ConfigError
+
 
 class SlotCache(Cache):
     """A transformers cache over one preallocated tensor, (layers, 2, slots, kv heads, max_len, head_dim).
@@ -52,14 +54,24 @@ class SlotCache(Cache):
         return math.prod(self._shape) * self._dtype.itemsize
 
     def allocate(self) -> None:
-        """Get the memory, if it is not there.  Everything in it is zero."""
+        """Get the memory, if it is not there.  Everything in it is zero.
+
+        Raises:
+            ConfigError: There is not enough.
+        """
         if self._layers:
             return
-        if self._device.type == "cpu":
-            raw = torch.frombuffer(mmap.mmap(-1, self.size_bytes), dtype=torch.uint8)
-            self._data = raw.view(self._dtype).view(self._shape)
-        else:
-            self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        try:
+            if self._device.type == "cpu":
+                pages = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._data = torch.frombuffer(pages, dtype=torch.uint8).view(self._dtype).view(self._shape)
+            else:
+                self._data = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise ConfigError(
+                f"a cache of {self.size_bytes / 2**30:.1f} GiB does not fit on {self._device}: {error}",
+                hint="fewer requests at once (max_batch) or a shorter context (max_len)",
+            ) from error
         self._layers = [(layer[0], layer[1]) for layer in self._data]
 
     def free(self) -> None:

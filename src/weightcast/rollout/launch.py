@@ -22,6 +22,7 @@ from typing import Literal, get_args
 
 import torch
 import uvicorn
+from starlette.concurrency import run_in_threadpool
 from transformers import PretrainedConfig
 
 from weightcast import __version__
@@ -284,7 +285,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what is generated, so that its connections end too."""
-        self._stopping()
+        await run_in_threadpool(self._stopping)
         await super().shutdown(sockets)
 
 

@@ -80,7 +80,7 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     if size % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - size % _BLOCK))
     blocks = weights.view(rows, -1, _BLOCK)
-    by_block = blocks.sum(dim=-1, dtype=torch.float64)
+    by_block = blocks.sum(dim=-1).double()
     block, threshold = _search(by_block, uniform.double() * by_block.sum(dim=-1, keepdim=True))
     inside = blocks[torch.arange(rows, device=weights.device), block].double()
     place, _ = _search(inside, threshold)

@@ -200,7 +200,9 @@ class Scheduler:
                 raise Refused("the engine is asleep", hint="POST /wake first")
             self._pauses.append(pause)
             self._changed.notify_all()
-            in_time = self._changed.wait_for(lambda: pause.done or self._failure is not None, timeout_s)
+            in_time = self._changed.wait_for(
+                lambda: pause.done or self._failure is not None or self._closing, timeout_s
+            )
             if not pause.done:
                 self._pauses.remove(pause)
                 self._changed.notify_all()
@@ -355,13 +357,14 @@ class Scheduler:
     def _step(self) -> bool:
         """One command to the ranks, or a wait for something to do.  False to end."""
         with self._changed:
+            if self._closing:
+                self._end_all("abort", None)
+                self._end_jobs()
+                return False
             self._end_aborted()
             self._settle_pauses()
             job = self._jobs.popleft() if self._jobs else None
             idle = bool(self._holders) or not (self._running or self._waiting)
-            if self._closing:
-                self._end_all("abort", None)
-                return False
             admitted = [] if job or idle else self._admit()
             if job is None and (idle or not (admitted or self._running)):
                 # Also with nothing to do somebody must notice a rank that died.
@@ -517,11 +520,12 @@ class Scheduler:
         with self._changed:
             self._failure = why
             self._end_all("error", why)
-            jobs = list(self._jobs)
-            self._jobs.clear()
+            self._end_jobs()
             self._changed.notify_all()
-        for job in jobs:
-            job()  # each finds the failure and tells whoever waits for it
+
+    def _end_jobs(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()  # finds that the engine is not alive and tells whoever waits for it
 
     # -- commands
 
@@ -541,7 +545,7 @@ class Scheduler:
                 future.set_result(self._run(command, kind))
             except EngineFailure as error:
                 future.set_exception(error)
-                if self._failure is None:
+                if self._failure is None and not self._closing:
                     raise
 
         with self._changed:

@@ -20,14 +20,14 @@ from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_f
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.transports.ipc import leave_all, post_bucket
 from weightcast.transports.link import Link
-from weightcast.transports.pump import Pump
+from weightcast.transports.pump import Pumped
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import GROUP_FAILED, Join, MemoryHandle
 
 _LATE_S = 10.0  # targets keep the deadline themselves and answer; this much later they are given up
 
 
-class BroadcastTransport:
+class BroadcastTransport(Pumped):
     """A group across both worlds: nccl on GPUs, gloo on CPUs."""
 
     name = "broadcast"
@@ -41,12 +41,12 @@ class BroadcastTransport:
             host: Address of this process that engines can reach.
             timeout_s: Deadline of each wait, in seconds.
         """
+        super().__init__(self._send_one)
         self._links = list(links)
         self._device = device
         self._host = host
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
-        self._pump = Pump(self._send_one)
         self._group: WorldGroup | None = None
         self._store: Rendezvous | None = None
         self._filled = torch.cuda.Event() if device.type == "cuda" else None
@@ -112,18 +112,10 @@ class BroadcastTransport:
             self._filled.record(torch.cuda.current_stream(self._device))
         self._pump.put(bucket, ())
 
-    def drain(self) -> None:
-        """As ``Transport.drain``."""
-        self._pump.drain()
-
     def abort(self, reason: str) -> None:
         """As ``Transport.abort``; the next ``connect`` makes a new group."""
         if self._group is not None:
             self._group.abort(reason)
-
-    def settle(self) -> None:
-        """Wait until no thread works on a bucket any more."""
-        self._pump.settle()
 
     def close(self) -> None:
         """As ``Transport.close``."""

@@ -76,7 +76,7 @@ class SentDigests:
             return
         row_bytes = max(1, slot.spec.row_bytes // slot.spec.torch_dtype.itemsize * DTYPES[dtype].itemsize)
         step = max(1, _CAST_BYTES // row_bytes)
-        for row in range(0, slot.num_rows, step):
+        for row in range(0, max(slot.num_rows, 1), step):
             part = view[row : row + step].to(DTYPES[dtype])
             sums = partial_sums([_piece(slot, part, slot.first_row + row)])
             self._sums.append((slot.spec, dtype, sums[0]))

@@ -12,21 +12,21 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected
 from weightcast.protocols import EngineRequest
 from weightcast.transports.link import Link
-from weightcast.transports.pump import Pump
+from weightcast.transports.pump import Pumped
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import MemoryHandle
 
 
-class IpcTransport:
+class IpcTransport(Pumped):
     """Same host: CUDA IPC on GPUs, shared memory on CPUs."""
 
     name = "ipc"
 
     def __init__(self, links: Sequence[Link], *, timeout_s: float) -> None:
+        super().__init__(self._send_one)
         self._links = list(links)
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
-        self._pump = Pump(self._send_one)
         self._closed = False
 
     def connect(self) -> None:
@@ -36,16 +36,8 @@ class IpcTransport:
         """As ``Transport.send``."""
         self._pump.put(bucket, tuple(handles))
 
-    def drain(self) -> None:
-        """As ``Transport.drain``."""
-        self._pump.drain()
-
     def abort(self, reason: str) -> None:
         """Posts are bounded by their deadline and ended by the engines' own abort."""
-
-    def settle(self) -> None:
-        """Wait until no thread works on a bucket any more."""
-        self._pump.settle()
 
     def close(self) -> None:
         """As ``Transport.close``."""

@@ -44,3 +44,18 @@ class Pump:
         """End the thread; safe to call twice."""
         self.settle()
         self._thread.shutdown(wait=True)
+
+
+class Pumped:
+    """The calls of ``Transport`` that are the pump's alone."""
+
+    def __init__(self, send_one: SendOne) -> None:
+        self._pump = Pump(send_one)
+
+    def drain(self) -> None:
+        """Return when every bucket sent so far has been taken over by every target; raise what went wrong."""
+        self._pump.drain()
+
+    def settle(self) -> None:
+        """Return when nothing is under way any more, whatever became of it."""
+        self._pump.settle()

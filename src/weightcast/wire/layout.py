@@ -41,7 +41,7 @@ MAX_TENSORS = 1 << 20
 MAX_DIMS = 8
 MAX_BYTES = 1 << 46  # 64 TiB: no tensor or bucket is larger; keeps every product far from overflow
 
-Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
+Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+\Z")]
 Size = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Shape = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 

@@ -24,14 +24,14 @@ PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
 GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
 
-Session = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+Session = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
 Version = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
-Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+$")]
+Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
-GroupName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+GroupName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,7 +133,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     group: GroupName
     host: Host
     port: Port
-    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     first_rank: Rank
     world_size: Annotated[int, Meta(ge=2, le=1 << 20)]
     backend: Literal["nccl", "gloo"]

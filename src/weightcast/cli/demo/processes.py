@@ -16,6 +16,14 @@ from weightcast.cli.demo.children import Child, Children
 from weightcast.cli.demo.placement import EnginePlace, Placement
 from weightcast.cli.demo.settings import DemoConfig, Mode
 
+# glibc gives large buffers back to the kernel at every free, and each training step then faults them in again:
+# a fifth of a step on CPU.
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
 TRANSPORTS = {"colocated": "ipc", "disaggregated": "broadcast"}
 
 
@@ -36,7 +44,7 @@ def start_engines(children: Children, model: Path, placement: Placement) -> list
 
 def start_trainers(children: Children, job: Path, placement: Placement) -> list[Child]:
     """The trainer processes; each waits for a line with the engines' URLs on stdin."""
-    env = _environment(_threads(placement.trainers))
+    env = {**_environment(_threads(placement.trainers)), **_KEEP_MEMORY}
     command = [sys.executable, "-m", "weightcast.cli.demo.trainer", str(job)]
     ranks = range(placement.trainers)
     return [children.start(f"trainer-{rank}", [*command, str(rank)], env=env, piped=True) for rank in ranks]

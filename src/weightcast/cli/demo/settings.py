@@ -35,7 +35,7 @@ class GrpoConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompts_per_step: int = 4
     group_size: int = 8
     max_tokens: int = 14
-    learning_rate: float = 7e-6
+    learning_rate: float = 1e-5
     clip_low: float = 0.2
     clip_high: float = 0.28
     max_grad_norm: float = 1.0
@@ -61,7 +61,7 @@ class DemoConfig:
 
     out: Path = Path("weightcast-demo")
     modes: tuple[Mode, ...] = ("colocated", "disaggregated")
-    steps: int = 16
+    steps: int = 14
     seed: int = 0
     device: DeviceChoice = "auto"
     model: Path | None = None

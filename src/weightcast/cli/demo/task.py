@@ -43,6 +43,10 @@ CAPITALS = {
 }
 
 
+# Shown before and after training: the untrained model rarely gets it right.
+SHOWN_COUNTRY = "Egypt"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One prompt and what its answer has to name."""

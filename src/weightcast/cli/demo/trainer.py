@@ -26,12 +26,12 @@ from weightcast.cli.demo.learner import Learner
 from weightcast.cli.demo.records import Answer, Event, Sample, StepRecord
 from weightcast.cli.demo.rollouts import Completion, Engines
 from weightcast.cli.demo.settings import GrpoConfig
-from weightcast.cli.demo.task import Question, questions, reward
+from weightcast.cli.demo.task import CAPITALS, SHOWN_COUNTRY, Question, questions, reward
 from weightcast.errors import VerificationFailed
 from weightcast.report import UpdateReport
 
 _SAMPLE_SEED = 1_000_003
-_SAMPLES = 3
+_SAMPLES = 4
 
 
 class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{job.rendezvous}",
             rank=rank,
             world_size=job.world_size,
@@ -165,7 +165,7 @@ def _train(job: TrainerJob, *, device: torch.device, events: IO[str]) -> None:
         wire_dtype=job.wire_dtype,
         timeout_s=job.step_timeout_s,
     )
-    shown = next(questions(seed=job.seed, per_step=1))[0]
+    shown = Question(country=SHOWN_COUNTRY, capital=CAPITALS[SHOWN_COUNTRY])
     try:
         if rollouts is not None:
             _emit(events, rollouts.sample(shown, version=0))

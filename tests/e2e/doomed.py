@@ -1,0 +1,163 @@
+"""Trainers that die or stop by themselves at a chosen point of an update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.harness import SMALL_BUCKETS, trainer_of
+from weightcast import WeightUpdater
+from weightcast.comm.group import WorldGroup
+from weightcast.comm.http import Client
+from weightcast.errors import WeightcastError
+from weightcast.exporters.module import ModuleExporter
+from weightcast.transports import broadcast
+from weightcast.transports.link import Link
+from weightcast.transports.pump import Pump
+
+# What each point is; a number after a colon counts from 0.
+POINTS: dict[str, Callable[[int, Callable[[], None]], None]] = {}
+
+
+def update(urls: list[str], version: int, where: str, number: int, options: dict[str, Any], said: Any = None) -> None:
+    """Connect, then meet one's fate while updating.
+
+    Args:
+        urls: The engines.
+        version: What to update to.
+        where: ``point`` or ``point:k``.
+        number: The signal to send to oneself.
+        options: For ``connect``.
+        said: Pipe for the error of a trainer that lives on.
+    """
+    options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 20.0} | options
+    updater = WeightUpdater.connect(trainer_of(version), urls, **options)
+    point, _, count = where.partition(":")
+    POINTS[point](int(count or 0), lambda: os.kill(os.getpid(), number))
+    try:
+        updater.update(version=version)
+    except WeightcastError as error:
+        if said is not None:
+            said.send(f"{type(error).__name__}: {error}")
+        return
+    if said is not None:
+        said.send("updated")
+
+
+def point(install: Callable[[int, Callable[[], None]], None]) -> None:
+    POINTS[install.__name__.strip("_")] = install
+
+
+def wrap(
+    owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        value = original(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
+        return value
+
+    setattr(owner, name, wrapped)
+
+
+def on_call(count: int, die: Callable[[], None]) -> Callable[..., None]:
+    """Die at the call number ``count``."""
+    calls = iter(range(1_000_000))
+    lock = threading.Lock()
+
+    def called(*_: Any, **__: Any) -> None:
+        with lock:
+            if next(calls) == count:
+                die()
+
+    return called
+
+
+def soon(delay_s: float, die: Callable[[], None]) -> None:
+    def do() -> None:
+        time.sleep(delay_s)
+        die()
+
+    threading.Thread(target=do, daemon=True).start()
+
+
+@point
+def opening(milliseconds: int, die: Callable[[], None]) -> None:
+    """While the engines answer Open."""
+    wrap(Client, "open_lease", before=lambda *_, **__: soon(milliseconds / 1000, die))
+
+
+@point
+def opened(_: int, die: Callable[[], None]) -> None:
+    """One engine is open, another may be."""
+    wrap(Link, "open", after=on_call(0, die))
+
+
+@point
+def joining(_: int, die: Callable[[], None]) -> None:
+    """The engines wait for the trainer in a group that it never enters."""
+
+    def stay_away(*_: Any, **__: Any) -> WorldGroup:
+        time.sleep(0.3)
+        die()
+        raise AssertionError
+
+    broadcast.WorldGroup = stay_away  # type: ignore[assignment,misc]
+
+
+@point
+def filled(count: int, die: Callable[[], None]) -> None:
+    """A bucket is full, the one before it is under way."""
+    wrap(ModuleExporter, "fill", after=on_call(count, die))
+
+
+@point
+def posted(count: int, die: Callable[[], None]) -> None:
+    """A bucket is under way."""
+    wrap(Pump, "put", after=on_call(count, die))
+
+
+@point
+def announced(count: int, die: Callable[[], None]) -> None:
+    """The engines wait for a broadcast that never comes."""
+
+    def wait_then_die() -> None:
+        time.sleep(0.1)
+        die()
+
+    wrap(WorldGroup, "start_broadcast", before=on_call(count, wait_then_die))
+
+
+@point
+def sent(_: int, die: Callable[[], None]) -> None:
+    """Everything has arrived, nobody has said so."""
+    wrap(Link, "close", before=on_call(0, die))
+
+
+@point
+def closed(_: int, die: Callable[[], None]) -> None:
+    """Everything has arrived and was proven."""
+    wrap(Link, "close", after=on_call(0, die))
+
+
+@point
+def committing(tenths: int, die: Callable[[], None]) -> None:
+    """The engines are committing, or have, or have not begun."""
+    wrap(Link, "commit", before=lambda *_, **__: soon(tenths / 10000, die))
+
+
+@point
+def committed(_: int, die: Callable[[], None]) -> None:
+    """One engine has the new version."""
+    wrap(Link, "commit", after=on_call(0, die))
+
+
+KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)

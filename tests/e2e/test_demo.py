@@ -1,0 +1,130 @@
+"""The demo as a user runs it, with a tiny model: every process is real, only the weights are small and random."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tiny import tiny_model, tiny_tokenizer
+
+STEPS = 2
+
+pytestmark = pytest.mark.timeout(300)  # a dozen processes import torch, two times
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo-model")
+    tiny_model(folder, tie_word_embeddings=True)
+    tiny_tokenizer(folder)
+    return folder
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "weightcast", "demo", "--device", "cpu", *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def descendants(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    with start("--steps", STEPS, "--model", model, "--out", out) as demo:
+        stdout, stderr = demo.communicate(timeout=280)
+    assert demo.returncode == 0, stderr
+    return out, stdout
+
+
+def test_both_modes_end_with_every_digest_matched_on_every_rank(finished):
+    out, _ = finished
+    report = json.loads((out / "report.json").read_text())
+    assert [(mode["mode"], mode["transport"]) for mode in report["modes"]] == [
+        ("colocated", "ipc"),
+        ("disaggregated", "broadcast"),
+    ]
+    for mode in report["modes"]:
+        assert [step["version"] for step in mode["steps"]] == list(range(1, STEPS + 1))
+        assert [(step["digests_matched"], step["ranks"]) for step in mode["steps"]] == [(4, 4)] * STEPS
+        assert [sample["version"] for sample in mode["samples"]] == [0, STEPS]
+
+
+def test_the_trainer_computes_the_log_probabilities_that_the_engines_report(finished):
+    # Both engines, tp 1 and tp 3, after both transports: other weights on either side would show here.
+    out, _ = finished
+    steps = [step for mode in json.loads((out / "report.json").read_text())["modes"] for step in mode["steps"]]
+    assert all(step["completion_tokens"] > 100 for step in steps)
+    assert max(step["logprob_gap"] for step in steps) < 1e-3
+
+
+def test_rows_summary_picture_and_logs(finished):
+    out, stdout = finished
+    rows = [line for line in stdout.splitlines() if "4 of 4" in line]
+    assert len(rows) == 2 * STEPS
+    assert "every digest matched" in stdout
+    assert str(out / "plot.png") in stdout
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for mode in ("colocated", "disaggregated"):
+        logs = out / "logs" / mode
+        assert {path.name for path in logs.iterdir()} == {
+            "engine-0.log",
+            "engine-1.log",
+            "trainer-0.log",
+            "trainer-1.log",
+        }
+        assert f"version {STEPS}" in (logs / "trainer-1.log").read_text()
+
+
+def test_sigterm_in_the_middle_leaves_no_process(model, tmp_path):
+    with start("--steps", 1000, "--modes", "disaggregated", "--model", model, "--out", tmp_path) as demo:
+        assert demo.stdout is not None
+        while "4 of 4" not in (line := demo.stdout.readline()):
+            assert line, "the demo ended before its first step"
+        started = descendants(demo)
+        assert len(started) >= 8  # two trainers, two engines, three ranks, the reaper
+        demo.send_signal(signal.SIGTERM)
+        demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert_gone(started)
+
+
+def test_an_engine_that_is_killed_ends_the_demo_with_its_name(model, tmp_path):
+    with start("--steps", 1000, "--modes", "colocated", "--model", model, "--out", tmp_path) as demo:
+        assert demo.stdout is not None
+        while "4 of 4" not in (line := demo.stdout.readline()):
+            assert line, "the demo ended before its first step"
+        started = descendants(demo)
+        [engine] = [process for process in started if {"serve", "3"} <= set(process.cmdline())]
+        engine.kill()
+        _, stderr = demo.communicate(timeout=120)
+    assert demo.returncode == 1
+    assert "engine-1 was ended by SIGKILL" in stderr
+    assert_gone(started)
+
+
+def test_an_engine_that_cannot_start_shows_its_own_words(tmp_path):
+    folder = tmp_path / "model"
+    tiny_model(folder, num_attention_heads=8, num_key_value_heads=8)  # no 3 ranks for 8 heads
+    tiny_tokenizer(folder)
+    with start("--steps", 1, "--model", folder, "--out", tmp_path / "out") as demo:
+        _, stderr = demo.communicate(timeout=120)
+    assert demo.returncode == 1
+    assert "the end of what engine-1 said" in stderr
+    assert "8" in stderr.split("the end of what engine-1 said")[1]
+    assert "error: engine-1 ended with exit code 1" in stderr
+    assert not (tmp_path / "out" / "report.json").exists()

@@ -1,0 +1,429 @@
+"""Whoever dies, stops or lies in the middle of an update: engines serve whole versions, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.e2e import doomed
+from tests.harness import (
+    Engine,
+    connect,
+    digests_of,
+    free,
+    is_stopped,
+    next_version,
+    process,
+    push,
+    serves_whole,
+    trainer_of,
+    wait_for,
+)
+from tests.unit.ranks import Ranks
+from weightcast import WeightUpdater, head
+from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
+from weightcast.transports.link import Link
+from weightcast.wire.bucket import Bucket
+
+IPC_POINTS = [
+    *("opening:0", "opening:2", "opening:6", "opened", "filled:0", "filled:1", "posted:0", "posted:5", "posted:14"),
+    *("sent", "closed", "committing:0", "committing:10", "committing:20", "committing:40", "committed"),
+]
+BROADCAST_POINTS = [*IPC_POINTS, "joining", "announced:0", "announced:7"]
+POINTS = [("ipc", where) for where in IPC_POINTS] + [("broadcast", where) for where in BROADCAST_POINTS]
+SHORT = {"timeout_s": 1.0}
+
+
+def die(engines: list[Engine], version: int, where: str, **options: object) -> None:
+    """A trainer that is killed there, by itself."""
+    trainer = process(doomed.update, [engine.url for engine in engines], version, where, doomed.KILL, options)
+    trainer.join(60)
+    assert trainer.exitcode == -signal.SIGKILL
+    trainer.close()
+
+
+@pytest.mark.parametrize(("transport", "where"), POINTS)
+def test_a_killed_trainer_leaves_whole_versions_and_free_engines(engines, transport, where):
+    chosen = [engines.one, engines.two, engines.host]
+    before = {engine.url: serves_whole(engine) for engine in chosen}
+    doomed_version = next_version()
+
+    die(chosen, doomed_version, where, transport=transport)
+
+    # At once: a new trainer does not ask first whether it may.
+    push(chosen[1:], next_version(), transport=transport)
+    untouched = serves_whole(chosen[0])
+    assert untouched in (before[chosen[0].url], doomed_version)
+    if not where.startswith("committ"):
+        assert untouched == before[chosen[0].url]
+    version = next_version()
+    push(chosen, version, transport=transport)
+    assert [serves_whole(engine) for engine in chosen] == [version] * 3
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_without_staging_a_half_written_engine_says_so_and_the_next_update_heals_it(engines, transport):
+    bare = engines.bare
+    before = serves_whole(bare)
+    for where in ("opened", "committed"):
+        version = next_version()
+        die([bare], version, where, transport=transport)
+        assert serves_whole(bare) == (before if where == "opened" else version)
+
+    version = next_version()
+    die([bare], version, "posted:5", transport=transport)
+    info = wait_for(lambda: (now := bare.info()).state == "quarantined" and now, "the quarantine")
+    assert f"update to version {version} ended half way" in info.message
+    assert info.session_owner is None
+    assert info.digest is None
+
+    version = next_version()
+    report = push([engines.one, bare], version, transport=transport)
+    assert report.ok
+    assert serves_whole(bare) == version
+    assert bare.info().message == ""
+
+
+def test_a_refused_update_says_which_engine_is_half_updated(engines):
+    before = serves_whole(engines.one)
+    version = next_version()
+    model = trainer_of(version)
+
+    def break_down(sent: int, total: int) -> None:
+        if sent > total // 2:
+            raise RuntimeError("the trainer's own trouble")
+
+    updater = connect(model, [engines.one, engines.bare], transport="ipc", progress=break_down)
+    with updater, pytest.raises(RuntimeError, match="own trouble"):
+        updater.update(version=version)
+    assert engines.bare.info().state == "quarantined"
+    assert "own trouble" in engines.bare.info().message
+    assert serves_whole(engines.one) == before
+    push([engines.bare], next_version())
+    serves_whole(engines.bare)
+
+
+@pytest.mark.parametrize(("transport", "where"), [("ipc", "posted:3"), ("broadcast", "announced:3"), ("ipc", "closed")])
+def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, transport, where):
+    chosen = [engines.one, engines.two]
+    before = [serves_whole(engine) for engine in chosen]
+    ours, theirs = multiprocessing.Pipe()
+    urls = [engine.url for engine in chosen]
+    options = {"transport": transport, **SHORT}
+    trainer = process(doomed.update, urls, next_version(), where, doomed.STOP, options, theirs)
+    try:
+        wait_for(lambda: is_stopped(trainer.pid), "the trainer to stop")
+        assert any(engine.info().session_owner for engine in chosen)
+        assert [serves_whole(engine) for engine in chosen] == before
+        version = next_version()
+        push(chosen, version, transport=transport)
+        # It wakes up, goes on where it was, and is told.
+        os.kill(trainer.pid, signal.SIGCONT)
+        assert ours.poll(60)
+        assert "UpdateFailed" in ours.recv()
+        assert [serves_whole(engine) for engine in chosen] == [version] * 2
+    finally:
+        trainer.kill()
+        trainer.join()
+        trainer.close()
+        ours.close()
+        theirs.close()
+
+
+def hit(engine: Engine, what: str) -> None:
+    match what:
+        case "killed":
+            engine.signal(signal.SIGKILL)
+        case "stopped":
+            engine.signal(signal.SIGSTOP)
+        case "rank 1 killed":
+            os.kill(engine.info().ranks[1].pid, signal.SIGKILL)
+        case "rank 1 stopped":
+            os.kill(engine.info().ranks[1].pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("transport", "what"),
+    [
+        ("ipc", "killed"),
+        ("broadcast", "killed"),
+        ("ipc", "stopped"),
+        ("broadcast", "stopped"),
+        ("ipc", "rank 1 killed"),
+        ("broadcast", "rank 1 killed"),
+        ("broadcast", "rank 1 stopped"),
+    ],
+)
+def test_an_engine_that_fails_in_the_middle_is_named_and_the_others_go_on(engines, fresh, transport, what):
+    if what == "stopped":
+        victim = engines.two
+    else:
+        victim = fresh("--local") if what == "killed" else fresh("--tp", "2", "--grace-s", "1")
+    before = serves_whole(engines.one), serves_whole(victim)
+    version = next_version()
+    model = trainer_of(version)
+    once: list[int] = []
+
+    def strike(sent: int, total: int) -> None:
+        if sent > total // 3 and not once:
+            once.append(sent)
+            hit(victim, what)
+
+    options = {"transport": transport, "timeout_s": 2.0, "progress": strike}
+    try:
+        with connect(model, [engines.one, victim], **options) as updater:
+            with pytest.raises(UpdateFailed, match=victim.url) as caught:
+                updater.update(version=version)
+            rows = {row.url: row for row in caught.value.report.targets}
+            assert rows[engines.one.url].status == "untouched"
+            assert rows[victim.url].status == "quarantined"
+            assert caught.value.half_updated == (victim.url,)
+            assert once
+            assert serves_whole(engines.one) == before[0]
+
+            updater.retarget([engines.one.url])
+            version = next_version()
+            model.set_version(version)
+            assert updater.update(version=version).ok
+        assert serves_whole(engines.one) == version
+    finally:
+        if what == "stopped":
+            victim.signal(signal.SIGCONT)
+    if what == "stopped":
+        assert serves_whole(victim) == before[1]
+        version = next_version()
+        push([engines.one, victim], version, transport=transport)
+        assert serves_whole(victim) == version
+    elif what.startswith("rank"):
+        assert victim.info().state == "quarantined"
+        assert "rank 1" in victim.info().message
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_quarantine_goes_on_without_the_engine_that_fails(engines, fresh, transport):
+    spare = fresh("--local")
+    version = next_version()
+    model = trainer_of(version)
+    once: list[int] = []
+
+    def strike(sent: int, total: int) -> None:
+        if sent > total // 3 and not once:
+            once.append(sent)
+            hit(spare, "killed")
+
+    options = {"transport": transport, "timeout_s": 5.0, "on_failure": "quarantine", "progress": strike}
+    with connect(model, [spare, engines.one, engines.two], **options) as updater:
+        report = updater.update(version=version)
+        assert once
+        assert [row.status for row in report.targets] == ["quarantined", "serving", "serving"]
+        assert not report.ok
+        assert spare.url in report.targets[0].message
+        assert serves_whole(engines.one) == serves_whole(engines.two) == version
+
+        # Dead from the start this time; and then it is back.
+        version = next_version()
+        model.set_version(version)
+        report = updater.update(version=version)
+        assert [row.status for row in report.targets] == ["quarantined", "serving", "serving"]
+        assert serves_whole(engines.one) == serves_whole(engines.two) == version
+        spare.close()
+        back = fresh("--local", port=spare.port)
+        assert serves_whole(back) == 0
+        version = next_version()
+        model.set_version(version)
+        report = updater.update(version=version)
+        assert report.ok
+        assert serves_whole(back) == serves_whole(engines.one) == version
+
+
+def test_a_dead_engine_is_unreachable_before_anything_moves(engines, fresh):
+    dead = fresh("--local")
+    url = dead.url
+    before = serves_whole(engines.one)
+    model = trainer_of(0)
+    with connect(model, [engines.one, dead], timeout_s=5.0) as updater:
+        dead.close()
+        for _ in range(2):
+            with pytest.raises(TargetUnreachable, match=url):
+                updater.update(version=next_version())
+            assert serves_whole(engines.one) == before
+        updater.retarget([engines.one.url])
+        with pytest.raises(TargetUnreachable, match=url):
+            updater.retarget([engines.two.url, url])
+        with pytest.raises(ConfigError, match="twice"):
+            updater.retarget([engines.two.url, engines.two.url])
+        with pytest.raises(ConfigError, match="no targets"):
+            updater.retarget([])
+        version = next_version()
+        model.set_version(version)
+        assert [row.url for row in updater.update(version=version).targets] == [engines.one.url]
+        assert serves_whole(engines.one) == version
+        version = next_version()
+    with pytest.raises(TargetUnreachable, match=url) as caught:
+        connect(trainer_of(1), [engines.one, dead], timeout_s=5.0)
+    assert caught.value.url == url
+    with pytest.raises(WeightcastError, match=url):
+        connect(trainer_of(1), [dead], timeout_s=5.0, on_failure="quarantine")
+    report = push([engines.one, dead], version, timeout_s=5.0, on_failure="quarantine")
+    assert [row.status for row in report.targets] == ["serving", "quarantined"]
+    assert serves_whole(engines.one) == version
+
+
+@pytest.mark.parametrize(("transport", "when"), [("ipc", "commit"), ("broadcast", "close")])
+def test_an_engine_killed_at_the_switch_is_named(engines, fresh, transport, when, monkeypatch):
+    spare = fresh("--local")
+    before = serves_whole(engines.two)
+    original = getattr(Link, when)
+
+    def strike(link: Link, *args: object, **kwargs: object) -> object:
+        if link.url == spare.url:
+            hit(spare, "killed")
+        return original(link, *args, **kwargs)
+
+    monkeypatch.setattr(Link, when, strike)
+    version = next_version()
+    spare.url  # noqa: B018  known before it dies
+    with pytest.raises(UpdateFailed, match=spare.url) as caught:
+        push([engines.two, spare], version, transport=transport, timeout_s=5.0)
+    rows = {row.url: row for row in caught.value.report.targets}
+    assert rows[spare.url].status == "quarantined"
+    now = serves_whole(engines.two)
+    if when == "close":
+        assert now == before
+        assert rows[engines.two.url].status == "untouched"
+    else:
+        assert now == version
+        assert rows[engines.two.url].status == "serving"
+    monkeypatch.undo()
+    push([engines.two], next_version(), transport=transport)
+    serves_whole(engines.two)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+@pytest.mark.parametrize("name", ["embed.weight", "layers.2.norm.weight"])
+def test_a_bit_that_flips_on_the_way_is_caught_and_named(engines, transport, name, monkeypatch):
+    chosen = [engines.one, engines.two]
+    before = [serves_whole(engine) for engine in chosen]
+    add = head.SentDigests.add
+
+    def digest_then_flip(self: head.SentDigests, bucket: Bucket) -> None:
+        add(self, bucket)
+        for slot in bucket.layout.slots:
+            if slot.spec.name == name:
+                bucket.data[slot.offset_bytes + slot.size_bytes // 2] ^= 1
+
+    monkeypatch.setattr(head.SentDigests, "add", digest_then_flip)
+    version = next_version()
+    with pytest.raises(UpdateFailed, match=f"received something else than was sent: {name}") as caught:
+        push(chosen, version, transport=transport)
+    assert [row.status for row in caught.value.report.targets] == ["untouched"] * 2
+    assert [serves_whole(engine) for engine in chosen] == before
+    monkeypatch.undo()
+    push(chosen, next_version(), transport=transport)
+    assert serves_whole(engines.one) > version
+
+
+def test_what_is_kept_otherwise_than_sent_is_flipped_back(engines, monkeypatch):
+    # As if the loader had put a tensor elsewhere: the sender expects other bytes than arrived.
+    chosen = [engines.one, engines.two, engines.host]
+    before = [serves_whole(engine) for engine in chosen]
+    commit = Link.commit
+
+    def expect_another(link: Link, expected: dict[str, str], **kwargs: object) -> object:
+        return commit(link, expected | {"layers.0.up.weight": "0" * 16}, **kwargs)
+
+    monkeypatch.setattr(Link, "commit", expect_another)
+    with pytest.raises(UpdateFailed, match=r"what is kept differs from what was sent: layers\.0\.up\.weight"):
+        push(chosen, next_version())
+    assert [serves_whole(engine) for engine in chosen] == before
+    assert [free(engine).state for engine in chosen] == ["serving"] * 3
+    with pytest.raises(UpdateFailed, match="what is kept differs"):
+        push([engines.bare], next_version())
+    assert engines.bare.info().state == "quarantined"
+    monkeypatch.undo()
+    version = next_version()
+    push([*chosen, engines.bare], version)
+    assert [serves_whole(engine) for engine in (*chosen, engines.bare)] == [version] * 4
+    assert engines.two.digests() == digests_of(version, "bfloat16")
+
+
+def test_a_place_to_meet_that_is_not_ours_is_an_error_and_leaves_engines_free(engines):
+    before = serves_whole(engines.one)
+    with pytest.raises(UpdateFailed, match=r"cannot listen at 192\.0\.2\.1") as caught:
+        push([engines.one], next_version(), transport="broadcast", rendezvous_host="192.0.2.1", timeout_s=1.0)
+    assert "rendezvous_host" in (caught.value.hint or "")
+    assert engines.one.info().session_owner is None
+    assert serves_whole(engines.one) == before
+
+
+def _sharded_and_doomed(urls: list[str], version: int, transport: str, victim: int, how: str) -> str:
+    """Of one rank of a sharded trainer: how its update ended."""
+    model = trainer_of(version)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def trouble() -> None:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("my own trouble")
+
+    try:
+        with WeightUpdater.connect(model, urls, transport=transport, bucket_bytes=30_000, timeout_s=10.0) as updater:
+            if dist.get_rank() == victim:
+                doomed.POINTS["filled"](4, trouble)
+            updater.update(version=version)
+    except (WeightcastError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "updated"
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+@pytest.mark.parametrize(("transport", "victim"), [("ipc", 1), ("broadcast", 0)])
+def test_a_rank_of_the_trainer_that_fails_ends_the_update_on_all(engines, transport, victim, how):
+    chosen = [engines.one, engines.two]
+    before = [serves_whole(engine) for engine in chosen]
+    ranks = Ranks(2)
+    try:
+        ranks.start(_sharded_and_doomed, [engine.url for engine in chosen], next_version(), transport, victim, how)
+        said = ranks.answer(1 - victim)
+        assert said.startswith("TrainerRankFailed")
+        assert f"trainer rank {victim}" in said
+        if how == "raises":
+            assert ranks.answer(victim) == "ZeroDivisionError: my own trouble"
+            assert "my own trouble" in said
+    finally:
+        ranks.close()
+    assert [serves_whole(engine) for engine in chosen] == before
+    version = next_version()
+    push(chosen, version, transport=transport)
+    assert [serves_whole(engine) for engine in chosen] == [version] * 2
+
+
+def test_two_trainers_do_not_mix(engines):
+    version = next_version()
+    model = trainer_of(version)
+    refused: list[str] = []
+
+    def second(sent: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(UpdateFailed, match="already being updated by process") as caught:
+                push([engines.one], next_version(), transport="ipc")
+            refused.append(str(caught.value))
+
+    with connect(model, [engines.one], transport="ipc", progress=second) as updater:
+        assert updater.update(version=version).ok
+    assert refused
+    assert serves_whole(engines.one) == version
+
+
+def test_an_engine_that_stands_still_at_connect_is_named(engines, fresh):
+    still = fresh("--local")
+    still.url  # noqa: B018  it must have started before it stops
+    still.signal(signal.SIGSTOP)
+    with pytest.raises(WeightcastError, match=still.url):
+        connect(trainer_of(1), [engines.one, still], timeout_s=1.0)

@@ -1,0 +1,67 @@
+"""The trainer's side of a session, as messages: what a receiver is told in a test."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tests.unit.models import Weights, fill, specs_of
+from weightcast.comm.ipc import SharedBuffer
+from weightcast.transports.digests import SentDigests
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, Packing, plan_buckets
+from weightcast.wire.messages import Abort, Announce, Close, Commit, IpcSource, Message, Open, Owner
+
+
+class Sender:
+    """One session over shared memory."""
+
+    def __init__(self, weights: Weights, *, version: int = 1, bucket_bytes: int = 200, **changes: Any) -> None:
+        self.weights = weights
+        self.session = secrets.token_hex(16)
+        settings: dict[str, Any] = {
+            "owner": Owner(host="here", pid=1),
+            "timeout_s": 5.0,
+            "lease_s": 60.0,
+            "pause": "abort",
+            "verify": "resident",
+        }
+        settings |= changes
+        self.open = Open(session=self.session, version=version, specs=tuple(specs_of(weights)), **settings)
+        self.layouts = plan_buckets(self.open.specs, bucket_bytes=bucket_bytes, packing=Packing(alignment_bytes=16))
+        self.buffer = SharedBuffer(bucket_bytes, torch.device("cpu"))
+
+    def announce(self, index: int, *, layout: BucketLayout | None = None) -> Announce:
+        """Fill the buffer with a bucket and say so."""
+        layout = layout or self.layouts[index]
+        fill(Bucket(layout, self.buffer.data), self.weights)
+        return Announce(session=self.session, layout=layout, source=IpcSource(handles=(self.buffer.handle(),)))
+
+    def close(self, buckets: int | None = None) -> Close:
+        return Close(session=self.session, buckets=len(self.layouts) if buckets is None else buckets)
+
+    def commit(self, expected: Mapping[str, str] | None = None) -> Commit:
+        return Commit(session=self.session, expected=dict(expected or {}))
+
+    def abort(self, reason: str = "") -> Abort:
+        return Abort(session=self.session, reason=reason)
+
+    def transfer(self) -> list[Message]:
+        """Messages from Open to Close.  Each must be applied before the next one is made; so this is a generator."""
+        yield self.open
+        for index in range(len(self.layouts)):
+            yield self.announce(index)
+        yield self.close()
+
+    def digests(self, kept: Mapping[str, str] | None = None) -> tuple[dict[str, str], dict[str, str]]:
+        """What must be received, and what must be kept in the dtypes given (the wire's by default)."""
+        table = {spec.name: spec.dtype for spec in self.open.specs} | dict(kept or {})
+        sent = SentDigests([table], sha256=self.open.digest == "sha256")
+        for index in range(len(self.layouts)):
+            self.announce(index)
+            sent.add(Bucket(self.layouts[index], self.buffer.data))
+        received, by_dtype = sent.finish()
+        return received, {name: by_dtype[name][dtype] for name, dtype in table.items()}

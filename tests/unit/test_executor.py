@@ -1,0 +1,231 @@
+"""One answer for each rank, an error that names the rank that gave none, and no process left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from weightcast.errors import EngineFailure
+from weightcast.receiver import executor as module
+from weightcast.receiver.executor import LocalExecutor, MpExecutor
+from weightcast.wire.messages import Abort, Leave, Message, RankAck, Readback
+
+SESSION = "ab" * 16
+
+
+class Echo:
+    """Answers with what it was told; waits, fails or ends on request."""
+
+    def __init__(self, rank: int, tp_size: int, rendezvous: str, *, trouble: str = "") -> None:
+        self.rank, self.tp_size, self.rendezvous = rank, tp_size, rendezvous
+        self.stopped = threading.Event()
+        self.closed = False
+        if trouble == "one" and rank == 1:
+            raise LookupError("no such model")
+        if trouble == "exit" and rank == 1:
+            os._exit(7)
+        if trouble and rank == 0:
+            time.sleep(100)  # as if in a collective with the other
+
+    def apply(self, message: Message) -> RankAck:
+        if isinstance(message, Abort):
+            match message.reason:
+                case "wait":
+                    if not self.stopped.wait(60):
+                        return RankAck(rank=self.rank, ok=False, error="nobody interrupted")
+                    self.stopped.clear()
+                    return RankAck(rank=self.rank, ok=False, error="interrupted")
+                case "raise":
+                    raise LookupError("unforeseen")
+                case "exit 1" if self.rank == 1:
+                    os._exit(3)
+                case "long 0":
+                    return RankAck(rank=self.rank, error="x" * 5_000_000)
+        return RankAck(rank=self.rank, error=type(message).__name__)
+
+    def run(self, command: bytes) -> bytes:
+        if command == b"raise":
+            raise LookupError(f"rank {self.rank} cannot")
+        if command == b"raise 1" and self.rank == 1:
+            raise LookupError("only me")
+        if command == b"hang 0" and self.rank == 0:
+            time.sleep(100)
+        return command + f" on {self.rank} of {self.tp_size}".encode()
+
+    def interrupt(self, reason: str) -> None:
+        self.stopped.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(pids) -> None:
+    deadline = time.monotonic() + 20
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.02)
+
+
+def test_one_rank_in_this_process():
+    worker = Echo(0, 1, "")
+    executor = LocalExecutor(worker)
+    assert executor.pids() == (os.getpid(),)
+    assert executor.apply(Readback(), timeout_s=1) == [RankAck(rank=0, error="Readback")]
+    assert executor.run(b"step") == b"step on 0 of 1"
+    executor.interrupt("stop")
+    assert worker.stopped.is_set()
+    executor.close()
+    executor.close()
+    assert worker.closed
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two ranks that no test harms."""
+    executor = MpExecutor(Echo, 2)
+    yield executor
+    executor.close()
+
+
+def test_every_rank_answers_in_its_place(two):
+    assert two.tp_size == len(set(two.pids())) == 2
+    assert os.getpid() not in two.pids()
+    for _ in range(50):
+        assert [(ack.rank, ack.error) for ack in two.apply(Leave(), timeout_s=5)] == [(0, "Leave"), (1, "Leave")]
+        assert two.run(b"step") == b"step on 0 of 2"
+    assert [len(ack.error) for ack in two.apply(Abort(session=SESSION, reason="long 0"), timeout_s=20)] == [
+        5_000_000
+    ] * 2
+
+
+def test_work_goes_on_while_a_message_is_under_way_and_an_interrupt_ends_it(two):
+    answers: list[RankAck] = []
+    waiting = threading.Thread(
+        target=lambda: answers.extend(two.apply(Abort(session=SESSION, reason="wait"), timeout_s=60))
+    )
+    waiting.start()
+    for _ in range(20):
+        assert two.run(b"step") == b"step on 0 of 2"
+    assert not answers
+    two.interrupt("the trainer is gone")
+    waiting.join(30)
+    assert [(ack.rank, ack.error) for ack in answers] == [(0, "interrupted"), (1, "interrupted")]
+    assert all(ack.ok for ack in two.apply(Leave(), timeout_s=5))
+
+
+def test_an_unforeseen_error_is_an_answer_and_the_rank_stays(two):
+    for ack in two.apply(Abort(session=SESSION, reason="raise"), timeout_s=5):
+        assert (ack.ok, ack.error) == (False, "LookupError: unforeseen")
+    with pytest.raises(EngineFailure, match=r"rank 0 failed in a step: LookupError: rank 0 cannot") as caught:
+        two.run(b"raise")
+    assert caught.value.ranks == (0, 1)
+    with pytest.raises(EngineFailure, match="only me") as caught:
+        two.run(b"raise 1")
+    assert caught.value.ranks == (1,)
+    assert two.run(b"step") == b"step on 0 of 2"
+    assert [ack.ok for ack in two.apply(Readback(), timeout_s=5)] == [True, True]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(module, "_GRACE_S", 0.5)
+    monkeypatch.setattr(module, "_SEND_S", 1)
+    monkeypatch.setattr(module, "_STOP_S", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [("one", "rank 1 failed in its start: LookupError: no such model"), ("exit", "rank 1 .*exited with 7")],
+)
+def test_a_rank_that_cannot_start_ends_the_others(short, trouble, words):
+    before = set(multiprocessing.active_children())
+    with pytest.raises(EngineFailure, match=words) as caught:
+        MpExecutor(Echo, 2, {"trouble": trouble}, start_timeout_s=60)
+    assert caught.value.ranks == (1,)
+    assert set(multiprocessing.active_children()) <= before
+
+
+def broken_stays_broken(executor: MpExecutor, words: str) -> None:
+    for ask in (lambda: executor.apply(Readback(), timeout_s=1), lambda: executor.run(b"step")):
+        with pytest.raises(EngineFailure, match=words) as caught:
+            ask()
+        assert caught.value.ranks == (1,)
+        assert caught.value.hint == "restart the engine"
+    executor.interrupt("nobody hears")
+    pids = executor.pids()
+    executor.close()
+    executor.close()
+    wait_until_gone(pids)
+    with pytest.raises(EngineFailure, match="shutting down"):
+        executor.apply(Readback(), timeout_s=1)
+
+
+def test_a_rank_that_dies_is_named_at_once(short):
+    executor = MpExecutor(Echo, 2)
+    with pytest.raises(EngineFailure, match=r"rank 1 .*exited with 3 during the answer to Abort"):
+        executor.apply(Abort(session=SESSION, reason="exit 1"), timeout_s=60)
+    broken_stays_broken(executor, "rank 1 .*exited with 3")
+
+
+def test_a_rank_that_was_killed_in_its_sleep_is_named(short):
+    executor = MpExecutor(Echo, 2)
+    os.kill(executor.pids()[1], signal.SIGKILL)
+    with pytest.raises(EngineFailure, match=r"rank 1 .*killed by signal 9"):
+        executor.apply(Readback(), timeout_s=60)
+    broken_stays_broken(executor, "rank 1 .*killed by signal 9")
+
+
+def test_a_rank_that_stands_still_is_named_at_the_deadline(short):
+    executor = MpExecutor(Echo, 2)
+    os.kill(executor.pids()[1], signal.SIGSTOP)
+    with pytest.raises(EngineFailure, match="rank 1 did not take a message within 1 s"):
+        executor.run(b"x" * 5_000_000)  # more than a pipe holds
+    broken_stays_broken(executor, "rank 1 did not take a message")
+
+
+def test_a_late_rank_is_named_and_its_late_answer_never_heard(short):
+    executor = MpExecutor(Echo, 2, run_timeout_s=60.0)
+    os.kill(executor.pids()[1], signal.SIGSTOP)
+    with pytest.raises(EngineFailure, match=r"rank 1 did not give the answer to Readback within 0\.6 s"):
+        executor.apply(Readback(), timeout_s=0.1)
+    os.kill(executor.pids()[1], signal.SIGCONT)
+    broken_stays_broken(executor, "rank 1 did not give the answer to Readback")
+
+
+def _be_an_engine(pipe) -> None:
+    executor = MpExecutor(Echo, 2)
+    os.kill(executor.pids()[1], signal.SIGSTOP)
+    pipe.send(executor.pids())
+    time.sleep(100)
+
+
+def test_ranks_end_with_their_engine_even_if_it_is_killed_and_they_stand_still():
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    engine = context.Process(target=_be_an_engine, args=(theirs,))
+    engine.start()
+    try:
+        assert ours.poll(60)
+        pids = ours.recv()
+        engine.kill()
+        engine.join()
+        wait_until_gone(pids)
+    finally:
+        engine.kill()
+        engine.join()
+        engine.close()
+        ours.close()
+        theirs.close()

@@ -1,0 +1,282 @@
+"""HTTP to engines that answer late, wrongly, in drips or not at all."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from weightcast.comm import http
+from weightcast.comm.http import Client
+from weightcast.config import Target
+from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
+
+Talk = Callable[[socket.socket, bytes], None]
+
+
+def answer(status: int, body: bytes, *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status} x", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+class Server:
+    """Speaks as it is told to, to one connection after the other."""
+
+    def __init__(self, talk: Talk) -> None:
+        self.talk = talk
+        self.requests: list[bytes] = []
+        self.closed = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(end,), daemon=True).start()
+
+    def _serve(self, end: socket.socket) -> None:
+        with end:
+            while True:
+                data = b""
+                try:
+                    while b"\r\n\r\n" not in data:
+                        chunk = end.recv(65536)
+                        if not chunk:
+                            self.closed.set()
+                            return
+                        data += chunk
+                    head, _, body = data.partition(b"\r\n\r\n")
+                    length = next(
+                        (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")),
+                        0,
+                    )
+                    while len(body) < length:
+                        body += end.recv(65536)
+                    self.requests.append(head + b"\r\n\r\n" + body)
+                    self.talk(end, body)
+                except OSError:
+                    self.closed.set()
+                    return
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@contextmanager
+def talking(talk: Talk, *, timeout_s: float = 5.0, api_key: str | None = None) -> Iterator[tuple[Client, Server]]:
+    server = Server(talk)
+    client = Client(Target(f"http://127.0.0.1:{server.port}/", api_key=api_key), timeout_s=timeout_s)
+    try:
+        yield client, server
+    finally:
+        client.close()
+        client.close()
+        server.close()
+
+
+def say(data: bytes) -> Talk:
+    return lambda end, _: end.sendall(data)
+
+
+def hang_up(end: socket.socket, _: bytes) -> None:
+    end.shutdown(socket.SHUT_RDWR)
+    raise ConnectionError
+
+
+def test_get_and_post():
+    with talking(lambda end, body: end.sendall(answer(200, b"got " + body)), api_key="secret") as (client, server):
+        assert client.post_json("/apply", b'{"a":1}') == b'got {"a":1}'
+        assert client.get_json("/info") == b"got "
+        post, get = server.requests
+        assert post.startswith(b"POST /apply HTTP/1.1")
+        assert b"authorization: Bearer secret" in post.replace(b"Authorization", b"authorization")
+        assert b"application/json" in post
+        assert get.startswith(b"GET /info HTTP/1.1")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error":{"message":"no such session"}}', "no such session"),
+        (b'{"error":"in short"}', "in short"),
+        (b'{"detail":"as fastapi says it"}', "as fastapi says it"),
+        (b'{"detail":[{"loc":["body"]}]}', "loc"),
+        (b'{"message":"as vllm says it"}', "as vllm says it"),
+        (b'{"other":1}', '{"other":1}'),
+        (b"[1,2]", "[1,2]"),
+        (b"plain words", "plain words"),
+        (b"\xff\xfe", "\ufffd"),
+        (b"", "no text"),
+        (b"[" * 100_000, "[[["),
+    ],
+)
+def test_a_refusal_has_the_engines_own_words(body, words):
+    with talking(say(answer(409, body))) as (client, _):
+        for ask in (lambda: client.post_json("/apply", b"{}"), lambda: client.open_lease("/apply", b"{}")):
+            with pytest.raises(TargetRejected) as caught:
+                ask()
+            assert words in str(caught.value)
+            assert "status 409" in str(caught.value)
+            assert caught.value.status == 409
+            assert caught.value.url == client.target.url
+            assert len(str(caught.value)) < 3000
+
+
+def test_a_wrong_key_gets_a_hint_and_is_never_printed():
+    with talking(say(answer(401, b"no")), api_key="hunter2") as (client, _):
+        with pytest.raises(TargetRejected) as caught:
+            client.get_json("/info")
+        assert "api_key" in (caught.value.hint or "")
+        assert "hunter2" not in str(caught.value) + repr(client.target)
+
+
+def test_nobody_there():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for url in (f"http://127.0.0.1:{port}", "http://no-such-host.invalid:80"):
+        client = Client(Target(url), timeout_s=5.0)
+        for ask in (lambda: client.get_json("/x"), lambda: client.open_lease("/x", b"")):  # noqa: B023
+            with pytest.raises(TargetUnreachable, match="cannot connect") as caught:
+                ask()
+            assert caught.value.url == url
+        client.close()
+
+
+def test_silence_ends_at_the_deadline():
+    with talking(lambda end, body: time.sleep(5), timeout_s=0.3) as (client, _):
+        for ask in (
+            lambda: client.get_json("/x"),
+            lambda: client.post_json("/x", b"", timeout_s=0.2),
+            lambda: client.open_lease("/x", b"", timeout_s=0.2),
+        ):
+            with pytest.raises(DeadlineExceeded) as caught:
+                ask()
+            assert caught.value.who == client.target.url
+            assert caught.value.timeout_s in (0.2, 0.3)
+            assert "/x" in caught.value.waiting_for
+
+
+def test_an_answer_in_drips_ends_at_the_deadline_too():
+    def drip(end: socket.socket, _: bytes) -> None:
+        end.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        for _ in range(1000):
+            end.sendall(b"x")
+            time.sleep(0.05)
+
+    with talking(drip, timeout_s=0.4) as (client, _), pytest.raises(DeadlineExceeded):
+        client.get_json("/x")
+
+
+def test_an_answer_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(http, "_MAX_REPLY_BYTES", 100_000)
+    with talking(say(answer(200, b"x" * 200_000))) as (client, _), pytest.raises(TargetLost, match="too long"):
+        client.get_json("/x")
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        hang_up,
+        say(b"this is not http\r\n\r\n"),
+        say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n"),
+        say(answer(200, b"not gzip", "Content-Encoding: gzip")),
+    ],
+    ids=["hangs up", "no http", "bad chunks", "bad encoding"],
+)
+def test_whatever_breaks_names_the_engine(talk):
+    with talking(talk, timeout_s=2.0) as (client, _), pytest.raises(TargetLost) as caught:
+        client.post_json("/x", b"{}")
+    assert caught.value.url == client.target.url
+    assert "POST /x" in str(caught.value)
+
+
+def test_a_connection_that_was_closed_meanwhile_is_not_used_again():
+    def once(end: socket.socket, _: bytes) -> None:
+        end.sendall(answer(200, b"ok"))
+        end.close()
+        raise ConnectionError
+
+    with talking(once) as (client, server):
+        for _ in range(3):
+            assert client.get_json("/x") == b"ok"
+            time.sleep(0.05)
+        assert len(server.requests) == 3
+
+
+def test_no_proxy_comes_between(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    with talking(say(answer(200, b"ok"))) as (client, _):
+        assert client.get_json("/x") == b"ok"
+
+
+# -- leases
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def leasing(*pieces: bytes) -> Talk:
+    def talk(end: socket.socket, _: bytes) -> None:
+        end.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for piece in pieces:
+            end.sendall(chunk(piece))
+            time.sleep(0.02)
+        if not end.recv(1):
+            raise ConnectionError
+
+    return talk
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 100])
+def test_a_lease_gives_the_first_frame_and_stays_open_until_it_is_closed(cut):
+    body = json.dumps({"ok": True}).encode()
+    whole = frame(body) + b"\0\0\0\0"
+    with talking(leasing(whole[:cut], whole[cut:] or b"\0\0\0\0")) as (client, server):
+        reply, lease = client.open_lease("/open", b"{}")
+        assert reply == body
+        assert not server.closed.wait(0.1)
+        assert client.target
+        lease.close()
+        lease.close()
+        assert server.closed.wait(5)
+
+
+START = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("talk", "reused"),
+    [
+        (say(START + chunk(b"\0\0") + b"0\r\n\r\n"), True),
+        (say(START + chunk(b"\xff\xff\xff\xff1234")), False),
+        (hang_up, False),
+    ],
+    ids=["ends early", "too large", "hangs up"],
+)
+def test_an_answer_that_is_no_lease_is_no_lease(talk, reused):
+    with talking(talk, timeout_s=2.0) as (client, server):
+        with pytest.raises(TargetLost):
+            client.open_lease("/open", b"{}")
+        assert reused or server.closed.wait(5)
+
+
+def test_a_lease_that_is_never_answered_is_closed_at_its_deadline():
+    with talking(leasing(b"\0\0"), timeout_s=0.3) as (client, server):
+        with pytest.raises(DeadlineExceeded):
+            client.open_lease("/open", b"{}")
+        assert server.closed.wait(5)

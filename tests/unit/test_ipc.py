@@ -1,0 +1,211 @@
+"""Shared memory between processes: the same bytes, reading only, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+
+import msgspec
+import pytest
+import torch
+
+from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer, device_of, device_uuid, host_id
+from weightcast.errors import ConfigError
+from weightcast.receiver.sources import ipc as ipc_source
+from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.messages import MemoryHandle
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def buffer():
+    made = SharedBuffer(1000, CPU)
+    made.data.copy_(torch.arange(1000) % 251)
+    yield made
+    made.close()
+
+
+def changed(handle: MemoryHandle, **changes) -> MemoryHandle:
+    return msgspec.structs.replace(handle, **changes)
+
+
+def test_a_mapping_shows_what_the_owner_writes_without_a_copy(buffer):
+    mapping = Mapping(buffer.handle())
+    mapping.wait()
+    assert torch.equal(mapping.data, buffer.data)
+    buffer.data.fill_(7)
+    assert mapping.data.unique().tolist() == [7]
+    mapping.close()
+    mapping.close()
+    assert mapping.data.numel() == 0
+
+
+def test_who_maps_cannot_write_into_the_owners_memory(buffer):
+    mapping = Mapping(buffer.handle())
+    mapping.data.fill_(99)
+    assert 99 not in buffer.data[:50].tolist()
+    mapping.close()
+
+
+def _read_elsewhere(handle_bytes: bytes, pipe) -> None:
+    mapping = Mapping(msgspec.json.decode(handle_bytes, type=MemoryHandle))
+    pipe.send(mapping.data.tolist())
+    pipe.recv()
+    pipe.send(mapping.data.unique().tolist())
+
+
+def test_another_process_maps_it(buffer):
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_read_elsewhere, args=(msgspec.json.encode(buffer.handle()), theirs))
+    process.start()
+    try:
+        assert ours.poll(60)
+        assert ours.recv() == buffer.data.tolist()
+        buffer.data.fill_(3)
+        ours.send("look again")
+        assert ours.poll(60)
+        assert ours.recv() == [3]
+    finally:
+        process.join(30)
+        process.close()
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pid": 2**22 + 1},
+        {"pid": 0},
+        {"fd": 1_000_000},
+        {"fd": 0},
+        {"token": ""},
+        {"token": "0" * 32},
+        {"token": "short"},
+        {"token": "../../etc"},
+        {"size_bytes": 999},
+        {"size_bytes": 1 << 46},
+        {"size_bytes": 0},
+    ],
+    ids=str,
+)
+def test_what_is_not_what_the_handle_says_is_refused(buffer, changes):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MappingFailed):
+        Mapping(changed(buffer.handle(), **changes))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_token_cut_short_is_not_the_token(buffer):
+    with pytest.raises(MappingFailed):
+        Mapping(changed(buffer.handle(), token=buffer.handle().token[:8]))
+
+
+def test_a_descriptor_used_again_is_not_mistaken_for_the_buffer():
+    first = SharedBuffer(100, CPU)
+    handle = first.handle()
+    first.close()
+    second = SharedBuffer(100, CPU)
+    assert second.handle().fd == handle.fd
+    with pytest.raises(MappingFailed, match="no such buffer"):
+        Mapping(handle)
+    second.close()
+
+
+def test_a_mapping_outlives_its_owners_interest():
+    buffer = SharedBuffer(100, CPU)
+    buffer.data.fill_(5)
+    mapping = Mapping(buffer.handle())
+    buffer.close()
+    assert mapping.data.unique().tolist() == [5]
+    mapping.close()
+
+
+def test_nothing_is_left_behind():
+    def footprint():
+        gc.collect()
+        with open("/proc/self/maps") as file:
+            return (
+                len(os.listdir("/proc/self/fd")),
+                file.read().count("memfd:weightcast"),
+                sorted(os.listdir("/dev/shm")),
+            )
+
+    before = footprint()
+    for _ in range(10):
+        buffer = SharedBuffer(10_000, CPU)
+        mapping = Mapping(buffer.handle())
+        mapping.close()
+        buffer.close()
+        buffer.close()
+    assert footprint() == before
+
+
+def test_a_size_that_cannot_be_is_refused_in_words():
+    with pytest.raises(ConfigError, match="no shared buffer of"):
+        SharedBuffer(1 << 62, CPU)
+    with pytest.raises(ConfigError, match="no shared buffer of 0 bytes"):
+        SharedBuffer(0, CPU)
+
+
+def test_cuda_handles_of_a_gpu_that_is_not_here_are_refused():
+    handle = MemoryHandle(kind="cuda", device="GPU-nowhere", size_bytes=10, handle=b"x" * 64)
+    with pytest.raises(MappingFailed, match="not visible"):
+        Mapping(handle)
+
+
+def test_devices_have_names_that_do_not_depend_on_the_process():
+    assert device_uuid(CPU) == "cpu"
+    assert device_of("cpu") == CPU
+    assert device_of("GPU-nowhere") is None
+    assert host_id() == host_id() != ""
+
+
+# -- the receiver's collection of mappings
+
+
+def layout_of(size_bytes: int) -> BucketLayout:
+    spec = TensorSpec(name="w", dtype="uint8", shape=(size_bytes,))
+    slot = TensorSlot(spec=spec, offset_bytes=0, num_rows=size_bytes)
+    return BucketLayout(index=0, slots=(slot,), size_bytes=size_bytes)
+
+
+def test_a_buffer_is_mapped_once(buffer):
+    source = SharedMemorySource(CPU)
+    first = source.read(layout_of(500), [buffer.handle()])
+    again = source.read(layout_of(1000), [buffer.handle()])
+    assert first.data.data_ptr() == again.data.data_ptr()
+    assert torch.equal(again.data, buffer.data)
+    with pytest.raises(MappingFailed, match="1001 bytes, its buffer 1000"):
+        source.read(layout_of(1001), [buffer.handle()])
+    source.close()
+    source.close()
+    assert torch.equal(source.read(layout_of(1000), [buffer.handle()]).data, buffer.data)
+    source.close()
+
+
+def test_the_oldest_mapping_goes_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(ipc_source, "_MAX_MAPPINGS", 2)
+    source = SharedMemorySource(CPU)
+    buffers = [SharedBuffer(64, CPU) for _ in range(4)]
+    for round_ in range(2):
+        for number, buffer in enumerate(buffers):
+            buffer.data.fill_(10 * round_ + number)
+            assert source.read(layout_of(64), [buffer.handle()]).data.unique().tolist() == [10 * round_ + number]
+            assert len(source._mappings) <= 2
+    source.close()
+    for buffer in buffers:
+        buffer.close()
+
+
+def test_the_buffer_on_the_own_device_is_taken(buffer):
+    elsewhere = MemoryHandle(kind="cuda", device="GPU-nowhere", size_bytes=1000, handle=b"x" * 64)
+    source = SharedMemorySource(CPU)
+    assert torch.equal(source.read(layout_of(1000), [elsewhere, buffer.handle()]).data, buffer.data)
+    with pytest.raises(MappingFailed, match=r"runs on cpu; the trainer's buffers are on GPU-nowhere"):
+        source.read(layout_of(10), [elsewhere])
+    source.close()

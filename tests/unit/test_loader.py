@@ -1,0 +1,390 @@
+"""From buckets to parameters: the same bits as the model's own loader, whatever the buckets, ranks and staging."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.unit.models import FusedModel, ScalingModel, buckets_of, differing, fill, specs_of, state, weights_of
+from weightcast.errors import ConfigError, Refused
+from weightcast.receiver.fold import fold_resident
+from weightcast.receiver.loader import Loader, residents_of
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.digest import tensor_digest
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.messages import RankAck
+
+OLD, NEW = weights_of(1), weights_of(2)
+
+
+def loaded(weights, **kwargs) -> FusedModel:
+    model = FusedModel(**kwargs)
+    with torch.no_grad():
+        model.load_weights(weights.items())
+    return model
+
+
+def make(model: nn.Module, place: str = "device", **kwargs) -> Loader:
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW), **kwargs)
+    loader.stage(place)
+    return loader
+
+
+def update(loader: Loader, weights, *, bucket_bytes: int = 100) -> None:
+    loader.check(specs_of(weights))
+    loader.begin()
+    for bucket in buckets_of(weights, bucket_bytes=bucket_bytes):
+        loader.load(bucket)
+    assert loader.missing(specs_of(weights)) == []
+    loader.commit()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("place", ["device", "host", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_equals_the_models_own_loading(place, tp_size, dtype):
+    for rank in range(tp_size):
+        kwargs = {"tp_rank": rank, "tp_size": tp_size, "dtype": dtype}
+        model, wanted = loaded(OLD, **kwargs), state(loaded(NEW, **kwargs))
+        assert differing(model, wanted)
+        loader = make(model, place)
+        assert loader.can_stage
+        update(loader, NEW)
+        assert differing(model, wanted) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(64, 400), st.sampled_from(["device", "host", "none"]), st.randoms())
+def test_buckets_may_be_cut_anywhere(bucket_bytes, place, random):
+    model, wanted = loaded(OLD, tp_rank=1, tp_size=2), state(loaded(NEW, tp_rank=1, tp_size=2))
+    loader = make(model, place)
+    names = list(NEW)
+    random.shuffle(names)  # a trainer may send in any order
+    update(loader, {name: NEW[name] for name in names}, bucket_bytes=bucket_bytes)
+    assert differing(model, wanted) == []
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_nothing_is_seen_before_the_commit_and_an_undone_commit_never_was(place):
+    model = loaded(OLD)
+    before = state(model)
+    loader = make(model, place)
+    loader.begin()
+    for bucket in buckets_of(NEW, bucket_bytes=200):
+        loader.load(bucket)
+        assert differing(model, before) == []
+    assert not loader.touched
+    loader.commit()
+    assert differing(model, before)
+    loader.commit()
+    assert differing(model, before) == []
+
+
+def test_an_update_given_up_leaves_no_trace_in_the_next():
+    model = loaded(OLD)
+    loader = make(model)
+    loader.begin()
+    for bucket in buckets_of(weights_of(3), bucket_bytes=200)[:3]:
+        loader.load(bucket)
+    update(loader, NEW)
+    assert differing(model, state(loaded(NEW))) == []
+
+
+@pytest.mark.parametrize("place", ["device", "host", "none"])
+def test_what_no_weight_writes_stays_as_it_is_and_is_named(place):
+    model = loaded(OLD)
+    loader = make(model, place)
+    assert loader.not_updated == ("embed", "requests_served")
+    for number in range(3):
+        model.requests_served += 1  # the engine counts on while versions change
+        update(loader, weights_of(10 + number))
+        assert model.requests_served.tolist() == [124 + number]
+        assert model.embed[10:].unique().tolist() == [FusedModel.PAD]
+        loader.commit() if place != "none" else None
+        assert model.requests_served.tolist() == [124 + number]
+        assert model.embed[10:].unique().tolist() == [FusedModel.PAD]
+        loader.commit() if place != "none" else None
+
+
+def test_without_staging_live_parameters_are_touched_at_once():
+    model = loaded(OLD)
+    before = state(model)
+    loader = make(model, "none")
+    loader.begin()
+    assert not loader.touched
+    loader.load(buckets_of(NEW, bucket_bytes=200)[0])
+    assert loader.touched
+    assert differing(model, before)
+
+
+def test_parameter_objects_stay_and_finishers_run_once():
+    model = loaded(OLD)
+    ids = {name: id(parameter) for name, parameter in model.named_parameters()}
+    ran: list[str] = []
+    loader = make(model, finishers=[lambda: ran.append("graphs"), lambda: ran.append("packed")])
+    update(loader, NEW)
+    assert ran == ["graphs", "packed"]
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == ids
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("place", ["device", "none"])
+def test_what_is_read_back_adds_up_to_what_was_sent(place, tp_size):
+    acks = []
+    for rank in range(tp_size):
+        loader = make(loaded(OLD, tp_rank=rank, tp_size=tp_size), place)
+        update(loader, NEW)
+        acks.append(RankAck(rank=rank, held=tuple(loader.held())))
+    result = fold_resident(acks)
+    assert result.broken == ()
+    assert result.digests == {name: tensor_digest(tensor) for name, tensor in NEW.items()}
+
+
+def test_what_is_read_back_is_what_is_live():
+    model = loaded(OLD)
+    loader = make(model)
+    loader.begin()
+    for bucket in buckets_of(NEW, bucket_bytes=200):
+        loader.load(bucket)
+    old = fold_resident([RankAck(rank=0, held=tuple(loader.held()))]).digests
+    assert old == {name: tensor_digest(tensor) for name, tensor in OLD.items()}
+    loader.commit()
+    with torch.no_grad():
+        model.w2[1, 3, 2] += 1  # somebody tampers
+    broken = fold_resident([RankAck(rank=0, held=tuple(loader.held()))])
+    wanted = {name: tensor_digest(tensor) for name, tensor in NEW.items()}
+    assert broken.unmatched(wanted) == ["experts.1.down.weight"]
+
+
+def test_weights_kept_in_another_dtype_are_digested_in_it():
+    loader = make(loaded(OLD, dtype=torch.bfloat16))
+    update(loader, NEW)
+    digests = fold_resident([RankAck(rank=0, held=tuple(loader.held()))]).digests
+    assert digests["q.weight"] == tensor_digest(NEW["q.weight"].bfloat16())
+    assert digests["scale"] == tensor_digest(NEW["scale"])
+
+
+# -- arrival
+
+
+def slot_bucket(spec: TensorSpec, first_row: int, num_rows: int, weights) -> Bucket:
+    slot = TensorSlot(spec=spec, offset_bytes=0, first_row=first_row, num_rows=num_rows)
+    layout = BucketLayout(index=0, slots=(slot,), size_bytes=slot.size_bytes)
+    return fill(Bucket(layout, torch.empty(max(slot.size_bytes, 1), dtype=torch.uint8)), weights)
+
+
+def test_rows_come_in_order_and_once():
+    loader = make(loaded(OLD))
+    spec = TensorSpec.of("q.weight", NEW["q.weight"])
+    loader.begin()
+    with pytest.raises(Refused, match=r"q\.weight: rows from 4 arrived after 0"):
+        loader.load(slot_bucket(spec, 4, 4, NEW))
+    loader.load(slot_bucket(spec, 0, 4, NEW))
+    assert "q.weight" in loader.missing([spec])
+    with pytest.raises(Refused, match="arrived after 4"):
+        loader.load(slot_bucket(spec, 0, 4, NEW))
+    with pytest.raises(Refused, match="arrived after 4"):
+        loader.load(slot_bucket(spec, 5, 1, NEW))
+    loader.load(slot_bucket(spec, 4, 4, NEW))
+    assert loader.missing([spec]) == []
+    with pytest.raises(Refused):
+        loader.load(slot_bucket(spec, 0, 8, NEW))
+    loader.begin()
+    assert loader.missing([spec]) == ["q.weight"]
+
+
+def test_a_scalar_and_an_empty_tensor_arrive_too():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scalar = nn.Parameter(torch.tensor(1.0))
+            self.empty = nn.Parameter(torch.empty(0, 3))
+            self.hollow = nn.Parameter(torch.empty(3, 0))
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(tensor)
+
+    weights = {"scalar": torch.tensor(5.0), "empty": torch.empty(0, 3), "hollow": torch.empty(3, 0)}
+    model = Model()
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(weights))
+    loader.stage("device")
+    assert loader.missing(specs_of(weights)) == list(weights)
+    update(loader, weights)
+    assert model.scalar.item() == 5.0
+    digests = fold_resident([RankAck(rank=0, held=tuple(loader.held()))]).digests
+    assert digests == {name: tensor_digest(tensor) for name, tensor in weights.items()}
+
+
+# -- what fits
+
+
+def test_what_does_not_fit_is_named_all_of_it():
+    loader = make(loaded(OLD))
+    specs = {spec.name: spec for spec in specs_of(NEW)}
+    loader.check(list(specs.values()))
+    loader.check(
+        [
+            TensorSpec(name=s.name, dtype="bfloat16" if "weight" in s.name else s.dtype, shape=s.shape)
+            for s in specs.values()
+        ]
+    )
+    wrong = dict(specs)
+    del wrong["norm.weight"]
+    wrong["extra.weight"] = TensorSpec(name="extra.weight", dtype="float32", shape=(1,))
+    wrong["o.weight"] = TensorSpec(name="o.weight", dtype="float32", shape=(8, 9))
+    wrong["steps"] = TensorSpec(name="steps", dtype="float32", shape=(2,))
+    with pytest.raises(Refused) as caught:
+        loader.check(list(wrong.values()))
+    for words in (
+        "missing norm.weight",
+        "unknown to this model: extra.weight",
+        r"o.weight has shape (8, 9)",
+        "steps is float32, the model's is int64",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(Refused, match="twice"):
+        loader.check([*specs.values(), specs["scale"]])
+
+
+def test_many_problems_are_counted_not_listed():
+    loader = make(loaded(OLD))
+    specs = [TensorSpec(name=s.name, dtype=s.dtype, shape=(*s.shape, 1)) for s in specs_of(NEW)]
+    with pytest.raises(Refused, match="and 6 more"):
+        loader.check(specs)
+
+
+# -- loaders that compute
+
+
+def test_computed_weights_go_through_the_models_own_loader():
+    model = ScalingModel()
+    with torch.no_grad():
+        model.load_weights(OLD.items())
+    loader = make(model, "none")
+    assert loader.computed == {"norm.weight"}
+    assert not loader.can_stage
+    assert loader.not_updated == ("embed", "requests_served")
+    with pytest.raises(ConfigError, match=r"norm\.weight: norm gets values computed"):
+        loader.stage("device")
+    for bucket_bytes in (64, 1000):
+        update(loader, NEW, bucket_bytes=bucket_bytes)
+        wanted = ScalingModel()
+        with torch.no_grad():
+            wanted.load_weights(NEW.items())
+        assert differing(model, state(wanted)) == []
+    held = fold_resident([RankAck(rank=0, held=tuple(loader.held()))])
+    assert "norm.weight" not in held.digests
+    assert len(held.digests) == len(NEW) - 1
+
+
+def test_a_computed_weight_in_rows_is_put_together_first():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(6, 4))
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                assert tensor.shape == (6, 4)
+                self.w.data.copy_(tensor * 2)
+
+    model, weights = Model(), {"w": torch.randn(6, 4)}
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(weights))
+    update(loader, weights, bucket_bytes=32)
+    assert torch.equal(model.w, weights["w"] * 2)
+
+
+def test_a_parameter_that_only_a_gathering_loader_would_write_is_named():
+    class Gathering(FusedModel):
+        def load_weights(self, weights):
+            held = {}
+            for name, tensor in weights:
+                if name[0] not in "qkv" or "." not in name:
+                    self.load_one(name, tensor)
+                    continue
+                held[name[0]] = tensor
+                if len(held) == 3:
+                    self.qkv.copy_(torch.cat([held[key] for key in "qkv"]))
+
+    loader = make(Gathering(), "none")
+    assert "qkv" in loader.not_updated
+
+
+def test_a_loader_that_puts_other_parameters_in_place_is_refused():
+    class Replacing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(3))
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                setattr(self, name, nn.Parameter(tensor))
+
+    model = Replacing()
+    with pytest.raises(ConfigError, match="another parameter in the place of w"):
+        Loader(model, load_weights=model.load_weights, expected=specs_of({"w": torch.zeros(3)}))
+
+
+def test_a_parameter_written_twice_is_refused():
+    class Twice(FusedModel):
+        def load_one(self, name, tensor):
+            super().load_one(name, tensor)
+            if name == "k.weight":
+                self.qkv[0:4].copy_(tensor)
+
+    model = Twice()
+    with pytest.raises(ConfigError, match=r"qkv is written twice, from k\.weight, q\.weight"):
+        Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
+
+
+# -- memory that is shared
+
+
+class Tied(nn.Module):
+    """A head that is the embedding: as the same parameter, as another over the same memory, or as a view."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        match how:
+            case "same":
+                self.head = self.embed
+            case "memory":
+                self.head = nn.Parameter(self.embed.data, requires_grad=False)
+            case "view":
+                self.head = nn.Parameter(self.embed.data[1:3], requires_grad=False)
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.embed.copy_(tensor)
+
+
+def test_tied_weights_are_one_resident():
+    model = Tied("same")
+    assert list(residents_of(model)) == ["embed"]
+    weights = {"w": torch.randn(4, 3)}
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(weights))
+    loader.stage("device")
+    update(loader, weights)
+    assert torch.equal(model.head, weights["w"])
+
+
+@pytest.mark.parametrize("how", ["memory", "view"])
+def test_memory_that_is_shared_is_never_torn_apart(how):
+    model = Tied(how)
+    weights = {"w": torch.randn(4, 3)}
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(weights))
+    if loader.can_stage:
+        loader.stage("device")
+    update(loader, weights)
+    assert torch.equal(model.embed, weights["w"])
+    assert torch.equal(model.head, weights["w"] if how == "memory" else weights["w"][1:3])
+
+
+def test_buffers_that_are_not_persistent_are_no_residents():
+    assert "cache" not in residents_of(FusedModel())
+    assert "steps" in residents_of(FusedModel())

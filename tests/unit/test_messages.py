@@ -1,0 +1,294 @@
+"""Messages go round unchanged, every bound holds, and nothing but WireError comes out of bytes that are not one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from weightcast.errors import WireError
+from weightcast.wire import messages
+from weightcast.wire.layout import MAX_BYTES, BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.messages import (
+    Abort,
+    Ack,
+    Announce,
+    BroadcastSource,
+    Close,
+    Commit,
+    EngineInfo,
+    Held,
+    IpcSource,
+    Join,
+    Leave,
+    MemoryHandle,
+    Open,
+    Owner,
+    RankAck,
+    RankInfo,
+    Readback,
+    decode,
+    encode,
+)
+
+SESSION = "0123456789abcdef" * 2
+SPEC = TensorSpec(name="model.layers.0.up.weight", dtype="bfloat16", shape=(6, 4))
+SCALAR = TensorSpec(name="scale", dtype="float32", shape=())
+SLOTS = (
+    TensorSlot(spec=SPEC, offset_bytes=0, first_row=2, num_rows=3),
+    TensorSlot(spec=SCALAR, offset_bytes=256, num_rows=1),
+)
+LAYOUT = BucketLayout(index=3, slots=SLOTS, size_bytes=260)
+SHM = MemoryHandle(kind="shm", device="cpu", size_bytes=260, token="ab" * 16, pid=123, fd=7)
+CUDA = MemoryHandle(kind="cuda", device="GPU-1", size_bytes=9, handle=b"\x00\xff" * 32, offset_bytes=5, event=b"\x01")
+OPEN = Open(
+    session=SESSION,
+    owner=Owner(host="höst", pid=1),
+    version=7,
+    allow_older=True,
+    timeout_s=120.0,
+    lease_s=0.5,
+    pause="in_place",
+    verify="resident",
+    digest="sha256",
+    specs=(SPEC, SCALAR),
+)
+JOIN = Join(
+    group="g.1-x",
+    host="fe80::1%eth0",
+    port=65535,
+    token=SESSION,
+    first_rank=0,
+    world_size=2,
+    backend="gloo",
+    timeout_s=1.0,
+)
+EXAMPLES = {
+    "open": OPEN,
+    "join": JOIN,
+    "leave": Leave(group="g"),
+    "leave all": Leave(),
+    "announce ipc": Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(SHM, CUDA))),
+    "announce broadcast": Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
+    "close": Close(session=SESSION, buckets=0),
+    "commit": Commit(session=SESSION, expected={"a": "f" * 16, "b": "0" * 64}),
+    "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
+    "readback": Readback(),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_encoded_is_decoded(name):
+    message = EXAMPLES[name]
+    again = decode(encode(message))
+    assert again == message
+    assert type(again) is type(message)
+    assert decode(bytearray(encode(message))) == decode(memoryview(encode(message))) == message
+
+
+def test_every_message_has_an_example():
+    assert {type(message) for message in EXAMPLES.values()} == set(messages.Message.__args__)
+
+
+ANSWERS = [
+    Ack(ok=False, error="no", failed_ranks=(1,), group_failed=True, state="quarantined", version=None, ranks=2),
+    Ack(ok=True, received={"a": "0"}, received_ranks=1, resident={"a": "1"}, mismatched=("b",), stall_s=0.25),
+    RankAck(
+        rank=1,
+        held=(Held(spec=SPEC, box_offset=(0, 2), box_shape=(6, 2), total=2**64 - 1),),
+        received={"a": "b"},
+        missing=("x",),
+        unproven=("y",),
+    ),
+    EngineInfo(
+        protocol=1,
+        engine="weightcast 0",
+        model="m",
+        state="serving",
+        version=None,
+        digest=None,
+        tp_size=1,
+        host_id="h",
+        ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
+        staging="host",
+        transports=("ipc",),
+        specs=(SPEC,),
+    ),
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_answers_go_round_too(answer):
+    assert msgspec.json.decode(encode(answer), type=type(answer)) == answer
+
+
+def changed(message: Any, **changes: Any) -> bytes:
+    """The message's JSON with other values; a dotted name goes into it, ``None`` as value takes a field out."""
+    whole = json.loads(encode(message))
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        place = whole
+        for step in way:
+            place = place[int(step) if step.isdigit() else step]
+        if value is ...:
+            del place[last]
+        else:
+            place[int(last) if last.isdigit() else last] = value
+    return json.dumps(whole).encode()
+
+
+ANNOUNCE = EXAMPLES["announce ipc"]
+BOUNDS = [
+    *((OPEN, {"session": value}) for value in ("", "0" * 31, "0" * 33, "G" * 32, "A" * 32, "0" * 31 + "\n", 5, None)),
+    *((OPEN, {"version": value}) for value in (-1, 2**53 + 1, 1.5, "1", True, None)),
+    *((OPEN, {"timeout_s": value}) for value in (0, -1, 86401, "1", None, True)),
+    *((OPEN, {"lease_s": value}) for value in (0, 1e9)),
+    *((OPEN, {"pause": value}) for value in ("", "stop", None, 1)),
+    *((OPEN, {"verify": value}) for value in ("all", None)),
+    *((OPEN, {"digest": value}) for value in ("md5", None)),
+    *((OPEN, {"specs": value}) for value in ([], None, {}, "x")),
+    *((OPEN, {"allow_older": value}) for value in (1, "yes", None)),
+    *((OPEN, {"owner__pid": value}) for value in (-1, 2**32 + 1)),
+    (OPEN, {"owner__host": "x" * 4097}),
+    (OPEN, {"owner": ...}),
+    (OPEN, {"specs": ...}),
+    *((OPEN, {"specs__0__name": value}) for value in ("", "a b", "a\n", "é", "x" * 513, None)),
+    *((OPEN, {"specs__0__dtype": value}) for value in ("float13", "", None, "Float32")),
+    *((OPEN, {"specs__0__shape": value}) for value in ([-1], [1.5], [1] * 9, [MAX_BYTES + 1], None, ["1"])),
+    (OPEN, {"specs__0__shape": [MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES, MAX_BYTES]}),
+    *((JOIN, {"port": value}) for value in (0, -1, 65536, "80")),
+    *((JOIN, {"group": value}) for value in ("", "a b", "x" * 65, "a/b", "g\n")),
+    *((JOIN, {"host": value}) for value in ("", "a b", "x" * 256, "a;b", "h\n")),
+    *((JOIN, {"backend": value}) for value in ("mpi", None)),
+    *((JOIN, {"world_size": value}) for value in (0, 1, 2**20 + 1)),
+    *((JOIN, {"first_rank": value}) for value in (-1, 2**20)),
+    (JOIN, {"token": "short"}),
+    (ANNOUNCE, {"layout__slots": []}),
+    (ANNOUNCE, {"layout__index": -1}),
+    (ANNOUNCE, {"layout__size_bytes": 259}),
+    (ANNOUNCE, {"layout__size_bytes": MAX_BYTES + 1}),
+    (ANNOUNCE, {"layout__slots__0__offset_bytes": 1}),
+    (ANNOUNCE, {"layout__slots__0__offset_bytes": -2}),
+    (ANNOUNCE, {"layout__slots__0__num_rows": 5}),
+    (ANNOUNCE, {"layout__slots__0__first_row": 4}),
+    (ANNOUNCE, {"layout__slots__1__offset_bytes": 20}),
+    (ANNOUNCE, {"layout__slots__1__offset_bytes": 300}),
+    (ANNOUNCE, {"layout__slots__0__num_rows": 2**60}),
+    *((ANNOUNCE, {"source": value}) for value in ({"type": "carrier"}, {}, None, "ipc", {"type": "broadcast"})),
+    (ANNOUNCE, {"source__handles": []}),
+    (ANNOUNCE, {"source__handles__0__kind": "rdma"}),
+    (ANNOUNCE, {"source__handles__0__pid": -1}),
+    (ANNOUNCE, {"source__handles__0__fd": 2**20 + 1}),
+    (ANNOUNCE, {"source__handles__0__token": "x" * 65}),
+    (ANNOUNCE, {"source__handles__1__handle": "not base64!"}),
+    (ANNOUNCE, {"source__handles__1__handle": "AAAA" * 200}),
+    (EXAMPLES["close"], {"buckets": -1}),
+    (EXAMPLES["close"], {"buckets": 2**32 + 1}),
+    (EXAMPLES["commit"], {"expected": {"a": "x" * 65}}),
+    (EXAMPLES["commit"], {"expected": {"a": 1}}),
+    (EXAMPLES["commit"], {"expected": []}),
+    (EXAMPLES["abort"], {"reason": "x" * 4097}),
+]
+
+
+@pytest.mark.parametrize(("message", "changes"), BOUNDS, ids=lambda value: str(value)[:60])
+def test_every_bound_is_kept(message, changes):
+    with pytest.raises(WireError):
+        decode(changed(message, **changes))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_unknown_fields_and_tags_are_refused(name):
+    message = EXAMPLES[name]
+    for extra in ({"surprise": 1}, {"type": "pickle"}, {"type": 5}, {"type": ...}):
+        with pytest.raises(WireError):
+            decode(changed(message, **extra))
+    if name.startswith("announce"):
+        for path in ("layout__surprise", "layout__slots__0__surprise", "source__surprise"):
+            with pytest.raises(WireError):
+                decode(changed(message, **{path: 1}))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_beginning_of_a_message_is_a_message(name):
+    data = encode(EXAMPLES[name])
+    for end in range(len(data)):
+        with pytest.raises(WireError):
+            decode(data[:end])
+    with pytest.raises(WireError):
+        decode(data + b"}")
+
+
+def test_a_message_has_a_largest_size(monkeypatch):
+    data = encode(OPEN)
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", len(data))
+    assert decode(data) == OPEN
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", len(data) - 1)
+    with pytest.raises(WireError, match="limit"):
+        decode(data)
+
+
+def test_the_error_names_the_field():
+    with pytest.raises(WireError, match="port"):
+        decode(changed(JOIN, port=0))
+    with pytest.raises(WireError, match=r"up\.weight"):
+        decode(changed(ANNOUNCE, layout__slots__0__offset_bytes=1))
+
+
+FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def _decodes_or_refuses(data: bytes) -> None:
+    try:
+        message = decode(data)
+    except WireError:
+        return
+    assert decode(encode(message)) == message
+
+
+@FUZZ
+@given(st.binary(max_size=400))
+@example(b"[" * 100_000)
+@example(b'{"a":' * 100_000)
+@example(b'{"type":"abort","session":' + b"[" * 100_000)
+@example(b"1" * 100_000)
+@example(b'"\\ud800"')
+@example(b'{"type":"abort","session":"' + SESSION.encode() + b'","reason":"\\ud800"}')
+@example(b"\xff\xfe{")
+def test_noise_is_refused(data):
+    _decodes_or_refuses(data)
+
+
+@FUZZ
+@given(st.data())
+def test_messages_with_flipped_bytes_are_refused_or_fine(data):
+    raw = bytearray(encode(EXAMPLES[data.draw(st.sampled_from(sorted(EXAMPLES)))]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    _decodes_or_refuses(bytes(raw))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just(10**30),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@FUZZ
+@given(st.data())
+def test_messages_with_other_values_are_refused_or_fine(data):
+    whole = json.loads(encode(EXAMPLES[data.draw(st.sampled_from(sorted(EXAMPLES)))]))
+    place: Any = whole
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
+            place = place[key]
+            continue
+        place[key] = data.draw(json_values)
+        break
+    _decodes_or_refuses(json.dumps(whole).encode())

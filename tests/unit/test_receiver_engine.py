@@ -1,0 +1,682 @@
+"""The engine's floor: which message fits which state, who may pause whom, and what every failure leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.unit.models import FusedModel, differing, specs_of, state, weights_of
+from tests.unit.sessions import Sender
+from weightcast.errors import DeadlineExceeded, EngineFailure
+from weightcast.receiver import WeightReceiver
+from weightcast.receiver import engine as module
+from weightcast.receiver.engine import EngineFacts, ReceiverEngine
+from weightcast.receiver.staging import Place
+from weightcast.wire.digest import model_digest, tensor_digest
+from weightcast.wire.messages import Ack, Join, Leave, Message, Owner, RankAck, RankInfo, Readback
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Ranks:
+    """All ranks in this process, one after the other; one may be told to fail."""
+
+    def __init__(self, receivers: Sequence[WeightReceiver]) -> None:
+        self.receivers = list(receivers)
+        self.tp_size = len(self.receivers)
+        self.broken = ""
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        if self.broken == type(message).__name__ or self.broken == "all":
+            raise EngineFailure("rank 1 was killed", ranks=[1], hint="restart the engine")
+        return [receiver.apply(message) for receiver in self.receivers]
+
+    def run(self, command: bytes) -> bytes:
+        return command
+
+    def interrupt(self, reason: str) -> None:
+        for receiver in self.receivers:
+            receiver.interrupt(reason)
+
+    def pids(self) -> Sequence[int]:
+        return [0] * self.tp_size
+
+    def close(self) -> None:
+        for receiver in self.receivers:
+            receiver.close()
+
+
+class Hooks:
+    """Remembers what was asked, fails when told to."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.calls: list[str] = []
+        self.failing: dict[str, Exception] = {}
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name.split()[0] in self.failing:
+            raise self.failing[name.split()[0]]
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        self._call(f"pause {mode}")
+        self.paused = True
+
+    def resume(self) -> None:
+        self._call("resume")
+        self.paused = False
+
+    def drop_caches(self) -> None:
+        assert self.paused
+        self._call("drop_caches")
+
+    def set_version(self, version: int) -> None:
+        assert self.paused
+        self._call(f"set_version {version}")
+
+
+class Bench:
+    """An engine of one or two ranks with the weights of version 0."""
+
+    def __init__(self, *, staging: Place = "device", tp_size: int = 1) -> None:
+        self.models = [FusedModel(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
+        weights = weights_of(0)
+        with torch.no_grad():
+            for model in self.models:
+                model.load_weights(weights.items())
+        self.ranks = Ranks(
+            [
+                WeightReceiver(
+                    model,
+                    load_weights=model.load_weights,
+                    expected=specs_of(weights),
+                    tp_rank=rank,
+                    tp_size=tp_size,
+                    staging=staging,
+                )
+                for rank, model in enumerate(self.models)
+            ]
+        )
+        self.hooks = Hooks()
+        facts = EngineFacts(
+            engine="test 1",
+            model="m",
+            host_id="h",
+            ranks=tuple(RankInfo(rank=rank, pid=1, device="cpu") for rank in range(tp_size)),
+            staging=staging,
+            transports=("ipc", "broadcast"),
+            specs=tuple(specs_of(weights)),
+        )
+        self.engine = ReceiverEngine(self.ranks, self.hooks, facts)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.ranks.close()
+
+    def tell(self, message: Message) -> Ack:
+        ack = self.engine.apply(message)
+        assert ack.ok, ack.error
+        return ack
+
+    def refuse(self, message: Message) -> str:
+        before = self.engine.info()
+        ack = self.engine.apply(message)
+        assert not ack.ok
+        assert ack.error
+        assert ack.state == before.state == self.engine.state
+        assert self.engine.info() == before
+        return ack.error
+
+    def transfer(self, sender: Sender) -> Ack:
+        ack = None
+        for message in sender.transfer():
+            ack = self.tell(message)
+        assert ack is not None
+        return ack
+
+    def update(self, version: int, **changes) -> Ack:
+        sender = Sender(weights_of(version), version=version, **changes)
+        self.transfer(sender)
+        return self.tell(sender.commit(sender.digests()[1]))
+
+    def serves(self, version: int) -> bool:
+        """Every rank has exactly the weights of the version."""
+        for rank, model in enumerate(self.models):
+            wanted = FusedModel(tp_rank=rank, tp_size=len(self.models))
+            with torch.no_grad():
+                wanted.load_weights(weights_of(version).items())
+            if differing(model, state(wanted)):
+                return False
+        return True
+
+
+@pytest.fixture
+def bench():
+    made: list[Bench] = []
+
+    def make(**kwargs) -> Bench:
+        made.append(Bench(**kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("staging", ["device", "host", "none"])
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place", "wait"])
+def test_an_update(bench, staging, tp_size, pause):
+    made = bench(staging=staging, tp_size=tp_size)
+    engine, hooks = made.engine, made.hooks
+    assert engine.info().state == "serving"
+    assert (engine.info().version, engine.info().digest) == (0, None)
+    sender = Sender(weights_of(3), version=3, pause=pause)
+    received, kept = sender.digests()
+
+    ack = made.transfer(sender)
+    assert engine.state == "updating"
+    assert engine.info().session_owner == "process 1 on here (to version 3)"
+    assert ack.received == received
+    assert ack.received_ranks == tp_size
+    assert ack.not_updated == ("embed", "requests_served")
+    assert hooks.calls == ([f"pause {pause}"] if staging == "none" else [])
+
+    ack = made.tell(sender.commit(kept))
+    assert hooks.calls == [f"pause {pause}", "drop_caches", "set_version 3", "resume"]
+    assert ack.resident == kept
+    assert ack.resident_ranks == tp_size
+    assert (ack.state, ack.version, ack.ranks) == ("serving", 3, tp_size)
+    assert ack.stall_s > 0
+    info = engine.info()
+    assert (info.state, info.version, info.digest) == ("serving", 3, model_digest(kept))
+    assert info.session_owner is None
+    assert made.serves(3)
+    assert engine.apply(Readback()).resident == {name: tensor_digest(tensor) for name, tensor in weights_of(3).items()}
+
+
+def test_order_is_kept_and_a_violation_changes_nothing(bench):
+    made = bench()
+    first, stranger = Sender(weights_of(1), version=1), Sender(weights_of(2), version=2)
+    for early in (first.announce(0), first.close(), first.commit()):
+        assert "no such session" in made.refuse(early)
+    made.tell(first.abort())  # nothing of it is left: that is what an abort wants
+    made.tell(first.open)
+    assert "open already" in made.refuse(first.open)
+    assert "already being updated by process 1 on here" in made.refuse(stranger.open)
+    for strange in (stranger.announce(0), stranger.close(), stranger.commit()):
+        assert "no such session" in made.refuse(strange)
+    made.tell(stranger.abort())
+    assert made.engine.holds(first.session)
+    assert not made.engine.holds(stranger.session)
+    assert "bucket 1 came where bucket 0 was due" in made.refuse(first.announce(1))
+    assert "not closed" in made.refuse(first.commit())
+    assert "0 buckets arrived, the trainer sent 1" in made.refuse(first.close(1))
+    for index in range(len(first.layouts)):
+        made.tell(first.announce(index))
+        assert "due" in made.refuse(first.announce(index))
+    assert "arrived, the trainer sent 0" in made.refuse(first.close(0))
+    made.tell(first.close())
+    made.tell(first.close())
+    assert "due" in made.refuse(first.announce(0))
+    made.tell(first.commit(first.digests()[1]))
+    for late in (first.announce(0), first.close(), first.commit()):
+        assert "no such session" in made.refuse(late)
+    made.tell(first.abort())
+    assert made.serves(1)
+
+
+def test_what_was_not_announced_is_refused(bench):
+    made = bench()
+    sender, other = Sender(weights_of(1), version=1), Sender(weights_of(1, heads=8), version=1)
+    made.tell(sender.open)
+    layout = next(one for one in other.layouts if any(slot.spec.name == "q.weight" for slot in one.slots))
+    assert "not what was announced" in made.refuse(_as(sender, other, layout))
+
+
+def _as(sender: Sender, other: Sender, layout) -> Message:
+    """Another trainer's bucket under this trainer's session."""
+    announce = other.announce(0, layout=type(layout)(index=0, slots=layout.slots, size_bytes=layout.size_bytes))
+    return type(announce)(session=sender.session, layout=announce.layout, source=announce.source)
+
+
+def test_versions_count_up(bench):
+    made = bench()
+    made.update(5)
+    assert "version 4 is older than 5" in made.refuse(Sender(weights_of(4), version=4).open)
+    made.update(5)  # the same again is fine
+    made.update(4, allow_older=True)
+    assert made.engine.info().version == 4
+    assert made.serves(4)
+
+
+def test_a_model_of_other_weights_is_refused_on_every_rank(bench):
+    made = bench(tp_size=2)
+    error = made.refuse(Sender({"w": torch.zeros(2)}, version=1).open)
+    assert "missing" in error
+    assert "unknown to this model: w" in error
+    made.update(1)
+    assert made.serves(1)
+
+
+@pytest.mark.parametrize("after", ["open", "bucket", "close"])
+@pytest.mark.parametrize("staging", ["device", "host", "none"])
+def test_an_abort(bench, staging, after):
+    made = bench(staging=staging)
+    made.update(1)
+    made.hooks.calls.clear()
+    sender = Sender(weights_of(2), version=2)
+    for number, message in enumerate(sender.transfer()):
+        made.tell(message)
+        if (after == "open" and number == 0) or (after == "bucket" and number == 2):
+            break
+    ack = made.tell(sender.abort("the trainer thought again"))
+    half = staging == "none" and after != "open"
+    assert ack.state == made.engine.state == ("quarantined" if half else "serving")
+    assert made.engine.info().session_owner is None
+    assert made.engine.info().version == 1
+    assert made.hooks.paused == half
+    if half:
+        assert "ended half way: the trainer thought again" in made.engine.info().message
+        assert made.engine.info().digest is None
+        # It stays so when a session ends before it wrote anything, and is healed by one that does not.
+        again = Sender(weights_of(3), version=3)
+        made.tell(again.open)
+        made.tell(again.abort())
+        assert made.engine.state == "quarantined"
+        assert made.hooks.paused
+    else:
+        assert made.serves(1)
+        assert made.engine.info().digest is not None
+    made.update(4)
+    assert made.serves(4)
+    assert made.engine.state == "serving"
+    assert not made.hooks.paused
+    assert made.engine.info().message == ""
+
+
+def test_a_session_ends_by_itself_when_nothing_is_heard(bench):
+    made = bench()
+    sender = Sender(weights_of(1), version=1, lease_s=0.6)
+    made.tell(sender.open)
+    for index in range(4):
+        time.sleep(0.25)
+        made.tell(sender.announce(index))  # every message renews it
+    _until(lambda: made.engine.info().session_owner is None and made.engine.state == "serving")
+    assert "no such session" in made.refuse(sender.announce(4))
+    assert made.serves(0)
+    made.update(2)
+
+
+def test_a_lost_lease_ends_only_its_own_session(bench):
+    made = bench()
+    first, second = Sender(weights_of(1), version=1), Sender(weights_of(2), version=2)
+    made.tell(first.open)
+    made.engine.lease_lost(first.session)
+    assert made.engine.state == "serving"
+    made.tell(second.open)
+    made.engine.lease_lost(first.session)
+    assert made.engine.holds(second.session)
+
+
+def _until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- proof
+
+
+def test_what_is_kept_otherwise_than_expected_is_undone(bench):
+    for staging in ("device", "host", "none"):
+        made = bench(staging=staging)
+        made.update(1)
+        sender = Sender(weights_of(2), version=2)
+        made.transfer(sender)
+        expected = sender.digests()[1] | {"o.weight": "0" * 16}
+        ack = made.engine.apply(sender.commit(expected))
+        assert not ack.ok
+        assert "what is kept differs from what was sent: o.weight" in ack.error
+        assert ack.state == ("quarantined" if staging == "none" else "serving")
+        assert made.hooks.paused == (staging == "none")
+        assert made.engine.info().version == 1
+        assert made.serves(1) == (staging != "none")
+        assert "no such session" in made.engine.apply(sender.commit(expected)).error
+        made.update(3)
+        assert made.serves(3)
+
+
+def test_without_proof_there_is_no_digest(bench):
+    made = bench()
+    made.update(1)
+    for level in ("none", "received"):
+        sender = Sender(weights_of(2), version=2, verify=level)
+        made.transfer(sender)
+        ack = made.tell(sender.commit())
+        assert ack.resident == {}
+        assert made.engine.info().digest is None
+        assert made.serves(2)
+
+
+def test_ranks_that_received_something_else_are_counted(bench):
+    made = bench(tp_size=2)
+    sender = Sender(weights_of(1), version=1)
+    received = sender.digests()[0]
+    made.tell(sender.open)
+    for index in range(len(sender.layouts)):
+        announce = sender.announce(index)
+        acks = [made.ranks.receivers[0].apply(announce)]
+        if index == 2:
+            sender.buffer.data[0] ^= 1
+        acks.append(made.ranks.receivers[1].apply(announce))
+        assert all(ack.ok for ack in acks)
+    made.engine._session.buckets = len(sender.layouts)  # handed round by hand, one rank after the other
+    ack = made.tell(sender.close())
+    assert ack.received == received
+    assert ack.received_ranks == 1
+    assert len(ack.mismatched) == 1
+
+
+# -- failures
+
+
+def test_a_pause_that_fails_at_the_switch_leaves_the_old_version(bench):
+    made = bench()
+    late = DeadlineExceeded(who="engine", waiting_for="3 requests to finish", timeout_s=1)
+    sender = Sender(weights_of(1), version=1, pause="wait")
+    made.transfer(sender)
+    made.hooks.failing["pause"] = late
+    ack = made.engine.apply(sender.commit(sender.digests()[1]))
+    assert "3 requests to finish" in ack.error
+    made.hooks.failing.clear()
+    assert "has failed" in made.refuse(sender.commit())
+    assert made.tell(sender.abort()).state == "serving"
+    assert made.hooks.calls[-1] == "resume"
+    assert made.serves(0)
+    made.update(2)
+    assert made.serves(2)
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineExceeded(who="e", waiting_for="x", timeout_s=1), RuntimeError("out of order")]
+)
+def test_a_pause_that_fails_at_open_leaves_no_session(bench, error):
+    made = bench(staging="none")
+    made.hooks.failing["pause"] = error
+    sender = Sender(weights_of(1), version=1)
+    ack = made.engine.apply(sender.open)
+    assert not ack.ok
+    assert ack.state == made.engine.state == "serving"
+    assert not made.engine.holds(sender.session)
+    made.hooks.failing.clear()
+    made.update(2)
+    assert made.serves(2)
+
+
+@pytest.mark.parametrize("hook", ["drop_caches", "set_version"])
+def test_a_hook_that_fails_after_the_switch_quarantines(bench, hook):
+    made = bench()
+    sender = Sender(weights_of(1), version=1)
+    made.transfer(sender)
+    made.hooks.failing[hook] = EngineFailure("a rank is gone", ranks=[0])
+    ack = made.engine.apply(sender.commit(sender.digests()[1]))
+    assert (ack.ok, ack.state) == (False, "quarantined")
+    assert ack.failed_ranks == (0,)
+    assert made.hooks.paused
+    assert "gone" in made.engine.info().message
+    made.hooks.failing.clear()
+    made.update(2)
+    assert made.engine.state == "serving"
+    assert made.serves(2)
+
+
+@pytest.mark.parametrize("what", ["Open", "Announce", "Close", "Commit", "Abort", "Readback"])
+def test_a_rank_that_dies_quarantines_the_engine_and_is_named(bench, what):
+    made = bench(tp_size=2)
+    sender = Sender(weights_of(1), version=1)
+    made.ranks.broken = what
+    messages = {
+        "Open": lambda: sender.open,
+        "Announce": lambda: sender.announce(0),
+        "Close": sender.close,
+        "Commit": sender.commit,
+        "Abort": sender.abort,
+        "Readback": Readback,
+    }
+    if what in ("Announce", "Abort"):
+        made.tell(sender.open)
+    if what == "Close":
+        made.tell(sender.open)
+        for index in range(len(sender.layouts)):
+            made.tell(sender.announce(index))
+    if what == "Commit":
+        made.transfer(sender)
+    ack = made.engine.apply(messages[what]())
+    assert (ack.ok, ack.failed_ranks, ack.state) == (False, (1,), "quarantined")
+    assert "rank 1 was killed" in ack.error
+    assert "rank 1 was killed" in made.engine.info().message
+    made.ranks.broken = "all"
+    made.engine.apply(sender.abort())
+    assert made.engine.info().session_owner is None
+    assert not made.engine.apply(Sender(weights_of(2), version=2).open).ok
+
+
+def test_a_group_that_failed_is_told_from_a_rank_that_did(bench):
+    made = bench()
+    join = Join(
+        group="g", host="127.0.0.1", port=9, token="ab" * 16, first_rank=1, world_size=2, backend="gloo", timeout_s=0.2
+    )
+    ack = made.engine.apply(join)
+    assert (ack.ok, ack.group_failed, ack.state) == (False, True, "serving")
+    made.tell(Leave(group="g"))
+
+
+def test_a_meeting_without_a_session_ends_soon(bench, monkeypatch):
+    monkeypatch.setattr(module, "_UNOWNED_JOIN_S", 0.2)
+    made = bench()
+    join = Join(
+        group="g",
+        host="127.0.0.1",
+        port=9,
+        token="ab" * 16,
+        first_rank=1,
+        world_size=2,
+        backend="gloo",
+        timeout_s=80000.0,
+    )
+    assert made.engine.apply(join).group_failed
+    made.update(1)
+
+
+def test_an_abort_ends_a_meeting(bench):
+    made = bench()
+    sender = Sender(weights_of(1), version=1)
+    made.tell(sender.open)
+    join = Join(
+        group="g", host="127.0.0.1", port=9, token="ab" * 16, first_rank=1, world_size=2, backend="gloo", timeout_s=50.0
+    )
+    answers: list[Ack] = []
+    waiting = threading.Thread(target=lambda: answers.append(made.engine.apply(join)))
+    waiting.start()
+    time.sleep(0.2)
+    assert not answers
+    made.engine.lease_lost(sender.session)
+    waiting.join(20)
+    assert answers[0].group_failed
+    assert made.engine.state == "serving"
+    made.update(2)
+
+
+def test_a_new_trainer_need_not_wait_until_the_old_ones_end_is_over(bench):
+    made = bench()
+    old, new = Sender(weights_of(1), version=1), Sender(weights_of(2), version=2)
+    made.tell(old.open)
+    made.tell(old.announce(0))
+    made.engine._session.ending = "the trainer's connection was lost"  # its abort is on the way
+    made.tell(new.open)
+    assert made.engine.holds(new.session)
+    made.engine.lease_lost(old.session)
+    assert made.engine.holds(new.session)
+
+
+def test_strangers_do_not_wait_for_a_message_under_way(bench):
+    made = bench()
+    sender, stranger = Sender(weights_of(1), version=1), Sender(weights_of(2), version=2)
+    made.tell(sender.open)
+    with made.engine._busy:
+        answers: list[Ack] = []
+        threads = [
+            threading.Thread(target=lambda message=message: answers.append(made.engine.apply(message)))
+            for message in (stranger.open, stranger.announce(0), stranger.close(), stranger.commit())
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(answers) == 4
+        assert not any(ack.ok for ack in answers)
+
+
+# -- any order of anything
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Messages in any order: the engine always serves whole versions, or says that it does not."""
+
+    staging: Place = "device"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(staging=self.staging)
+        self.version = 0
+        self.quarantined = False
+        self.sender: Sender | None = None
+        self.sent = 0
+        self.closed = False
+        self.failed = False
+
+    def teardown(self) -> None:
+        self.bench.close()
+
+    def over(self) -> None:
+        half = self.staging == "none" and self.sent > 0
+        self.quarantined = self.quarantined or half
+        self.sender = None
+
+    @rule(step=st.integers(-1, 2), allow_older=st.booleans(), steps=st.integers(0, 8), honest=st.booleans())
+    def open(self, step: int, allow_older: bool, steps: int, honest: bool) -> None:
+        """Open a session and go some way with it."""
+        version = max(0, self.version + step)
+        sender = Sender(weights_of(version), version=version, allow_older=allow_older, bucket_bytes=1000)
+        ack = self.bench.engine.apply(sender.open)
+        fits = self.sender is None and (version >= self.version or allow_older)
+        assert ack.ok == fits, ack.error
+        if fits:
+            self.sender, self.sent, self.closed, self.failed = sender, 0, False, False
+            self.go_on(steps, honest)
+
+    @rule()
+    def open_for_another_model(self) -> None:
+        ack = self.bench.engine.apply(Sender({"w": torch.zeros(1)}, version=self.version + 1).open)
+        assert not ack.ok
+
+    @precondition(lambda self: self.sender is not None)
+    @rule(ahead=st.sampled_from([0, 0, 0, 0, 1]))
+    def announce(self, ahead: int) -> None:
+        assert self.sender is not None
+        index = self.sent + ahead
+        if index >= len(self.sender.layouts):
+            return
+        ack = self.bench.engine.apply(self.sender.announce(index))
+        fits = not ahead and not self.closed and not self.failed
+        assert ack.ok == fits, ack.error
+        self.sent += fits
+
+    @precondition(lambda self: self.sender is not None)
+    @rule(count=st.sampled_from([0, 0, 0, -1]))
+    def close(self, count: int) -> None:
+        assert self.sender is not None
+        ack = self.bench.engine.apply(self.sender.close(max(0, self.sent + count)))
+        complete = self.sent == len(self.sender.layouts)
+        right_count = max(0, self.sent + count) == self.sent
+        assert ack.ok == (complete and right_count and not self.failed), ack.error
+        self.failed = self.failed or (right_count and not complete)
+        self.closed = self.closed or ack.ok
+
+    @precondition(lambda self: self.sender is not None)
+    @rule(honest=st.sampled_from([True, True, False]))
+    def commit(self, honest: bool) -> None:
+        assert self.sender is not None
+        expected = self.sender.digests()[1]
+        if not honest:
+            expected["scale"] = "0" * 16
+        ack = self.bench.engine.apply(self.sender.commit(expected))
+        fits = self.closed and not self.failed
+        assert ack.ok == (fits and honest), ack.error
+        if fits and honest:
+            self.version, self.quarantined, self.sender = self.sender.open.version, False, None
+        elif fits:
+            self.over()
+
+    def go_on(self, steps: int, honest: bool) -> None:
+        """What a trainer would do next."""
+        for _ in range(steps):
+            if self.sender is None:
+                return
+            if self.closed:
+                self.commit(honest)
+            elif self.sent == len(self.sender.layouts):
+                self.close(0)
+            else:
+                self.announce(0)
+
+    @precondition(lambda self: self.sender is not None)
+    @rule(lost=st.booleans())
+    def end(self, lost: bool) -> None:
+        assert self.sender is not None
+        if lost:
+            self.bench.engine.lease_lost(self.sender.session)
+        else:
+            assert self.bench.engine.apply(self.sender.abort()).ok
+        self.over()
+
+    @rule()
+    def shout(self) -> None:
+        stranger = Sender(weights_of(9), version=9, owner=Owner(host="elsewhere", pid=2))
+        for message in (stranger.announce(0), stranger.close(), stranger.commit()):
+            assert not self.bench.engine.apply(message).ok
+        for message in (stranger.abort(), Leave(), Leave(group="g"), Readback()):
+            assert self.bench.engine.apply(message).ok
+
+    @invariant()
+    def whole_or_said_so(self) -> None:
+        info = self.bench.engine.info()
+        half = self.staging == "none" and self.sender is not None and self.sent > 0
+        assert info.version == self.version
+        assert info.state == ("quarantined" if self.quarantined else "updating" if self.sender else "serving")
+        assert (info.session_owner is None) == (self.sender is None)
+        still = self.quarantined or (self.staging == "none" and self.sender is not None)
+        assert self.bench.hooks.paused == still
+        if not self.quarantined and not half:
+            assert self.bench.serves(self.version)
+
+
+class AnyOrderUnstaged(AnyOrder):
+    staging: Place = "none"
+
+
+_limits = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = _limits
+TestAnyOrderUnstaged = AnyOrderUnstaged.TestCase
+TestAnyOrderUnstaged.settings = _limits

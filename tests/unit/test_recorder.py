@@ -1,0 +1,329 @@
+"""What a loader does is learnt by watching it; whatever is not a plain copy is left to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightcast.receiver.recorder import Recording, box_of, record_routes
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.routes import Region
+
+
+def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def record(load_one, specs, residents) -> Recording:
+    """A loader that treats one weight at a time."""
+
+    def load(weights):
+        for name, weight in weights:
+            load_one(name, weight)
+
+    before = {name: tensor.clone() for name, tensor in residents.items()}
+    storages = {name: tensor.data_ptr() for name, tensor in residents.items()}
+    recording = record_routes(load, specs, residents)
+    for name, tensor in residents.items():
+        assert torch.equal(tensor, before[name]), f"{name} was changed by watching"
+        assert tensor.data_ptr() == storages[name]
+    return recording
+
+
+def apply_routes(recording: Recording, sources, residents) -> None:
+    for name, routes in recording.routes.items():
+        for route in routes:
+            part = sources[name]
+            for dim, (offset, size) in enumerate(zip(route.box_offset, route.box_shape, strict=True)):
+                part = part.narrow(dim, offset, size)
+            whole = residents[route.parameter]
+            region = route.region
+            target = whole.as_strided(region.shape, region.stride, whole.storage_offset() + region.offset)
+            target.copy_(part)
+
+
+def check_replay(load_one, specs, residents) -> Recording:
+    """Routes put the same values in the same places as the loader itself, bit for bit."""
+    recording = record(load_one, specs, residents)
+    assert recording.why == {}
+    sources = {s.name: torch.randn(s.shape).to(s.torch_dtype) for s in specs}
+    for name, tensor in sources.items():
+        load_one(name, tensor)
+    wanted = {name: tensor.clone() for name, tensor in residents.items()}
+    for tensor in residents.values():
+        tensor.zero_()
+    apply_routes(recording, sources, residents)
+    for name, tensor in residents.items():
+        assert torch.equal(tensor, wanted[name]), name
+    return recording
+
+
+def test_a_plain_copy():
+    param = {"p": torch.zeros(3, 4)}
+    recording = check_replay(lambda _, w: param["p"].copy_(w), [spec("w", 3, 4)], param)
+    [route] = recording.routes["w"]
+    assert (route.box_offset, route.box_shape, route.parameter) == ((0, 0), (3, 4), "p")
+    assert route.region == Region(offset=0, shape=(3, 4), stride=(4, 1))
+
+
+def test_a_copy_casts_to_the_dtype_that_is_kept():
+    param = {"p": torch.zeros(3, 4, dtype=torch.bfloat16)}
+    check_replay(lambda _, w: param["p"].data.copy_(w), [spec("w", 3, 4)], param)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_slice_of_a_tensor_parallel_rank(dim, rank):
+    shape = [6, 6]
+    shape[dim] //= 3
+    param = {"p": torch.zeros(shape)}
+    recording = check_replay(lambda _, w: param["p"].copy_(w.chunk(3, dim)[rank]), [spec("w", 6, 6)], param)
+    [route] = recording.routes["w"]
+    assert route.box_offset[dim] == 2 * rank
+
+
+def test_fused_query_key_value():
+    param = {"qkv": torch.zeros(8, 4)}
+    rows = {"q": slice(0, 4), "k": slice(4, 6), "v": slice(6, 8)}
+    specs = [spec("q", 8, 4), spec("k", 4, 4), spec("v", 4, 4)]
+
+    def load(name, weight):
+        size = rows[name].stop - rows[name].start
+        param["qkv"][rows[name]].copy_(weight.narrow(0, size, size))  # the second of two ranks
+
+    recording = check_replay(load, specs, param)
+    assert [route.region.offset for routes in recording.routes.values() for route in routes] == [0, 16, 24]
+
+
+def test_assignment_to_a_slice_is_a_copy():
+    param = {"p": torch.zeros(4, 4)}
+
+    def load(name, weight):
+        param["p"][2:, 1:3] = weight[:2, :2]
+
+    check_replay(load, [spec("w", 4, 4)], param)
+
+
+def test_stacked_experts():
+    param = {"w13": torch.zeros(2, 6, 4), "w2": torch.zeros(2, 4, 3)}
+    specs = [spec(f"{e}.{w}", 3, 4) for e in range(2) for w in ("gate", "up")] + [
+        spec(f"{e}.down", 4, 3) for e in range(2)
+    ]
+
+    def load(name, weight):
+        expert, which = name.split(".")
+        if which == "down":
+            param["w2"].data[int(expert)].copy_(weight)
+        else:
+            param["w13"][int(expert)].narrow(0, 0 if which == "gate" else 3, 3).copy_(weight)
+
+    check_replay(load, specs, param)
+
+
+def test_one_stacked_source_into_many_parameters():
+    param = {f"e{index}": torch.zeros(4, 3) for index in range(3)}
+
+    def load(name, weight):
+        for index in range(3):
+            param[f"e{index}"].copy_(weight[index])
+
+    recording = check_replay(load, [spec("experts", 3, 4, 3)], param)
+    assert len(recording.routes["experts"]) == 3
+
+
+def test_a_transposed_copy():
+    param = {"p": torch.zeros(4, 3)}
+    check_replay(lambda _, w: param["p"].copy_(w.t()), [spec("w", 3, 4)], param)
+    check_replay(lambda _, w: param["p"].t().copy_(w), [spec("w", 3, 4)], param)
+    heads = {"p": torch.zeros(2, 3, 4)}
+    check_replay(lambda _, w: heads["p"].copy_(w.permute(2, 0, 1)), [spec("w", 3, 4, 2)], heads)
+
+
+def test_scalars_dimensions_of_one_and_empty_tensors():
+    param = {"s": torch.zeros(()), "one": torch.zeros(1, 4, 1), "empty": torch.zeros(0, 3)}
+    specs = [spec("s"), spec("one", 1, 4, 1), spec("empty", 0, 3)]
+    check_replay(lambda name, w: param[name].copy_(w), specs, param)
+    column = {"c": torch.zeros(4)}
+    check_replay(lambda _, w: column["c"].copy_(w.squeeze(1)), [spec("w", 4, 1)], column)
+    check_replay(lambda _, w: column["c"].copy_(w[:, 2]), [spec("w", 4, 3)], column)
+
+
+def test_a_parameter_that_starts_in_the_middle_of_its_storage():
+    base = torch.zeros(20)
+    param = {"p": base[4:16].view(3, 4)}
+    check_replay(lambda _, w: param["p"][1:].copy_(w[1:]), [spec("w", 3, 4)], param)
+
+
+def test_a_source_that_nobody_wants_has_no_routes():
+    recording = record(lambda name, w: None, [spec("w", 3)], {"p": torch.zeros(3)})
+    assert recording.routes == {"w": []}
+    assert recording.why == {}
+    assert recording.written == set()
+
+
+COMPUTED = {
+    "cast": (lambda p, w: p.copy_(w.to(torch.float64)), (3, 4)),
+    "sum": (lambda p, w: p.copy_(w + 1), (3, 4)),
+    "added to what is there": (lambda p, w: p.add_(w), (3, 4)),
+    "scaled before the copy": (lambda p, w: p.copy_(w.mul_(0.5)), (3, 4)),
+    "negated in place": (lambda p, w: (w.neg_(), p.copy_(w)), (3, 4)),
+    "source overwritten": (lambda p, w: (w.copy_(torch.empty(3, 4, device="meta")), p.copy_(w)), (3, 4)),
+    "broadcast": (lambda p, w: p.copy_(w), (4,)),
+    "every second": (lambda p, w: p.copy_(w[:, ::2]), (3, 8)),
+    "reversed": (lambda p, w: p.copy_(w.flip(0)), (3, 4)),
+    "by index": (lambda p, w: p.index_copy_(0, torch.arange(3), w), (3, 4)),
+    "set": (lambda p, w: p.set_(torch.empty(3, 4)), (3, 4)),
+    "filled": (lambda p, w: p.fill_(1.0), (3, 4)),
+    "many at once": (lambda p, w: torch._foreach_copy_([p], [w]), (3, 4)),
+    "out": (lambda p, w: torch.add(torch.zeros(3, 4), 1, out=p), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+def test_what_is_not_a_plain_copy_is_computed(how):
+    load, shape = COMPUTED[how]
+    param = {"p": torch.randn(3, 4), "other": torch.randn(2)}
+
+    def load_one(name, weight):
+        if name == "other":
+            param["other"].copy_(weight)
+        else:
+            load(param["p"], weight)
+
+    recording = record(load_one, [spec("w", *shape), spec("other", 2)], param)
+    assert recording.computed == ["w"]
+    assert recording.why["w"]
+    assert list(recording.routes) == ["other"]
+    assert "p" in recording.written
+    assert not recording.opaque
+
+
+def test_a_loader_that_looks_at_values_keeps_those_weights_to_itself():
+    param = {"p": torch.zeros(3), "q": torch.zeros(3)}
+
+    def load_one(name, weight):
+        if name == "p" and weight.abs().max() > 10:
+            weight = weight / 10
+        param[name].copy_(weight)
+
+    recording = record(load_one, [spec("p", 3), spec("q", 3)], param)
+    assert recording.computed == ["p"]
+    assert recording.opaque
+    assert len(recording.routes["q"]) == 1
+
+
+def test_a_loader_that_gathers_several_weights_is_not_mistaken():
+    # It holds q and k in its hands until v comes; given one at a time it would never copy any.
+    param = {"qkv": torch.zeros(9, 4), "norm": torch.zeros(4)}
+
+    def load(weights):
+        held = {}
+        for name, weight in weights:
+            if name == "norm":
+                param["norm"].copy_(weight)
+                continue
+            held[name] = weight
+            if len(held) == 3:
+                param["qkv"].copy_(torch.cat([held["q"], held["k"], held["v"]]))
+
+    specs = [spec("q", 3, 4), spec("k", 3, 4), spec("v", 3, 4), spec("norm", 4)]
+    recording = record_routes(load, specs, param)
+    assert not any(recording.routes[name] for name in "qkv")
+    assert recording.written == set()
+    assert len(recording.routes["norm"]) == 1
+
+
+def test_a_loader_that_reads_ahead_is_not_mistaken():
+    param = {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(3)}
+
+    def load(weights):
+        for name, weight in list(weights):
+            param[name].copy_(weight + 1 if name == "a" else weight)
+
+    recording = record_routes(load, [spec(name, 3) for name in "abc"], param)
+    assert recording.computed == ["a"]
+    assert recording.written == {"a"}
+    assert {name: len(routes) for name, routes in recording.routes.items()} == {"b": 1, "c": 1}
+
+
+def test_padding_that_a_loader_fills_makes_the_weight_computed():
+    param = {"embed": torch.randn(5, 4)}
+
+    def load_one(name, weight):
+        param["embed"][:3].copy_(weight)
+        param["embed"][3:].fill_(0)
+
+    recording = record(load_one, [spec("w", 3, 4)], param)
+    assert recording.computed == ["w"]
+    assert recording.written == {"embed"}
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@st.composite
+def views(draw):
+    """A contiguous tensor of its own flat indices and some view of it."""
+    shape = draw(shapes)
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    view = whole
+    plain = True
+    for _ in range(draw(st.integers(0, 3))):
+        kind = draw(
+            st.sampled_from(["narrow", "permute", "select", "unsqueeze", "squeeze", "step", "expand", "flatten"])
+        )
+        if kind == "unsqueeze":
+            view = view.unsqueeze(draw(st.integers(0, view.dim())))
+        elif kind == "squeeze":
+            view = view.squeeze()
+        elif kind == "permute" and view.dim():
+            view = view.permute(draw(st.permutations(range(view.dim()))))
+        elif kind in ("narrow", "select", "step") and view.dim():
+            dim = draw(st.integers(0, view.dim() - 1))
+            if not view.shape[dim]:
+                continue
+            start = draw(st.integers(0, view.shape[dim] - 1))
+            if kind == "select":
+                view = view.select(dim, start)
+            elif kind == "narrow":
+                view = view.narrow(dim, start, draw(st.integers(0, view.shape[dim] - start)))
+            else:
+                view = view[(slice(None),) * dim + (slice(start, None, 2),)]
+                plain = False
+        elif kind == "expand" and view.dim() and 1 in view.shape:
+            view = view.expand([3 if size == 1 else size for size in view.shape])
+            plain = False
+        elif kind == "flatten" and view.is_contiguous():
+            view = view.reshape(-1)
+            plain = False
+    return whole, view, plain
+
+
+@settings(max_examples=600, deadline=None)
+@given(views())
+def test_a_box_is_exactly_what_the_view_shows(case):
+    whole, view, plain = case
+    found = box_of(whole.shape, int(view.storage_offset()), tuple(view.shape), view.stride())
+    if found is None:
+        assert not plain or not view.numel(), "slices, permutations and dimensions of one are boxes"
+        return
+    offset, extent, dims = found
+    part = whole[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+    assert tuple(part.shape) == extent
+    if not view.numel():
+        assert not part.numel()
+        return
+    # Dimension d of the box runs along dimension dims[d] of the view, and every element is in its place.
+    long_dims = [dim for dim, size in enumerate(view.shape) if size > 1]
+    assert sorted(dim for dim in dims if dim is not None) == long_dims
+    for index in itertools.product(*map(range, extent)):
+        place = [0] * view.dim()
+        for box_dim, view_dim in enumerate(dims):
+            if view_dim is not None:
+                place[view_dim] = index[box_dim]
+        assert part[index] == view[tuple(place)]
