@@ -128,7 +128,7 @@ class _Recorder(TorchDispatchMode):
             if resident is not None:
                 self._copy(resident, target, source)
                 return target
-        if func in _FILLS and self._fill(args[0]):
+        if func in _FILLS and self._is_padding(args[0], args[1] if len(args) > 1 else 0):
             return args[0]
         written = list(_written_tensors(func, args, kwargs)) if func._schema.is_mutable else []
         for tensor in written:
@@ -144,8 +144,8 @@ class _Recorder(TorchDispatchMode):
             return residents[0] if func._schema.returns else None
         return func(*args, **kwargs)
 
-    def _fill(self, target: torch.Tensor) -> bool:
-        """Is this a constant in a place of its own?  Then it is there since the model was first loaded, and stays."""
+    def _is_padding(self, target: torch.Tensor, value: float) -> bool:
+        """Is this a constant in a place of its own, which has it since the model was first loaded?  Then it stays."""
         resident = self._residents.get(_storage(target))
         if resident is None:
             return False
@@ -161,6 +161,8 @@ class _Recorder(TorchDispatchMode):
         first, last = _span(int(target.storage_offset()), target.shape, target.stride())
         if any(first < end and start < last for start, end in taken):
             return False  # over what was copied, or a second time: the order counts, which routes do not keep
+        if not bool((target == value).all()):
+            return False
         parts.append(target)
         return True
 
