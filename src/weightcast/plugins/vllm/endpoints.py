@@ -99,9 +99,6 @@ class Endpoints:
             transports=("ipc", "broadcast"),
             specs=_specs(executor.hellos),
         )
-        for hello in executor.hellos:
-            if hello.problem:
-                raise ConfigError(f"rank {hello.rank}: {hello.problem}")
         self._hooks = hooks
         self._engine = ReceiverEngine(executor, hooks, facts)
 

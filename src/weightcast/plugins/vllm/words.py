@@ -21,16 +21,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
         staging: Where a new version waits on this rank.
         specs: Every tensor of a full update, with the dtype that this rank keeps.
         places: Names of the tensors that this rank keeps a part of, or computes with.
-        problem: Why this rank cannot receive; empty if it can.
     """
 
     rank: int
     pid: int
     device: str
-    staging: Place = "none"
-    specs: tuple[TensorSpec, ...] = ()
-    places: tuple[str, ...] = ()
-    problem: str = ""
+    staging: Place
+    specs: tuple[TensorSpec, ...]
+    places: tuple[str, ...]
 
 
 def meeting_place(folder: str, rank: int) -> str:

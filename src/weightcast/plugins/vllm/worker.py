@@ -76,22 +76,25 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
-        """Called by vLLM when the model is loaded and before it measures how much memory is left."""
+        """Called by vLLM when the model is loaded and before it measures how much memory is left.
+
+        Raises:
+            ConfigError: This model, or vLLM as it was started, cannot be updated natively; vLLM does not start.
+        """
         super().__init__(config, vllm_config, device, model)
         self._rank = int(vllm_config.parallel_config.rank)
         self._committed = ""
         self._errand: _Errand | None = None
         self._waiting = threading.Condition()
         self._listener: Listener | None = None
-        self._receiver: WeightReceiver | None = None
         self._places: tuple[str, ...] = ()
-        self._problem = ""
         try:
             with set_current_vllm_config(vllm_config):
                 self._receiver = self._make_receiver()
         except WeightcastError as error:
-            self._problem = f"{error} ({error.hint})" if error.hint else str(error)
-            log.error("weightcast cannot update this model: %s", self._problem)
+            # vLLM's own words at the end of a failed start are far from the reason.
+            log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")
+            raise
 
     # -- vLLM's side, on the main thread
 
@@ -124,15 +127,13 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if errand is None:
             log.warning("finish_weight_update was called, but not by weightcast: nothing is done")
             return
-        assert self._receiver is not None
         errand.answer = self._receiver.apply(errand.message)
         errand.done.set()
 
     def shutdown(self) -> None:
         """Let go of groups and mapped memory; vLLM may call it twice."""
-        if self._receiver is not None:
-            self._receiver.interrupt("the engine is shutting down")
-            self._receiver.close()
+        self._receiver.interrupt("the engine is shutting down")
+        self._receiver.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -141,8 +142,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def apply(self, message: Message) -> RankAck:
         """A weight message; one at a time."""
-        if self._receiver is None:
-            return RankAck(rank=self._rank, ok=False, refused=True, error=self._problem)
         main = needs_main(message, self._committed)
         if isinstance(message, Commit):
             self._committed = message.session
@@ -155,8 +154,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def interrupt(self, reason: str) -> None:
         """End a wait for the trainer."""
-        if self._receiver is not None:
-            self._receiver.interrupt(reason)
+        self._receiver.interrupt(reason)
 
     def _on_main(self, message: Message) -> RankAck:
         errand = _Errand(message)
@@ -185,15 +183,14 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.interrupt("the API server is gone")
 
     def _greet(self, connection: Connection) -> None:
-        receiver = self._receiver
+        loader = self._receiver.loader
         hello = Hello(
             rank=self._rank,
             pid=os.getpid(),
             device=device_uuid(self.device),
-            staging=receiver.loader.staging.place if receiver is not None else "none",
-            specs=tuple(receiver.loader.expected.values()) if receiver is not None else (),
+            staging=loader.staging.place,
+            specs=tuple(loader.expected.values()),
             places=self._places,
-            problem=self._problem,
         )
         try:
             connection.send_bytes(encode(hello))
