@@ -124,7 +124,7 @@ def test_behaviour_is_proven_with_the_engines_own_log_probabilities(served: Serv
 
 
 def test_weights_that_do_not_fit_are_refused(served: Served, tmp_path: Path) -> None:
-    tiny_model(tmp_path / "other", num_hidden_layers=3, hidden_size=64)
+    tiny_model(tmp_path / "other", num_hidden_layers=3)
     before, version = served.engine.digests(), served.version()
     done = weightcast("push", tmp_path / "other", "--to", served.engine.url, "--version", version + 1)
     assert done.returncode == 1
