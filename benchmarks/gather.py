@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from weightcast.comm.local import Move, TrainerGroup
-from weightcast.exporters.bucketize import allocate_slots, bucketize
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.wire.layout import Packing, plan_buckets, total_bytes
 
@@ -68,7 +68,8 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     rows = []
     for receivers in ((0,), tuple(range(arguments.world))):
         group.receivers = receivers
-        slots = allocate_slots(device, bucket_bytes) if rank in receivers else None
+        free = range(2) if rank in receivers else ()
+        slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in free] or None
         seconds = []
         for _ in range(arguments.repeat + 1):
             group.barrier("start")

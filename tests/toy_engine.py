@@ -116,6 +116,9 @@ class Clockwork:
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         self.paused = True
 
+    def stop_waiting(self) -> None:
+        pass
+
     def resume(self) -> None:
         self.paused = False
 

@@ -204,7 +204,7 @@ class WeightUpdater:
                     decision = head.finish()
             except BaseException as error:
                 if head is not None:
-                    head.give_up(f"the trainer failed: {error}")
+                    head.give_up(f"the trainer failed: {type(error).__name__}: {error}".rstrip(": "))
                 if self._group.world_size > 1:  # the other ranks would wait for this one
                     self._group.abort(f"{type(error).__name__}: {error}")
                 raise

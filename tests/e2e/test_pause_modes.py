@@ -21,10 +21,12 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.engines import Engine, completion, engines, push, shortfall
+from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
 from tests.tiny import greedy, tiny_model
+from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import UpdateFailed
+from weightcast.exporters.checkpoint import CheckpointExporter
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -286,11 +288,43 @@ def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
         world.check_tokens(answer)
 
 
+def push_and_wait(folder: str, url: str, version: int) -> None:
+    """A trainer that will be killed."""
+    with CheckpointExporter(folder) as exporter, WeightUpdater.connect(exporter, [url], pause="wait") as updater:
+        updater.update(version=version)
+
+
+def test_a_trainer_killed_while_its_commit_waits_stands_in_nobodys_way(world: World) -> None:
+    trainer = Ranks(1)
+    try:
+        running, waiting = world.load(1900)
+        trainer.start(push_and_wait, str(world.folder(world.version + 1)), world.engine.url, world.version + 1)
+        world.until(lambda health: health["state"] == "updating")
+        time.sleep(0.5)  # now it waits, most likely, for the running requests
+        trainer.processes[0].kill()
+        old = world.version
+        world.until(lambda health: health["state"] == "serving")
+        assert world.engine.get("/health") == {
+            "status": "ok",
+            "state": "serving",
+            "version": old,
+            "running": BATCH,
+            "waiting": BATCH,
+        }
+        world.update("abort")
+    finally:
+        trainer.close()
+    for answer in results([*running, *waiting]):
+        assert (answer.finish_reason, answer.weight_version) == ("abort", old)
+        world.check_tokens(answer)
+
+
 def test_pause_and_continue(world: World) -> None:
     running, waiting = world.load()
     health = world.engine.post("/pause", mode="in_place")
     assert (health["state"], health["running"], health["waiting"]) == ("paused", BATCH, BATCH)
     assert not any(future.done() for future in (*running, *waiting))
+    assert world.engine.info()["paused"]
     metrics = world.engine.client.get(world.engine.url + "/metrics").text
     time.sleep(0.2)
     assert world.engine.client.get(world.engine.url + "/metrics").text == metrics, "nothing is generated"
@@ -317,7 +351,10 @@ def test_sleep_and_wake(world: World) -> None:
         updater.update(version=world.version + 1)
     assert world.engine.get("/health")["state"] == "asleep"
     assert not pending.done()
+    asleep = weightcast("status", world.engine.url, "--json")
+    assert (asleep.returncode, json.loads(asleep.stdout)["engines"][0]["state"]) == (1, "paused")
     assert world.engine.post("/wake")["state"] == "serving"
+    assert not world.engine.info()["paused"]
     answer = pending.result(SOON_S)
     assert (answer.tokens, answer.spans) == (expected, [(world.version, SHORT)])
     assert world.engine.digests() == before
@@ -340,6 +377,9 @@ def test_sigterm_in_the_middle_of_an_update_leaves_no_process(world: World) -> N
         update = world.pool.submit(updater.update, version=world.version + 1)
         assert sent.wait(SOON_S)
         time.sleep(0.5)  # now it waits, most likely, for the running requests
+        sleep = world.engine.client.post(world.engine.url + "/sleep")
+        assert sleep.status_code == 409, "sleep and a commit both move the weights"
+        assert "being updated by process" in sleep.text
         world.engine.process.send_signal(signal.SIGTERM)
         assert world.engine.process.wait(SOON_S) == 0
         with pytest.raises(UpdateFailed, match=world.engine.url):

@@ -132,7 +132,10 @@ def test_two_engines_of_different_tp_at_once(pair: tuple[Family, list[Engine]]) 
 
 def test_push_broadcasts_to_both(pair: tuple[Family, list[Engine]]) -> None:
     family, targets = pair
-    report = push(family.c.folder, targets, 7, "--via", "broadcast", "--bucket-bytes", str(BUCKET_BYTES))
+    sharded = family.c.folder.parent / "c-sharded"
+    family.c.model.save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    report = push(sharded, targets, 7, "--via", "broadcast", "--bucket-bytes", str(BUCKET_BYTES))
     assert (report["transport"], report["version"]) == ("broadcast", 7)
     assert [row["proof"] for row in report["targets"]] == ["resident", "resident"]
     for engine in targets:
@@ -239,8 +242,16 @@ def test_bf16_engine_and_fp32_trainer(tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_fp32_engine_and_bf16_trainer(tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = {"family": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True}
-    with serving(tmp_path_factory, "fp32", model, {"tp": 2}, {"tp": 1, "executor": "mp"}) as (family, targets):
+    model = {
+        "family": "llama",
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+    with serving(tmp_path_factory, "fp32", model, {"tp": 2}, {"tp": 1, "staging": "none"}) as (family, targets):
+        assert [engine.info()["staging"] for engine in targets] == ["device", "none"]
+        assert "model.layers.1.mlp.down_proj.bias" in family.names
         half = AutoModelForCausalLM.from_pretrained(family.b.folder, dtype=torch.bfloat16)
         report = update(half, targets, 1, transport="broadcast")
         check_report(report, targets, transport="broadcast")

@@ -338,3 +338,52 @@ def test_nothing_is_left_behind(engines, transport):
         push(chosen, next_version(), transport=transport)
     assert settled() == before
     assert serves_whole(engines.bare) > version
+
+
+def test_trainers_that_were_never_closed_do_not_pile_up_in_engines(engines):
+    # Each leaves a group behind, as one that dies between two updates does; engines keep the last few.
+    left: list[WeightUpdater] = []
+    try:
+        for _ in range(8):
+            version = next_version()
+            left.append(connect(trainer_of(version), [engines.one, engines.two], transport="broadcast"))
+            assert left[-1].update(version=version).ok
+        ranks = [rank.pid for rank in engines.two.info().ranks]  # they hold nothing of the trainers but their groups
+
+        def held() -> list[int]:
+            return [*map(num_fds, ranks), *map(num_threads, ranks), len(listening(engines.one.process.pid))]
+
+        before = held()
+        for _ in range(4):
+            version = next_version()
+            left.append(connect(trainer_of(version), [engines.one, engines.two], transport="broadcast"))
+            assert left[-1].update(version=version).ok
+        assert held() == before
+        # One whose group an engine has let go is told, and works again.
+        version = next_version()
+        with pytest.raises(UpdateFailed, match="not in group"):
+            left[0].update(version=version)
+        assert left[0].update(version=next_version()).ok
+    finally:
+        for updater in left:
+            updater.close()
+
+
+def test_another_trainers_trouble_does_not_break_a_group(engines):
+    model = trainer_of(0)
+    with connect(model, [engines.one, engines.two], transport="broadcast") as updater:
+        version = next_version()
+        model.set_version(version)
+        updater.update(version=version)
+        for transport in TRANSPORTS:
+            stranger = connect(trainer_of(0), [engines.one, engines.two], transport=transport, progress=_fail)
+            with stranger, pytest.raises(ZeroDivisionError):
+                stranger.update(version=next_version())
+        version = next_version()
+        model.set_version(version)
+        assert updater.update(version=version).ok
+        assert serves_whole(engines.one) == serves_whole(engines.two) == version
+
+
+def _fail(sent: int, total: int) -> None:
+    raise ZeroDivisionError

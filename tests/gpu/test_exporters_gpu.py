@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.unit.ranks import Ranks
+from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
 from weightcast.errors import TrainerRankFailed
-from weightcast.exporters.bucketize import allocate_slots, bucketize
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.wire.layout import Packing, plan_buckets

@@ -22,6 +22,7 @@ def step(version, *, reward, matched=4):
         stall_s=2.0,
         digests_matched=matched,
         ranks=4,
+        digest=f"{version:016x}" if reward else "other",
         generate_s=1.0,
         train_s=1.5,
         logprob_gap=0.001,
@@ -101,6 +102,13 @@ def test_summary_shows_gain_answers_and_where_to_look(tmp_path):
     assert "NOT ALL" in reporting.summary(
         report(mode("colocated", "ipc", RISING, matched=0)), plot=tmp_path / "p", written=tmp_path / "r"
     )
+
+
+@pytest.mark.parametrize(("second", "said"), [(RISING, True), ([*RISING[:-1], 0.0], False)])
+def test_summary_says_if_both_modes_sent_the_same_weights(tmp_path, second, said):
+    both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", second))
+    text = reporting.summary(both, plot=tmp_path / "p", written=tmp_path / "r")
+    assert ("the same weights" in text) is said
 
 
 def test_rows_line_up_with_the_header():

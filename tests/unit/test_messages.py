@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -32,6 +34,9 @@ from weightcast.wire.messages import (
     RankInfo,
     Readback,
     decode,
+    decode_ack,
+    decode_info,
+    decode_rank_ack,
     encode,
 )
 
@@ -292,3 +297,31 @@ def test_messages_with_other_values_are_refused_or_fine(data):
         place[key] = data.draw(json_values)
         break
     _decodes_or_refuses(json.dumps(whole).encode())
+
+
+def test_no_class_is_looked_into_when_first_used():
+    # msgspec crashes the process when two threads do so at once, and many engines are asked at once.
+    code = """
+import msgspec._utils as inside
+from weightcast.wire.messages import *
+from weightcast.wire.messages import decode_ack, decode_info, decode_rank_ack
+inside.__dict__["_eval_type"] = None
+decode(encode(Readback()))
+decode_ack(encode(Ack(ok=True)))
+decode_rank_ack(encode(RankAck(rank=0)))
+info = EngineInfo(protocol=1, engine="e", model="m", state="serving", version=None, digest=None, tp_size=1, host_id="h",
+                  ranks=(RankInfo(rank=0, pid=1, device="cpu"),), staging="host", transports=(), specs=())
+assert decode_info(encode(info)) == info
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@FUZZ
+@given(st.binary(max_size=200))
+@example(b"[" * 100_000)
+@example(b'{"ok":"yes"}')
+def test_what_is_no_answer_is_refused(data):
+    for read in (decode_ack, decode_info, decode_rank_ack):
+        with pytest.raises(WireError):
+            read(data)

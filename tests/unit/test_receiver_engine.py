@@ -70,6 +70,9 @@ class Hooks:
         self._call(f"pause {mode}")
         self.paused = True
 
+    def stop_waiting(self) -> None:
+        pass
+
     def resume(self) -> None:
         self._call("resume")
         self.paused = False

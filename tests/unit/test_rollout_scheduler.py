@@ -305,7 +305,9 @@ def test_seeded_tokens_do_not_depend_on_the_batch_or_on_being_retracted(rig, mod
 
 
 def test_samples_of_one_prompt_are_computed_once(rig, models):
+    rig.scheduler.pause("in_place", 20)  # so that all of them are there when the first prefill is put together
     answers = rig.submit([[7, 8, 9]] * 4 + [[3, 2]])
+    rig.scheduler.resume()
     rig.gate.steps(1)
     assert rig.gate.prefilled == 5
     rig.gate.open()

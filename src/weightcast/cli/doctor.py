@@ -154,6 +154,13 @@ def _state(info: EngineInfo) -> Check:
             text=f"being updated by {info.session_owner or 'somebody'}, was at {version}",
             hint="wait for that update, or end the process that does it",
         )
+    if info.paused:
+        return Check(
+            name="state",
+            level="warn",
+            text=f"paused or asleep at {version}",
+            hint="POST /continue or /wake; an engine that is asleep takes no update",
+        )
     return Check(name="state", level="ok", text=f"serving {version}, {info.digest or 'not proven yet'}")
 
 

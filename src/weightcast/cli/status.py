@@ -25,7 +25,7 @@ def status(
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Show what each engine is and serves: kind, version, digest, state.
+    """Show what each engine is and serves: kind, version, digest, state (serving, paused, updating, quarantined).
 
     The exit code is 0 if every engine answers and is serving, else 1.
 
@@ -36,7 +36,7 @@ def status(
     found = targets(urls, api_key)
     with ThreadPoolExecutor(max_workers=min(16, len(found))) as pool:
         answers = list(pool.map(_ask, found, [timeout] * len(found)))
-    ok = all(not isinstance(answer, WeightcastError) and answer.state == "serving" for answer in answers)
+    ok = all(not isinstance(answer, WeightcastError) and _state(answer) == "serving" for answer in answers)
     if as_json:
         say_json(
             {"ok": ok, "engines": [_fields(target, answer) for target, answer in zip(found, answers, strict=True)]}
@@ -67,6 +67,10 @@ def _ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
         client.close()
 
 
+def _state(info: EngineInfo) -> str:
+    return "paused" if info.paused and info.state == "serving" else info.state
+
+
 def _row(target: Target, answer: EngineInfo | WeightcastError) -> tuple[str, ...]:
     if isinstance(answer, WeightcastError):
         return (target.url, "-", "-", "no answer", "-", "-", "-", "-", "-")
@@ -75,7 +79,7 @@ def _row(target: Target, answer: EngineInfo | WeightcastError) -> tuple[str, ...
         target.url,
         answer.engine,
         answer.model,
-        answer.state,
+        _state(answer),
         version,
         answer.digest or "not proven",
         str(answer.tp_size),
@@ -93,7 +97,7 @@ def _fields(target: Target, answer: EngineInfo | WeightcastError) -> dict[str, A
         "reachable": True,
         "engine": answer.engine,
         "model": answer.model,
-        "state": answer.state,
+        "state": _state(answer),
         "version": answer.version,
         "digest": answer.digest,
         "tp": answer.tp_size,

@@ -34,6 +34,9 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
+_notes = msgspec.json.Decoder(_Note)  # made before there are threads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Where the notes lead.
@@ -139,7 +142,7 @@ class RollCall:
                 for rank in sorted(silent):
                     if not self._store.check([f"gave-up/{rank}"]):
                         continue
-                    note = msgspec.json.decode(self._store.get(f"gave-up/{rank}"), type=_Note)
+                    note = _notes.decode(self._store.get(f"gave-up/{rank}"))
                     silent.discard(rank)
                     seen.add(rank)
                     if not note.blames:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from weightcast.comm.http import Client
-from weightcast.errors import ConfigError, TargetRejected
-from weightcast.wire.messages import PROTOCOL, EngineInfo
+from weightcast.errors import ConfigError, TargetRejected, WireError
+from weightcast.wire.messages import PROTOCOL, EngineInfo, decode_info
 
 
 def probe(client: Client) -> EngineInfo:
@@ -21,15 +19,15 @@ def probe(client: Client) -> EngineInfo:
     try:
         body = client.get_json("/weightcast/info")
     except TargetRejected as error:
-        if "status 404" in str(error) or "status 405" in str(error):
+        if error.status in (404, 405):
             raise ConfigError(
                 f"{url} answers, but has no weightcast receiver",
                 hint="start the engine with `weightcast serve`, or check the port",
             ) from error
         raise
     try:
-        info = msgspec.json.decode(body, type=EngineInfo)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        info = decode_info(body)
+    except WireError as error:
         raise ConfigError(f"{url} answers /weightcast/info with something else: {error}") from None
     if info.protocol != PROTOCOL:
         raise ConfigError(

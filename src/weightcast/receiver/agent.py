@@ -108,6 +108,7 @@ class WeightReceiver:
         self._open: Open | None = None
         self._owner: Owner | None = None
         self._committed = ""
+        self._asleep = False
         self._received: list[tuple[TensorSpec, torch.Tensor]] = []
         self._hashed: dict[str, str] = {}
         self._peak: PeakMemory | None = None
@@ -130,6 +131,17 @@ class WeightReceiver:
         """End a wait for the trainer now; the message that waits is answered with a failure."""
         self._interrupted.set()
         self._broadcast.interrupt(reason)
+
+    def sleep(self) -> None:
+        """Give back device memory that only updates need, and refuse them until ``wake``.  Between updates only."""
+        self._asleep = True
+        self._committed = ""
+        self.loader.staging.free()
+
+    def wake(self) -> None:
+        """Undo ``sleep``, after the weights are back on their device."""
+        self.loader.staging.allocate()
+        self._asleep = False
 
     def close(self) -> None:
         """Let go of groups and mapped memory; safe to call twice."""
@@ -165,6 +177,8 @@ class WeightReceiver:
                 assert_never(message)
 
     def _begin(self, message: Open) -> RankAck:
+        if self._asleep:
+            raise Refused("the engine is asleep", hint="POST /wake first")
         self.loader.check(message.specs)
         self._end()
         self.loader.begin()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 
@@ -50,8 +51,17 @@ _UNOWNED_JOIN_S = 30.0  # a meeting outside a session has no lease that could en
 class EngineHooks(Protocol):
     """What the receiver asks of the engine that it lives in."""
 
+    @property
+    def paused(self) -> bool:
+        """True while nothing runs, whoever asked for it."""
+        ...
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Return when nothing runs; nothing runs until ``resume``."""
+        ...
+
+    def stop_waiting(self) -> None:
+        """A ``pause`` that still waits for running requests raises now; one that was reached stays."""
         ...
 
     def resume(self) -> None:
@@ -138,6 +148,7 @@ class ReceiverEngine:
             specs=facts.specs,
             session_owner=None if session is None else _owner(session.open),
             message=self._message,
+            paused=self._hooks.paused,
         )
 
     def apply(self, message: Message) -> Ack:
@@ -167,6 +178,18 @@ class ReceiverEngine:
                 if self._session is not None:
                     self._session.failed = f"{type(error).__name__}: {error}"
                 return self._ack(ok=False, error=f"{type(error).__name__}: {error}")
+
+    @contextmanager
+    def between_updates(self) -> Generator[None]:
+        """Keep updates out while something else moves the weights (sleep, say); new ones wait.
+
+        Raises:
+            Refused: An update is under way.
+        """
+        self._check_idle()
+        with self._busy:
+            self._check_idle()
+            yield
 
     def holds(self, session: str) -> bool:
         """True while this session is the one under way."""
@@ -342,6 +365,11 @@ class ReceiverEngine:
         ):
             raise Refused("no such session: it was never opened, it was ended, or another trainer's is open")
 
+    def _check_idle(self) -> None:
+        current = self._session
+        if current is not None:
+            raise Refused(f"being updated by {_owner(current.open)}", hint="wait for it to finish, or end it")
+
     def _current(self, message: Announce | Close | Commit) -> _Session:
         self._check_session(message)
         current = self._session
@@ -352,6 +380,8 @@ class ReceiverEngine:
         return current
 
     def _hold_still(self, session: _Session) -> None:
+        if session.ending:
+            raise Refused(f"this session is being ended: {session.ending}")
         if session.paused_at is None:
             session.paused_at = time.monotonic()
             self._hooks.pause(session.open.pause, session.open.timeout_s)
@@ -377,6 +407,7 @@ class ReceiverEngine:
         if current is not None and current.open.session == session:
             current.ending = reason
             self._executor.interrupt(reason)
+            self._hooks.stop_waiting()
 
     def _end_if_current(self, session: str, reason: str) -> None:
         self._interrupt_if_current(session, reason)
@@ -385,11 +416,15 @@ class ReceiverEngine:
     def _watch_deadlines(self) -> None:
         while not self._stopped.wait(_WATCH_S):
             current = self._session
-            if current is not None and time.monotonic() > current.deadline:
-                try:
+            if current is None:
+                continue
+            try:
+                if current.ending:
+                    self._hooks.stop_waiting()  # it may have begun to wait a moment after it was told to end
+                if time.monotonic() > current.deadline:
                     self._end_if_current(current.open.session, f"nothing was heard for {current.open.lease_s:g} s")
-                except Exception:  # the engine's hooks are other people's code; this thread serves the next session too
-                    log.exception("could not end a session whose lease is over")
+            except Exception:  # the engine's hooks are other people's code; this thread serves the next session too
+                log.exception("could not end a session whose lease is over")
 
     def _ack(self, *, ok: bool = True, **fields: Any) -> Ack:
         return Ack(ok=ok, state=self._state, version=self._version, ranks=self._executor.tp_size, **fields)

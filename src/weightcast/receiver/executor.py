@@ -25,7 +25,7 @@ import msgspec
 
 from weightcast.comm.group import Rendezvous
 from weightcast.errors import EngineFailure
-from weightcast.wire.messages import Message, RankAck, encode
+from weightcast.wire.messages import Message, RankAck, decode_rank_ack, encode
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
@@ -189,7 +189,7 @@ class MpExecutor:
                 self._send(self._control, _APPLY + encode(message))
             what = type(message).__name__
             replies = self._replies(self._control, timeout_s + _GRACE_S, f"the answer to {what}")
-        return [msgspec.json.decode(reply, type=RankAck) for reply in replies]
+        return [decode_rank_ack(reply) for reply in replies]
 
     def run(self, command: bytes) -> bytes:
         """As ``Executor.run``."""

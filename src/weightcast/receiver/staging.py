@@ -60,17 +60,27 @@ class Staging:
         self._keep_storage = keep_storage
         self._live = dict(residents)
         self._waiting: dict[str, torch.Tensor] = {}
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Get the memory of the second set, where it is not there."""
         for name, tensor in self._live.items():
-            if place == "device":
-                self._waiting[name] = torch.empty_strided(
+            if self.place == "none" or name in self._waiting:
+                continue
+            if self.place == "device":
+                waiting = torch.empty_strided(
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
-            elif place == "host":
-                self._waiting[name] = torch.empty_strided(
+            else:
+                waiting = torch.empty_strided(
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
                 )
-            if place != "none":
-                self._waiting[name].copy_(tensor.detach())  # rows that no update writes (padding) are in both sets
+            self._waiting[name] = waiting.copy_(tensor.detach())  # rows that no update writes are in both sets
+
+    def free(self) -> None:
+        """Give back what it takes on the device; ``allocate`` before the next update."""
+        if self.place == "device":
+            self._waiting.clear()
 
     @property
     def staged(self) -> bool:

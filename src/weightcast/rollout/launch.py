@@ -258,10 +258,15 @@ def _stop_on_signals() -> Generator[None]:
         yield
         return
 
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
     def stop(number: int, frame: FrameType | None) -> None:
+        # The way out is bounded by deadlines of its own; a second signal must not cut it short.
+        for wanted in numbers:
+            signal.signal(wanted, signal.SIG_IGN)
         raise _Stop
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

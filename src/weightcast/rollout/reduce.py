@@ -33,7 +33,7 @@ _dist: Any = dist  # its stores and backends are annotated for builds that have 
 
 _CHUNK_BYTES = 1 << 20
 _FLAG_BYTES = 64  # one cache line per rank: a flag that shares its line is a flag that is fought over
-_SPINS = 2000  # polls that give the core away, before the wait starts to sleep
+_SPINS = 500  # polls that give the core away, before the wait starts to sleep
 _NAP_S = 50e-6
 
 

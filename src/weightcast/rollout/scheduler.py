@@ -217,6 +217,16 @@ class Scheduler:
                     hint="allow more time, or pause with abort, retract or in_place",
                 )
 
+    def stop_waiting(self, *, holder: str = "update") -> None:
+        """Call off this holder's `pause` in mode ``wait`` that is not reached yet: it raises `Refused`."""
+        with self._changed:
+            for pause in self._pauses:
+                if pause.holder == holder and pause.mode == "wait":
+                    pause.refusal = "whoever wanted the engine to hold still has gone"
+                    pause.done = True
+            self._pauses = [pause for pause in self._pauses if not pause.done]
+            self._changed.notify_all()
+
     def resume(self, *, holder: str = "update") -> None:
         """Let go; the engine runs when nobody else holds it.  Without a pause, nothing happens."""
         with self._changed:

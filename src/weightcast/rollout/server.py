@@ -173,9 +173,14 @@ def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
         return _json(status())
 
     async def sleep(body: PauseRequest | None = None) -> Response:
-        body = body or PauseRequest()
-        await run_in_threadpool(scheduler.sleep, body.mode, timeout_s=body.timeout_s)
+        await run_in_threadpool(fall_asleep, body or PauseRequest())
         return _json(status())
+
+    def fall_asleep(body: PauseRequest) -> None:
+        # Sleep and a commit both move the weights; one of them at a time.
+        receiver = engine.receiver
+        with receiver.between_updates() if receiver is not None else contextlib.nullcontext():
+            scheduler.sleep(body.mode, timeout_s=body.timeout_s)
 
     async def wake() -> Response:
         await run_in_threadpool(scheduler.wake)

@@ -108,7 +108,12 @@ class RolloutWorker:
         decoded = commands.decode_command(command)
         if isinstance(decoded, commands.Describe):
             return commands.encode(self._describe())
-        return commands.encode(self._runner.run(decoded))
+        if isinstance(decoded, commands.Sleep):
+            self._receiver.sleep()
+        answer = self._runner.run(decoded)
+        if isinstance(decoded, commands.Wake):
+            self._receiver.wake()
+        return commands.encode(answer)
 
     def _describe(self) -> commands.Description:
         parameters = list(self._model.parameters())

@@ -59,8 +59,12 @@ class BroadcastTransport(Pumped):
             TargetError: A target could not join; it is named with its own words.
             DeadlineExceeded: They did not all come.
         """
-        if self._group is not None and self._group.alive:
-            return
+        if self._group is not None:
+            if self._group.alive:
+                return
+            leave_all(self._links, self._group.name)
+            self._group.close()
+            self._group = None
         name = f"weightcast-{secrets.token_hex(4)}"
         token = secrets.token_hex(16)
         self._store = Rendezvous(host=self._host, timeout_s=self._timeout_s)

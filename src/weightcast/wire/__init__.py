@@ -1,0 +1,1 @@
+"""What both processes must agree on: layout, bucket, messages, digest, routes.  No network, no group."""

@@ -11,7 +11,7 @@ messages so that no engine switches before all engines have everything.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -332,6 +332,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         transports: What it can receive by.
         specs: Every tensor that a full update must contain, with the dtype that it keeps.
         session_owner: Who updates it now, if anybody.
+        message: Why it is not serving, or what else is worth knowing.
+        paused: True while it generates nothing because somebody holds it still: an update, an operator, sleep.
     """
 
     protocol: int
@@ -348,15 +350,56 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     specs: tuple[TensorSpec, ...]
     session_owner: str | None = None
     message: str = ""
+    paused: bool = False
 
 
 _encoder = msgspec.json.Encoder()
+# Made here and not when first used: msgspec looks into a class then, and two threads that do so at once crash the
+# process.  Many targets are asked at once.
 _decoder = msgspec.json.Decoder(Message)
+_acks = msgspec.json.Decoder(Ack)
+_rank_acks = msgspec.json.Decoder(RankAck)
+_infos = msgspec.json.Decoder(EngineInfo)
+_Answer = TypeVar("_Answer", Ack, RankAck, EngineInfo)
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Any of the classes above as JSON."""
     return _encoder.encode(message)
+
+
+def decode_ack(data: bytes) -> Ack:
+    """An engine's answer.
+
+    Raises:
+        WireError: It is none.
+    """
+    return _answer(_acks, data)
+
+
+def decode_rank_ack(data: bytes) -> RankAck:
+    """An engine rank's answer.
+
+    Raises:
+        WireError: It is none.
+    """
+    return _answer(_rank_acks, data)
+
+
+def decode_info(data: bytes) -> EngineInfo:
+    """What an engine says of itself.
+
+    Raises:
+        WireError: It says something else.
+    """
+    return _answer(_infos, data)
+
+
+def _answer(decoder: msgspec.json.Decoder[_Answer], data: bytes) -> _Answer:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"not an answer of a weightcast receiver: {error}") from None
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:

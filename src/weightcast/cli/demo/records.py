@@ -23,6 +23,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
         stall_s: Longest time in which an engine generated nothing.
         digests_matched: Engine ranks whose resident weights are exactly what was sent.
         ranks: Engine ranks of all engines.
+        digest: Model digest of what was sent, and so of what every matching rank keeps.
         generate_s: Time to sample all completions over HTTP.
         train_s: Time of the training step.
         logprob_gap: Mean absolute difference of the sampled tokens' log-probabilities, engine against trainer.
@@ -38,6 +39,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     stall_s: float
     digests_matched: int
     ranks: int
+    digest: str
     generate_s: float
     train_s: float
     logprob_gap: float

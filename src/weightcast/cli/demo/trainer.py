@@ -222,6 +222,7 @@ def _record(
         stall_s=max(row.stall_s for row in report.targets),
         digests_matched=sum(row.digests_matched for row in report.targets),
         ranks=sum(row.ranks for row in report.targets),
+        digest=report.digest or "",
         generate_s=generate_s,
         train_s=train_s,
         logprob_gap=logprob_gap,

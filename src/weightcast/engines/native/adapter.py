@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weightcast.errors import WireError
 from weightcast.protocols import EngineRequest
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import (
@@ -23,6 +22,7 @@ from weightcast.wire.messages import (
     MemoryHandle,
     Message,
     Open,
+    decode_ack,
     encode,
 )
 
@@ -77,10 +77,7 @@ class NativeAdapter:
 
     def ack(self, reply: bytes) -> Ack:
         """Read the engine's answer."""
-        try:
-            return msgspec.json.decode(reply, type=Ack)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise WireError(f"not an answer of a weightcast receiver: {error}") from None
+        return decode_ack(reply)
 
 
 def _apply(message: Message) -> EngineRequest:

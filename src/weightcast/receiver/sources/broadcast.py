@@ -12,6 +12,8 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Join
 
+_MAX_GROUPS = 4  # a trainer that died between two updates told nobody that its group is over
+
 
 class BroadcastSource:
     """Groups by name, and two receive buffers used in turn, so that one can be loaded while the next one fills.
@@ -24,12 +26,13 @@ class BroadcastSource:
 
         Args:
             device: Where buckets go.
-            interrupted: Set together with a call of ``interrupt``; ends a meeting.
+            interrupted: Set before a call of ``interrupt``; ends a meeting.
         """
         self._device = device
         self._interrupted = interrupted
         self._groups: dict[str, WorldGroup] = {}
         self._lock = threading.Lock()
+        self._reading: WorldGroup | None = None
         self._buffers: list[torch.Tensor] = []
         self._loaded: list[torch.cuda.Event] = []
         self._turn = 0
@@ -61,6 +64,9 @@ class BroadcastSource:
         )
         with self._lock:
             self._groups[message.group] = group
+            used_least = list(self._groups)[:-_MAX_GROUPS]
+        for name in used_least:
+            self.leave(name)
 
     def leave(self, name: str) -> None:
         """Leave a group; leaving what was never joined is fine."""
@@ -77,13 +83,22 @@ class BroadcastSource:
             DeadlineExceeded, GroupFailed: The trainer fell silent, died or aborted.
         """
         with self._lock:
-            group = self._groups.get(name)
+            group = self._groups.pop(name, None)
+            if group is not None:
+                self._groups[name] = group  # the one used last comes last
+            self._reading = group
         if group is None or not group.alive:
             raise Refused(f"not in group {name}", hint="the trainer joins again before its next update")
-        buffer = self._buffer(layout.size_bytes)
-        if layout.size_bytes:
-            group.broadcast(buffer[: layout.size_bytes], what=f"bucket {layout.index}", timeout_s=timeout_s)
-        return Bucket(layout, buffer)
+        try:
+            if self._interrupted.is_set():
+                raise Refused("interrupted")
+            buffer = self._buffer(layout.size_bytes)
+            if layout.size_bytes:
+                group.broadcast(buffer[: layout.size_bytes], what=f"bucket {layout.index}", timeout_s=timeout_s)
+            return Bucket(layout, buffer)
+        finally:
+            with self._lock:
+                self._reading = None
 
     def release(self) -> None:
         """The bucket read last has been enqueued for loading; its buffer may be filled again after that."""
@@ -91,10 +106,10 @@ class BroadcastSource:
             self._loaded[self._turn].record(torch.cuda.current_stream(self._device))
 
     def interrupt(self, reason: str) -> None:
-        """Make a waiting ``read`` end now; the groups are unusable afterwards."""
+        """Make a waiting ``read`` end now; its group is unusable afterwards, those of others are not touched."""
         with self._lock:
-            groups = list(self._groups.values())
-        for group in groups:
+            group = self._reading
+        if group is not None:
             group.abort(reason)
 
     def trim(self) -> None:
