@@ -193,6 +193,31 @@ def test_a_killed_trainer_leaves_one_whole_version(served: Served, via: str) -> 
         push(served.folders["A"], [served.engine], start, "--via", via)
 
 
+def test_a_trainer_that_dies_while_running_requests_end_holds_nothing_up(served: Served) -> None:
+    start = served.version() + 1
+    push(served.folders["A"], [served.engine], start)
+    prompts, count = [[5 + index, 17, 200, 33] for index in range(8)], 240
+    found: list[list[int]] = []
+    requests = threading.Thread(target=lambda: found.extend(greedy_tokens(served.engine, prompts, count)))
+    requests.start()
+    time.sleep(0.2)
+    command = [sys.executable, "-m", "weightcast", "push", str(served.folders["B"]), "--to", served.engine.url]
+    trainer = subprocess.Popen([*command, "--version", str(start + 1), "--pause", "wait"], env=ENVIRONMENT)
+    deadline = time.monotonic() + 60
+    while not served.engine.info()["paused"] and requests.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    trainer.kill()
+    trainer.wait()
+    requests.join()
+    assert found == [greedy(served.models["A"], prompt, count) for prompt in prompts]
+    while served.engine.info()["state"] == "updating":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert served.engine.info()["paused"] is False
+    assert served.serves("A" if served.version() == start else "B")
+
+
 def test_a_key_and_a_cache_of_prefixes(tmp_path: Path) -> None:
     tiny_model(tmp_path / "A", seed=0, **SIZES)
     tiny_model(tmp_path / "B", seed=1, **SIZES)

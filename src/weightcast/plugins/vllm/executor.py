@@ -14,7 +14,7 @@ import msgspec
 
 from weightcast.errors import EngineFailure
 from weightcast.plugins.vllm.words import Hello, meeting_place, needs_main
-from weightcast.wire.messages import Abort, Commit, Message, RankAck, encode
+from weightcast.wire.messages import Abort, Commit, Message, RankAck, decode_rank_ack, encode
 
 _MEET_S = 30.0
 _GRACE_S = 15.0
@@ -68,7 +68,7 @@ class VllmExecutor:
                 except EngineFailure as error:
                     raise self._break(str(error), list(range(self.tp_size))) from error
             replies = self._replies(timeout_s + _GRACE_S, f"the answer to {type(message).__name__}")
-        acks = [msgspec.json.decode(reply, type=RankAck) for reply in replies]
+        acks = [decode_rank_ack(reply) for reply in replies]
         if not self._nowhere:
             return acks
         # A checkpoint may hold what this engine has no use for.

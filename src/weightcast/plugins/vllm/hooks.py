@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -39,6 +40,13 @@ class VllmHooks:
         self._client = client
         self._loop = loop
         self._prefix_caching = prefix_caching
+        self._paused = False
+        self._draining: Future[Any] | None = None
+
+    @property
+    def paused(self) -> bool:
+        """True while we hold vLLM still; a pause of somebody else's is not seen."""
+        return self._paused
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Return when nothing runs."""
@@ -48,10 +56,23 @@ class VllmHooks:
                 hint="pause retract, or start vLLM with --no-enable-prefix-caching",
             )
         name, clear = _MODES[mode]
-        self.wait(self._client.pause_generation(mode=name, clear_cache=clear), timeout_s, "running requests to stop")
+        self._paused = True
+        work = asyncio.run_coroutine_threadsafe(self._client.pause_generation(mode=name, clear_cache=clear), self._loop)
+        self._draining = work if mode == "wait" else None
+        try:
+            self._result(work, timeout_s, "running requests to stop")
+        finally:
+            self._draining = None
+
+    def stop_waiting(self) -> None:
+        """End a pause that waits for running requests; vLLM goes on with the ``resume`` that follows."""
+        draining = self._draining
+        if draining is not None:
+            draining.cancel()
 
     def resume(self) -> None:
         """Go on."""
+        self._paused = False
         self.wait(self._client.resume_generation(), _SHORT_S, "vLLM to resume")
 
     def drop_caches(self) -> None:
@@ -89,9 +110,13 @@ class VllmHooks:
             DeadlineExceeded: It took too long.
             EngineFailure: vLLM failed; its words.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._result(asyncio.run_coroutine_threadsafe(work, self._loop), timeout_s, what)
+
+    def _result(self, future: Future[Any], timeout_s: float, what: str) -> Any:
         try:
             return future.result(timeout_s)
+        except CancelledError as error:
+            raise Refused("whoever wanted the engine to hold still has gone") from error
         except FutureTimeout as error:
             future.cancel()
             raise DeadlineExceeded(who="vLLM", waiting_for=what, timeout_s=timeout_s) from error
