@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check gpu-test format clean
+.PHONY: setup demo test check engine-test gpu-test format clean
 
 setup: $(READY)
 
@@ -22,13 +22,17 @@ demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not engine" $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+# Real engines on this machine's CPU.  Their environments are made once, under the user's cache folder.
+engine-test: setup
+	$(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS)
 
 # On a machine with GPUs, with any Python that has torch and the packages of the extra `dev`.
 gpu-test:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, assert_never
 
 import torch
@@ -41,6 +41,7 @@ from weightcast.wire.messages import (
 )
 
 StagingChoice = Literal["auto", "device", "host", "none"]
+Check = Callable[[], object]
 
 
 class WeightReceiver:
@@ -61,6 +62,9 @@ class WeightReceiver:
         finishers: Sequence[Finisher] = (),
         draft: nn.Module | None = None,
         staging: StagingChoice = "auto",
+        residents: Mapping[str, torch.Tensor] | None = None,
+        checks: Sequence[Check] = (),
+        keep_storage: bool = False,
     ) -> None:
         """Learn the model's loader and make room for a second version.
 
@@ -74,6 +78,9 @@ class WeightReceiver:
             finishers: Called once after new weights are live (rebuild captured graphs, say).
             draft: A draft model beside it; its parameters are reported as not updated.
             staging: Where a new version waits for its commit; ``auto`` takes the device, else the host, else nothing.
+            residents: What ``load_weights`` writes, where that is not what the model computes with; see ``Loader``.
+            checks: Called before what is kept is read back; one raises if the model computes with something else.
+            keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
 
         Raises:
             ConfigError: The staging asked for is not possible, or the loader writes a parameter twice.
@@ -87,9 +94,13 @@ class WeightReceiver:
             if tp_size > 1:
                 raise ConfigError("a tensor-parallel rank must be told which whole tensors to expect")
             expected = [TensorSpec.of(name, tensor) for name, tensor in residents_of(model).items()]
-        self.loader = Loader(model, load_weights=load_weights, expected=expected, finishers=finishers)
+        self.loader = Loader(
+            model, load_weights=load_weights, expected=expected, finishers=finishers, residents=residents
+        )
+        self._checks = tuple(checks)
         place = "none" if staging == "auto" and not self.loader.can_stage else staging
-        self.loader.stage(choose_place(place, size_bytes=self.loader.size_bytes, device=self.device))
+        place = choose_place(place, size_bytes=self.loader.size_bytes, device=self.device)
+        self.loader.stage(place, keep_storage=keep_storage)
         self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
         self._memory = SharedMemorySource(self.device)
         self._interrupted = threading.Event()
@@ -159,6 +170,8 @@ class WeightReceiver:
             case Abort():
                 return self._abort(message)
             case Readback():
+                for check in self._checks:
+                    check()
                 return self._ack(held=True)
             case _:
                 assert_never(message)

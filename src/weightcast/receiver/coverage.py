@@ -12,8 +12,15 @@ from weightcast.receiver.recorder import box_of
 from weightcast.wire.routes import Route
 
 
-def uncovered(routes: Iterable[Route], residents: Mapping[str, torch.Tensor]) -> list[str]:
+def uncovered(
+    routes: Iterable[Route], residents: Mapping[str, torch.Tensor], filled: Mapping[str, int] | None = None
+) -> list[str]:
     """Residents that the routes leave unwritten, wholly or in part, by name.
+
+    Args:
+        routes: All of them.
+        residents: Parameters and buffers by name.
+        filled: How many elements of a resident get a constant instead, by name.
 
     Raises:
         ConfigError: Two routes write the same element: the loader's last word would depend on the order of arrival.
@@ -27,7 +34,8 @@ def uncovered(routes: Iterable[Route], residents: Mapping[str, torch.Tensor]) ->
         if _overlap(written, tuple(tensor.shape)):
             sources = ", ".join(sorted({route.source for route in written}))
             raise ConfigError(f"{name} is written twice, from {sources}")
-        if sum(math.prod(route.box_shape) for route in written) < tensor.numel():
+        constant = (filled or {}).get(name, 0)
+        if sum(math.prod(route.box_shape) for route in written) + constant < tensor.numel():
             missing.append(name)
     return missing
 

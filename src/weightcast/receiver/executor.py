@@ -306,38 +306,16 @@ def _rank_main(
         work.send_bytes(_FAILED + f"{type(error).__name__}: {error}".encode())
         return
     work.send_bytes(_OK)
-    messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
-    def read_control() -> None:
-        while True:
-            try:
-                frame = control.recv_bytes()
-            except (EOFError, OSError):
-                os._exit(1)  # the parent is gone
-            if frame[:1] == _INTERRUPT:
-                with suppress(RuntimeError, OSError):
-                    worker.interrupt(frame[1:].decode())
-            elif frame[:1] == _CLOSE:
-                with suppress(RuntimeError, OSError):
-                    worker.interrupt("the engine is shutting down")
-                    worker.close()
-                os._exit(0)  # threads of gloo and nccl may be in a wait that nothing ends
-            else:
-                messages.put(frame[1:])
+    def obey() -> None:
+        asked = serve_messages(control, worker, rank=rank)
+        if asked:
+            with suppress(RuntimeError, OSError):
+                worker.interrupt("the engine is shutting down")
+                worker.close()
+        os._exit(0 if asked else 1)  # the parent is gone; threads of gloo and nccl may be in a wait that nothing ends
 
-    def answer_messages() -> None:
-        decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
-        while True:
-            frame = messages.get()
-            assert frame is not None
-            try:
-                answer = worker.apply(decoder.decode(frame))
-            except Exception as error:  # noqa: BLE001  the parent waits for an answer, whatever it is
-                answer = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
-            control.send_bytes(encode(answer))
-
-    threading.Thread(target=read_control, name="control", daemon=True).start()
-    threading.Thread(target=answer_messages, name="messages", daemon=True).start()
+    threading.Thread(target=obey, name="control", daemon=True).start()
     while True:
         try:
             command = work.recv_bytes()
@@ -348,6 +326,53 @@ def _rank_main(
         except Exception as error:  # noqa: BLE001  the parent must hear it; the rank stays for the next command
             reply = _FAILED + f"{type(error).__name__}: {error}".encode()
         work.send_bytes(reply)
+
+
+class Messenger(Protocol):
+    """What can be told of messages: the part of ``Worker`` that a control lane needs."""
+
+    def apply(self, message: Message) -> RankAck:
+        """As ``Worker.apply``."""
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """As ``Worker.interrupt``."""
+        ...
+
+
+def serve_messages(control: Connection, worker: Messenger, *, rank: int) -> bool:
+    """Answer weight messages that come over a connection, in order, while interrupts overtake them.
+
+    Returns when the other end goes: True if it asked for the end, False if it is gone.
+    """
+    messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def answer() -> None:
+        decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+        while (frame := messages.get()) is not None:
+            try:
+                ack = worker.apply(decoder.decode(frame))
+            except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
+                ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
+            with suppress(OSError, ValueError):
+                control.send_bytes(encode(ack))
+
+    threading.Thread(target=answer, name="messages", daemon=True).start()
+    try:
+        while True:
+            try:
+                frame = control.recv_bytes()
+            except (EOFError, OSError):
+                return False
+            if frame[:1] == _INTERRUPT:
+                with suppress(RuntimeError, OSError):
+                    worker.interrupt(frame[1:].decode())
+            elif frame[:1] == _CLOSE:
+                return True
+            else:
+                messages.put(frame[1:])
+    finally:
+        messages.put(None)
 
 
 def _limit_sends(connection: Connection) -> None:

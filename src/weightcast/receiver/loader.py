@@ -56,23 +56,35 @@ class Loader:
         load_weights: LoadWeights,
         expected: Sequence[TensorSpec],
         finishers: Sequence[Finisher] = (),
+        residents: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Watch ``load_weights`` once; nothing is changed.
+
+        Args:
+            model: This rank's model.
+            load_weights: Takes ``(name, tensor)`` pairs of whole tensors.
+            expected: Every tensor of a full update, whole.
+            finishers: Run once after new weights are live.
+            residents: What ``load_weights`` writes, by name, where that is not what the model computes with (an engine
+                that packs its weights); the finishers bring it there.  None takes the model's parameters and buffers.
 
         Raises:
             ConfigError: The loader writes a parameter twice, or puts another in its place.
         """
         self.expected = {spec.name: spec for spec in expected}
-        self.residents = residents_of(model)
+        self.residents = dict(residents) if residents is not None else residents_of(model)
         self._load_weights = load_weights
         self._finishers = tuple(finishers)
         recording = record_routes(load_weights, list(expected), self.residents)
-        _check_in_place(self.residents, residents_of(model))
+        if residents is None:
+            _check_in_place(self.residents, residents_of(model))
         self.routes: Mapping[str, list[Route]] = recording.routes
         self.computed = frozenset(recording.computed)
         self.why_computed: Mapping[str, str] = recording.why
         routes = [route for found in recording.routes.values() for route in found]
-        unwritten = [name for name in uncovered(routes, self.residents) if name not in recording.written]
+        unwritten = [
+            name for name in uncovered(routes, self.residents, recording.filled) if name not in recording.written
+        ]
         self.not_updated = () if recording.opaque else tuple(unwritten)
         self._routed = {route.parameter for route in routes}
         self._shared = _sharing(model)
@@ -92,14 +104,14 @@ class Loader:
         """Bytes of one set of parameters and buffers on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.residents.values())
 
-    def stage(self, place: Place) -> None:
-        """Choose where a new version waits."""
+    def stage(self, place: Place, *, keep_storage: bool = False) -> None:
+        """Choose where a new version waits; ``keep_storage``: see ``Staging``."""
         if place != "none" and not self.can_stage:
             why = next((f"{name}: {words}" for name, words in self.why_computed.items()), self._shared)
             raise ConfigError(f"this model's weights cannot be staged: {why}", hint="use staging none")
         # What no route writes has no second version: it stays where it is.
         written = {name: tensor for name, tensor in self.residents.items() if name in self._routed}
-        self.staging = Staging(written if place != "none" else self.residents, place)
+        self.staging = Staging(written if place != "none" else self.residents, place, keep_storage=keep_storage)
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Do these tensors make a full update of this model?

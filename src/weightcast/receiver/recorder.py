@@ -20,6 +20,7 @@ from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region, Route
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,12 +31,14 @@ class Recording:
         routes: By source name, in the order of the copies.
         why: Sources that no route describes completely, by name, with what was seen instead.
         written: Parameters that get computed values, by name.
+        filled: Elements that only ever get a constant (the padding of a vocabulary), counted, by parameter.
         opaque: True if a source's writes could not be seen at all: the loader looks at values.
     """
 
     routes: dict[str, list[Route]] = field(default_factory=dict[str, list[Route]])
     why: dict[str, str] = field(default_factory=dict[str, str])
     written: set[str] = field(default_factory=set[str])
+    filled: dict[str, int] = field(default_factory=dict[str, int])
     opaque: bool = False
 
     @property
@@ -70,6 +73,7 @@ def record_routes(
         found.routes.update(alone.routes)
         found.why.update(alone.why)
         found.written |= alone.written
+        found.filled.update(alone.filled)
         found.opaque |= alone.opaque
     return found
 
@@ -98,6 +102,7 @@ class _Recorder(TorchDispatchMode):
         self._routes: dict[str, list[Route]] = {spec.name: [] for spec in specs}
         self._why: dict[str, str] = {}
         self._written: set[str] = set()
+        self._filled: dict[str, list[torch.Tensor]] = {}
         self._current = ""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,7 +117,8 @@ class _Recorder(TorchDispatchMode):
         routes = {name: found for name, found in self._routes.items() if name not in self._why}
         # What the loader places itself it places whole, its pure copies too.
         copied = {route.parameter for name in self._why for route in self._routes[name]}
-        return Recording(routes=routes, why=self._why, written=self._written | copied)
+        filled = {name: sum(part.numel() for part in parts) for name, parts in self._filled.items()}
+        return Recording(routes=routes, why=self._why, written=self._written | copied, filled=filled)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,6 +128,8 @@ class _Recorder(TorchDispatchMode):
             if resident is not None:
                 self._copy(resident, target, source)
                 return target
+        if func in _FILLS and self._is_padding(args[0], args[1] if len(args) > 1 else 0):
+            return args[0]
         written = list(_written_tensors(func, args, kwargs)) if func._schema.is_mutable else []
         for tensor in written:
             source = self._source_of.get(_storage(tensor))
@@ -135,6 +143,28 @@ class _Recorder(TorchDispatchMode):
         if residents:
             return residents[0] if func._schema.returns else None
         return func(*args, **kwargs)
+
+    def _is_padding(self, target: torch.Tensor, value: float) -> bool:
+        """Is this a constant in a place of its own, which has it since the model was first loaded?  Then it stays."""
+        resident = self._residents.get(_storage(target))
+        if resident is None:
+            return False
+        name, whole = resident
+        taken = [
+            _span(int(whole.storage_offset()) + route.region.offset, route.region.shape, route.region.stride)
+            for found in self._routes.values()
+            for route in found
+            if route.parameter == name
+        ]
+        parts = self._filled.setdefault(name, [])
+        taken += [_span(int(part.storage_offset()), part.shape, part.stride()) for part in parts]
+        first, last = _span(int(target.storage_offset()), target.shape, target.stride())
+        if any(first < end and start < last for start, end in taken):
+            return False  # over what was copied, or a second time: the order counts, which routes do not keep
+        if not bool((target == value).all()):
+            return False
+        parts.append(target)
+        return True
 
     def _copy(self, resident: tuple[str, torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
         parameter, whole = resident
@@ -161,6 +191,13 @@ class _Recorder(TorchDispatchMode):
         self._routes[name].append(
             Route(source=name, box_offset=offset, box_shape=shape, parameter=parameter, region=region)
         )
+
+
+def _span(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
+    """First element of a strided region and the one after its last."""
+    if math.prod(shape) == 0:
+        return offset, offset
+    return offset, offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -13,15 +14,44 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weightcast.errors import WeightcastError, WireError
-from weightcast.receiver.engine import ReceiverEngine
-from weightcast.wire.messages import GROUP_FAILED, MAX_MESSAGE_BYTES, Ack, Message, Open, Readback, decode, encode
+from weightcast.wire.messages import (
+    GROUP_FAILED,
+    MAX_MESSAGE_BYTES,
+    Ack,
+    EngineInfo,
+    Message,
+    Open,
+    Readback,
+    decode,
+    encode,
+)
 
 HEARTBEAT_S = 1.0
 MAX_SCORED_TOKENS = 4096
 Score = Callable[[Sequence[int]], Sequence[float]]
 
 
-def weight_routes(engine: ReceiverEngine, score: Score | None = None) -> APIRouter:
+class Answers(Protocol):
+    """The part of ``ReceiverEngine`` that routes need."""
+
+    def info(self) -> EngineInfo:
+        """As ``ReceiverEngine.info``."""
+        ...
+
+    def apply(self, message: Message) -> Ack:
+        """As ``ReceiverEngine.apply``."""
+        ...
+
+    def holds(self, session: str) -> bool:
+        """As ``ReceiverEngine.holds``."""
+        ...
+
+    def lease_lost(self, session: str) -> None:
+        """As ``ReceiverEngine.lease_lost``."""
+        ...
+
+
+def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
     """The native session over HTTP.
 
     Args:
@@ -86,7 +116,7 @@ class _LeaseResponse(StreamingResponse):
     gone before the first byte was sent.
     """
 
-    def __init__(self, engine: ReceiverEngine, message: Open, ack: Ack) -> None:
+    def __init__(self, engine: Answers, message: Open, ack: Ack) -> None:
         super().__init__(self._frames(encode(ack)), media_type="application/octet-stream")
         self._engine = engine
         self._session = message.session

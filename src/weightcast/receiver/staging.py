@@ -46,15 +46,18 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
 class Staging:
     """The second set."""
 
-    def __init__(self, residents: Mapping[str, torch.Tensor], place: Place) -> None:
+    def __init__(self, residents: Mapping[str, torch.Tensor], place: Place, *, keep_storage: bool = False) -> None:
         """Allocate it.
 
         Args:
             residents: Live parameters and buffers by name; each once, none a view of another.  What an update leaves
                 out of one of them keeps its value.
             place: ``device``, ``host`` (pinned where there is a GPU) or ``none`` (writes go to the live ones).
+            keep_storage: A flip moves contents also on the device, for engines that remember addresses (captured
+                graphs, packed views).
         """
         self.place: Place = place
+        self._keep_storage = keep_storage
         self._live = dict(residents)
         self._waiting: dict[str, torch.Tensor] = {}
         self.allocate()
@@ -96,14 +99,14 @@ class Staging:
         """Exchange the waiting set and the live one.  Twice is as if never.
 
         On the device only pointers move: the parameter objects stay, their storage changes, so captured graphs must be
-        captured again (a finisher's task).  On the host contents move, chunk by chunk.
+        captured again (a finisher's task).  On the host, or if storage is to be kept, contents move, chunk by chunk.
         """
-        if self.place == "device":
+        if self.place == "device" and not self._keep_storage:
             for name, tensor in self._live.items():
                 waiting = self._waiting[name]
                 self._waiting[name] = tensor.data
                 tensor.data = waiting
-        elif self.place == "host":
+        elif self.place != "none":
             for name, tensor in self._live.items():
                 _exchange(tensor.data, self._waiting[name])
 

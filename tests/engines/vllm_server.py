@@ -1,0 +1,92 @@
+"""A vLLM server of its own process, with our plug-in in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.engines import Engine
+from tests.engines.environment import engine_python, package_path
+
+START_S = 400.0
+
+
+@contextmanager
+def vllm(model: Path, logs: Path, *options: str, tp: int = 1, key: str | None = None) -> Iterator[Engine]:
+    """Serve a folder with vLLM on the CPU, in fp32; ended on the way out."""
+    python = engine_python("vllm-0.32.0-cpu")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
+        "PYTHONPATH": package_path(logs / "metadata"),
+        "VLLM_PLUGINS": "weightcast",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1"]
+    command += [
+        f"--port={port}",
+        "--served-model-name=tiny",
+        "--dtype=float32",
+        "--max-model-len=256",
+        "--enforce-eager",
+    ]
+    command += ["--max-num-seqs=8", f"--tensor-parallel-size={tp}"]
+    command += ["--weight-transfer-config", '{"backend": "weightcast"}', *options]
+    command += [f"--api-key={key}"] if key else []
+    log = logs / "vllm.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True)
+    client = httpx.Client(timeout=120.0, trust_env=False)
+    engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
+    try:
+        _wait(engine, log)
+        yield engine
+    finally:
+        family = engine.family()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for member in family[1:]:
+            if member.is_running():
+                member.kill()
+        client.close()
+
+
+def greedy_tokens(engine: Engine, prompts: list[list[int]], count: int, **headers: str) -> list[list[int]]:
+    """What vLLM generates, greedily and past end-of-sequence tokens."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompts, "max_tokens": count, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    answer = engine.client.post(f"{engine.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return [choice["token_ids"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
+
+
+def _wait(engine: Engine, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert engine.process.poll() is None, f"vLLM did not start:\n{log.read_text()[-6000:]}"
+        try:
+            if engine.client.get(f"{engine.url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(f"vLLM was not ready within {START_S:g} s:\n{log.read_text()[-6000:]}")
