@@ -27,6 +27,7 @@ from tests import toy_engine
 from tests.toy_engine import toy_weights
 from tests.unit import ranks
 from weightcast import WeightUpdater
+from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
 from weightcast.wire.digest import model_digest, tensor_digest
 from weightcast.wire.messages import Ack, EngineInfo
@@ -113,6 +114,7 @@ class Engine:
 
 
 def _serve(argv: list[str], ready: Connection) -> None:
+    die_with_parent()  # which ends with the tests, however these end
     os.setsid()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

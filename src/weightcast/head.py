@@ -160,8 +160,9 @@ class Head:
         self.sent_bytes = self._num_buckets = 0
         with self._phase("open"):
             try:
-                infos = self._probe_all()
-                self._links = self._make_links(infos)
+                # Not those that failed just now: one that stands still would take another deadline to say nothing.
+                active = [target.url for target in self._targets if target.url not in self._excluded]
+                self._links = self._make_links(self._probe_all(only=active))
                 self._connect_transport()
                 message = self._open_message(version, specs)
                 self._each(lambda link: link.open(message))
@@ -333,8 +334,6 @@ class Head:
         links: list[Link] = []
         first: WeightcastError | None = None
         for url, info in infos.items():
-            if url in self._excluded:
-                continue
             outcome = self._outcomes[url]
             if not isinstance(info, EngineInfo):
                 if self._config.on_failure == "raise":
