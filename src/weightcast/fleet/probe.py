@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightcast.comm.http import Client
-from weightcast.errors import ConfigError, TargetRejected, WireError
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetRejected, TargetUnreachable, WireError
 from weightcast.wire.messages import PROTOCOL, EngineInfo, decode_info
 
 
@@ -11,13 +11,17 @@ def probe(client: Client) -> EngineInfo:
     """What the engine behind a client is and serves.
 
     Raises:
-        TargetUnreachable, DeadlineExceeded: Nothing answers there.
+        TargetUnreachable: Nothing answers there, or not in time.
         TargetRejected: It answers and refuses (a wrong key, say).
         ConfigError: It answers, but is no engine that weightcast can update.
     """
     url = client.target.url
     try:
         body = client.get_json("/weightcast/info")
+    except DeadlineExceeded as error:
+        raise TargetUnreachable(
+            str(error), url=url, hint="something listens there and says nothing: is the engine stopped, or swamped?"
+        ) from error
     except TargetRejected as error:
         if error.status in (404, 405):
             raise ConfigError(
