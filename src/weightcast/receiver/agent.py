@@ -158,7 +158,7 @@ class WeightReceiver:
             case Leave():
                 if message.group is not None:
                     self._broadcast.leave(message.group)
-                self._memory.close()
+                self._unmap()
                 self._broadcast.trim()
                 return self._ack()
             case Announce():
@@ -183,7 +183,7 @@ class WeightReceiver:
         self._end()
         self.loader.begin()
         if message.owner != self._owner:
-            self._memory.close()  # of a trainer that may be dead: what is mapped here is not freed there
+            self._unmap()  # of a trainer that may be dead: what is mapped here is not freed there
             self._owner = message.owner
         self._open = message
         self._committed = ""
@@ -274,7 +274,7 @@ class WeightReceiver:
         touched = self.loader.touched
         self._end()
         # The trainer may be dead: its memory would live as long as the mapping does.
-        self._memory.close()
+        self._unmap()
         self._broadcast.trim()
         return self._ack(touched=touched)
 
@@ -283,6 +283,12 @@ class WeightReceiver:
         self._received.clear()
         self._hashed.clear()
         self._measured()
+
+    def _unmap(self) -> None:
+        if self.device.type == "cuda":
+            # A bucket that failed half way may have left work on the stream that reads it.
+            torch.cuda.current_stream(self.device).synchronize()
+        self._memory.close()
 
     def _measured(self) -> None:
         """The measurement is over; its result stays."""
