@@ -25,10 +25,16 @@ class Target:
     Attributes:
         url: ``http://host:port`` of the engine's server, with or without a trailing slash.
         api_key: Sent as ``Authorization: Bearer``; never printed.
+        engine: What it is: ``"auto"`` asks it; ``"native"`` (our receiver), ``"sglang"``, ``"vllm"`` or ``"lmdeploy"``
+            speaks to it as to a stock engine of that kind.
+        devices: UUIDs of the GPUs of its ranks, in order, for ``ipc`` to engines that do not tell; empty if they do,
+            or if its ranks sit where the trainer's ranks do, in the same order.
     """
 
     url: str
     api_key: str | None = field(default=None, kw_only=True, repr=False)
+    engine: str = field(default="auto", kw_only=True)
+    devices: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         try:

@@ -5,22 +5,32 @@ that one kind of engine understands.  A *transport* moves filled buckets and own
 An adapter says, it never does: it opens no socket, joins no group and moves no tensor, so every byte that
 an engine would be sent can be tested without one.  Exporter, adapter and transport do not know each other;
 ``updater.py`` introduces them.
+
+What an adapter says is a generator, because engines want one request for a step, or five, or none, and the next
+one may depend on the last answer.  It yields requests; each ``yield`` gives the answer's body, or raises
+``TargetRejected`` there if the engine refused, which the adapter may handle; it returns what the step came to::
+
+    def commit(self, message: Commit) -> Steps:
+        yield EngineRequest(path="/end_weight_update", body=b"{}")
+        yield EngineRequest(path="/continue_generation", body=b"{}")
+        return Ack(ok=True, version=message.version)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
     from weightcast.comm.local import TrainerGroup
+    from weightcast.comm.share import Shared
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.digest import Box
     from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-    from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Join, MemoryHandle, Open
+    from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +39,9 @@ class EngineRequest:
 
     Attributes:
         method: ``GET`` or ``POST``.
-        path: With a leading slash.
+        path: With a leading slash, and with the query if there is one.
         body: JSON bytes; empty for none.
+        timeout_s: Deadline of this one request; None for the step's.
         lease: True if the answer is followed by a stream that the caller must keep open: closing it,
             on purpose or by dying, tells the engine to end the session.
     """
@@ -38,7 +49,44 @@ class EngineRequest:
     method: str = "POST"
     path: str
     body: bytes = b""
+    timeout_s: float | None = None
     lease: bool = False
+
+
+Steps: TypeAlias = "Generator[EngineRequest, bytes, Ack]"
+Sharing = Literal["weightcast", "torch"]
+Meeting = Literal["weightcast", "torch", "nccl-id"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """Into a process group across both worlds, for one target.  The trainer's head is rank 0.
+
+    Attributes:
+        session: The session that it is for.
+        group: The group's name; never used twice.
+        host: Where the trainer's store listens.
+        port: Likewise.
+        token: Prefix of the store's keys where our own receiver meets.
+        first_rank: Group rank of the target's rank 0; the others follow in order.
+        world_size: Ranks in the group.
+        backend: ``nccl`` or ``gloo``.
+        bucket_bytes: No bucket will be larger.
+        timeout_s: Deadline for meeting, in seconds.
+        nccl_id: For ``nccl-id``, the 128 bytes of NCCL's unique id.
+    """
+
+    session: str
+    group: str
+    host: str
+    port: int
+    token: str
+    first_rank: int
+    world_size: int
+    backend: Literal["nccl", "gloo"]
+    bucket_bytes: int
+    timeout_s: float
+    nccl_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,58 +148,92 @@ class Scorer(Protocol):
 
 
 class Adapter(Protocol):
-    """What the sender needs to know of one kind of engine, as data and words."""
+    """What the sender needs to know of one engine, as data and words.  One for each target; may remember.
+
+    Attributes:
+        packing: What of a bucket the engine can read.
+        sharing: How a buffer is handed to its processes over ``ipc``: as our own handles, or as torch's.
+        meeting: How its ranks join a group over ``broadcast``: as our receiver does, as
+            ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix, or by a NCCL unique id.
+        proves: Levels of proof that it can answer for, beside ``behaviour``.
+        leased: True if the engine ends a session by itself when the trainer is gone, and knows whether what it keeps is
+            one whole version.  We remember it for the others.
+    """
 
     packing: Packing
+    sharing: Sharing
+    meeting: Meeting
+    proves: frozenset[Literal["received", "resident"]]
+    leased: bool
 
-    def specs(self, info: EngineInfo) -> Sequence[TensorSpec]:
+    def specs(self) -> Sequence[TensorSpec]:
         """What the engine expects in a full update; empty if it cannot say."""
         ...
 
-    def open_request(self, message: Open) -> EngineRequest:
-        """Start a session."""
+    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+        """Preflight of what this kind of engine is known to bite with.
+
+        Args:
+            specs: What will be sent.
+            transport: By which transport.
+            bucket_bytes: No bucket is larger.
+
+        Raises:
+            ConfigError: It cannot work; the hint says what to set on which side.
+        """
         ...
 
-    def join_request(self, message: Join) -> EngineRequest:
+    def open(self, message: Open) -> Steps:
+        """Start a session.  An engine that cannot stage is paused here, since buckets go straight into live weights."""
+        ...
+
+    def join(self, invitation: Invitation) -> Steps:
         """Join a group."""
         ...
 
-    def bucket_request(
-        self, session: str, layout: BucketLayout, *, group: str | None, handles: Sequence[MemoryHandle]
-    ) -> EngineRequest:
-        """A bucket comes, from a group or from mapped memory."""
+    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
+        """A bucket comes, from a group or from memory that trainer ranks share (one item for each that filled one).
+
+        Over ``broadcast`` the first request must be the one that makes the engine enter the collective.
+        """
         ...
 
-    def close_request(self, message: Close) -> EngineRequest:
+    def close(self, message: Close) -> Steps:
         """No more buckets."""
         ...
 
-    def commit_request(self, message: Commit) -> EngineRequest:
-        """Make it live."""
+    def commit(self, message: Commit) -> Steps:
+        """Make it live, stamp the version, resume."""
         ...
 
-    def abort_request(self, session: str, reason: str) -> EngineRequest:
-        """End the session, keep the old version."""
+    def abort(self, session: str, reason: str) -> Steps:
+        """End the session.  ``Ack.state`` says what is left: the old version, or parts of two and so quarantined."""
         ...
 
-    def leave_request(self, group: str | None) -> EngineRequest:
-        """Leave a group, let go of mapped buffers."""
+    def leave(self, group: str | None) -> Steps:
+        """Leave a group, let go of mapped buffers.  Leaving what was never joined is fine."""
         ...
 
-    def readback_request(self) -> EngineRequest:
-        """Digest what is live."""
+    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
+        """Log-probability of each token but the first given those before it, under the live weights."""
         ...
 
-    def score_request(self, token_ids: Sequence[int]) -> EngineRequest:
-        """Log-probabilities under the live weights."""
-        ...
 
-    def ack(self, reply: bytes) -> Ack:
-        """Read the engine's answer.
+class Kind(Protocol):
+    """One kind of engine: how it is recognised, and its adapter."""
+
+    name: str
+
+    def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
+        """Ask a server what it is; None if it is no engine of this kind.
 
         Raises:
-            WireError: It is not an answer of this engine.
+            ConfigError: It is one, and cannot be updated as it was started.
         """
+        ...
+
+    def adapter(self, info: EngineInfo) -> Adapter:
+        """An adapter for an engine that was recognised."""
         ...
 
 
@@ -168,7 +250,7 @@ class Transport(Protocol):
         """Return when nothing is under way any more, whatever became of it."""
         ...
 
-    def send(self, bucket: Bucket, handles: Sequence[MemoryHandle]) -> None:
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Start sending; returns before the bucket may be reused."""
         ...
 

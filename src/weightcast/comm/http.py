@@ -30,7 +30,7 @@ class Client:
         if target.api_key is not None:
             headers["authorization"] = f"Bearer {target.api_key}"
         self.target = target
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         # trust_env=False: a proxy from the environment would sit between the trainer and the engine it is told of.
         self._client = httpx.Client(
             base_url=target.url,
@@ -62,7 +62,7 @@ class Client:
             The first frame of the answer and the lease.
         """
         url = self.target.url
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         request = self._client.build_request("POST", path, content=body, timeout=self._timeouts(timeout_s))
         response: httpx.Response | None = None
         lease: Lease | None = None
@@ -91,12 +91,12 @@ class Client:
         self._client.close()
 
     def _timeouts(self, timeout_s: float | None) -> httpx.Timeout:
-        limit = self._timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
         return httpx.Timeout(limit, connect=min(limit, _CONNECT_S))
 
     def _ask(self, method: str, path: str, body: bytes, timeout_s: float | None) -> bytes:
         url = self.target.url
-        limit = self._timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         try:
             with self._client.stream(method, path, content=body, timeout=self._timeouts(limit)) as response:
@@ -148,7 +148,7 @@ class Client:
         )
 
     def _late(self, method: str, path: str, timeout_s: float | None, error: Exception) -> DeadlineExceeded:
-        limit = self._timeout_s if timeout_s is None else timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
         late = DeadlineExceeded(who=self.target.url, waiting_for=f"the answer to {method} {path}", timeout_s=limit)
         late.__cause__ = error
         return late

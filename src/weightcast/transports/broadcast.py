@@ -2,125 +2,78 @@
 
 The receiver is ``receiver/sources/broadcast.py``.
 
-Rank 0 of the group is the head; the engine ranks follow, target by target.  Other trainer ranks only gather and are not
-in the group.  Order, for each bucket: post to every target, enter the collective, read the replies last.  Engines
-answer after they have received; a target that refuses will never enter, so the group is aborted, not waited for.
+Engines of one kind meet in one group (``channel.py``); where kinds that meet in different ways are updated at once,
+each has a group of its own and the groups run side by side.  Other trainer ranks only gather and are in no group.
 """
 
 from __future__ import annotations
 
-import secrets
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_for
-from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
-from weightcast.transports.ipc import leave_all, post_bucket
+from weightcast.comm.share import Shared
+from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pumped
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.messages import GROUP_FAILED, Join, MemoryHandle
-
-_LATE_S = 10.0  # targets keep the deadline themselves and answer; this much later they are given up
 
 
 class BroadcastTransport(Pumped):
-    """A group across both worlds: nccl on GPUs, gloo on CPUs."""
+    """Groups across both worlds: nccl on GPUs, gloo on CPUs."""
 
     name = "broadcast"
 
-    def __init__(self, links: Sequence[Link], *, device: torch.device, host: str, timeout_s: float) -> None:
+    def __init__(
+        self, links: Sequence[Link], *, device: torch.device, host: str, bucket_bytes: int, timeout_s: float
+    ) -> None:
         """Nothing is created yet.
 
         Args:
             links: The targets.
             device: Where the buckets are.
             host: Address of this process that engines can reach.
+            bucket_bytes: No bucket is larger.
             timeout_s: Deadline of each wait, in seconds.
         """
         super().__init__(self._send_one)
-        self._links = list(links)
         self._device = device
-        self._host = host
-        self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
-        self._group: WorldGroup | None = None
-        self._store: Rendezvous | None = None
+        meetings = dict.fromkeys(link.adapter.meeting for link in links)
+        self._channels = [
+            Channel(
+                [link for link in links if link.adapter.meeting == meeting],
+                meeting=meeting,
+                device=device,
+                host=host,
+                bucket_bytes=bucket_bytes,
+                timeout_s=timeout_s,
+            )
+            for meeting in meetings
+        ]
+        self._pool = ThreadPoolExecutor(max_workers=len(self._channels), thread_name_prefix="weightcast-channel")
         self._filled = torch.cuda.Event() if device.type == "cuda" else None
         self._closed = False
 
     def connect(self) -> None:
-        """Make the group if there is none.
+        """Make the groups that are not there.
 
         Raises:
             TargetError: A target could not join; it is named with its own words.
             DeadlineExceeded: They did not all come.
         """
-        if self._group is not None:
-            if self._group.alive:
-                return
-            leave_all(self._links, self._group.name)
-            self._group.close()
-            self._group = None
-        name = f"weightcast-{secrets.token_hex(4)}"
-        token = secrets.token_hex(16)
-        self._store = Rendezvous(host=self._host, timeout_s=self._timeout_s)
-        rank = 1
-        for link in self._links:
-            link.group_rank = rank
-            rank += link.info.tp_size
-        refused = threading.Event()
-        joins = [
-            self._pool.submit(
-                _join,
-                link,
-                Join(
-                    group=name,
-                    host=self._host,
-                    port=self._store.port,
-                    token=token,
-                    first_rank=link.group_rank,
-                    world_size=rank,
-                    backend=backend_for(self._device),
-                    timeout_s=self._timeout_s,
-                    session=link.session,
-                ),
-            )
-            for link in self._links
-        ]
-        for join in joins:
-            join.add_done_callback(lambda done: refused.set() if done.exception() is not None else None)
-        try:
-            self._group = WorldGroup(
-                store=self._store.store,
-                name=name,
-                token=token,
-                rank=0,
-                world_size=rank,
-                device=self._device,
-                address=self._host,
-                timeout_s=self._timeout_s,
-                cancelled=refused,  # who refuses will never come
-            )
-            for join in joins:
-                join.result()
-        except BaseException as error:
-            self.abort("not all could join")
-            raise self._culprit(error, joins, name) from error
+        self._each(Channel.connect)
 
-    def send(self, bucket: Bucket, handles: Sequence[MemoryHandle]) -> None:
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
         if self._filled is not None:
             self._filled.record(torch.cuda.current_stream(self._device))
         self._pump.put(bucket, ())
 
     def abort(self, reason: str) -> None:
-        """As ``Transport.abort``; the next ``connect`` makes a new group."""
-        if self._group is not None:
-            self._group.abort(reason)
+        """As ``Transport.abort``; the next ``connect`` makes new groups."""
+        for channel in self._channels:
+            channel.abort(reason)
 
     def close(self) -> None:
         """As ``Transport.close``."""
@@ -128,82 +81,19 @@ class BroadcastTransport(Pumped):
             return
         self._closed = True
         self._pump.close()
-        if self._group is not None:
-            leave_all(self._links, self._group.name)
-            self._group.close()
-            self._group = None
-        self._store = None
+        self._each(Channel.close)
         self._pool.shutdown(wait=True)
 
-    def _send_one(self, bucket: Bucket, handles: tuple[MemoryHandle, ...]) -> None:
-        group = self._group
-        assert group is not None, "connect() comes first"
-        index = bucket.layout.index
-        posts: list[Future[None]] = [
-            self._pool.submit(
-                post_bucket,
-                link,
-                link.adapter.bucket_request(link.session, bucket.layout, group=group.name, handles=()),
-                index=index,
-                timeout_s=self._timeout_s,
-            )
-            for link in self._links
-        ]
+    def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
+        self._each(lambda channel: channel.send(bucket, self._filled))
 
-        def look_for_refusals() -> None:
-            for post in posts:
-                if post.done():
-                    error = post.exception()
-                    if error is not None:
-                        raise error
-
-        try:
-            if bucket.layout.size_bytes:
-                if self._filled is not None:
-                    self._filled.synchronize()
-                work = group.start_broadcast(bucket.data[: bucket.layout.size_bytes])
-                group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
-            for post in as_completed(posts):
-                post.result()
-        except BaseException as error:
-            group.abort(f"bucket {index} failed")
-            raise self._culprit(error, posts, f"bucket {index}") from error
-
-    def _culprit(self, error: BaseException, posts: Sequence[Future[None]], what: str) -> BaseException:
-        """Because of whom a step failed, by the targets' answers to it.
-
-        When one member of a group dies, all the others fail too, and may say so first.  So the one that is lost
-        counts before one that refuses, and that one before those who only say that their group has failed.
-        """
-        if not isinstance(error, Exception):
-            return error
-        refusals: list[TargetRejected] = []
-        waiting = dict(zip(posts, self._links, strict=True))
-        try:
-            for post in as_completed(posts, timeout=self._timeout_s + _LATE_S):
-                waiting.pop(post)
-                answer = post.exception()
-                if isinstance(answer, TargetRejected):
-                    refusals.append(answer)
-                elif isinstance(answer, WeightcastError):
-                    return answer
-                if any(refusal.status != GROUP_FAILED for refusal in refusals):
-                    break
-        except TimeoutError:
-            url = next(iter(waiting.values())).url
-            return TargetLost(f"{url}: silent during {what}", url=url)
-        for refusal in refusals:
-            if refusal.status != GROUP_FAILED:
-                return refusal
-        if len(self._links) == 1 and refusals:
-            return refusals[0]
-        return GroupFailed(f"{what}: {error}") if isinstance(error, TargetRejected) else error
-
-
-def _join(link: Link, message: Join) -> None:
-    try:
-        link.ask(link.adapter.join_request(message), timeout_s=message.timeout_s)
-    except TargetError:
-        raise
-    except DeadlineExceeded as error:
-        raise TargetLost(f"{link.url}: did not join {message.group} in time", url=link.url) from error
+    def _each(self, do: Callable[[Channel], None]) -> None:
+        """The same on every channel at once; the first failure, after all have ended."""
+        if len(self._channels) == 1:
+            do(self._channels[0])
+            return
+        futures = [self._pool.submit(do, channel) for channel in self._channels]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+from weightcast.comm.share import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected
-from weightcast.protocols import EngineRequest
+from weightcast.protocols import Steps
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pumped
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.messages import MemoryHandle
 
 
 class IpcTransport(Pumped):
@@ -32,9 +32,9 @@ class IpcTransport(Pumped):
     def connect(self) -> None:
         """Nothing to create: engines map a buffer when they first hear of it."""
 
-    def send(self, bucket: Bucket, handles: Sequence[MemoryHandle]) -> None:
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
-        self._pump.put(bucket, tuple(handles))
+        self._pump.put(bucket, tuple(shared))
 
     def abort(self, reason: str) -> None:
         """Posts are bounded by their deadline and ended by the engines' own abort."""
@@ -48,12 +48,12 @@ class IpcTransport(Pumped):
         leave_all(self._links)
         self._pool.shutdown(wait=True)
 
-    def _send_one(self, bucket: Bucket, handles: tuple[MemoryHandle, ...]) -> None:
+    def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         posts = {
             self._pool.submit(
                 post_bucket,
                 link,
-                link.adapter.bucket_request(link.session, bucket.layout, group=None, handles=handles),
+                link.adapter.bucket(link.session, bucket.layout, group=None, shared=link.shared(shared)),
                 index=bucket.layout.index,
                 timeout_s=self._timeout_s,
             ): link
@@ -66,15 +66,16 @@ class IpcTransport(Pumped):
             raise first
 
 
-def post_bucket(link: Link, request: EngineRequest, *, index: int, timeout_s: float) -> None:
+def post_bucket(link: Link, steps: Steps, *, index: int, timeout_s: float) -> None:
     """Post one bucket to one target and read its answer.
 
     Raises:
         TargetRejected, TargetLost: Named, with the bucket, and half updated where the engine does not stage.
     """
-    half = link.info.staging == "none"
+    half = not link.stages
+    link.touch()
     try:
-        link.ask(request, timeout_s=timeout_s)
+        link.ask(steps, timeout_s=timeout_s)
         link.sent += 1
     except DeadlineExceeded as error:
         raise TargetLost(
@@ -98,7 +99,7 @@ def leave_all(links: Sequence[Link], group: str | None = None) -> None:
     """Ask targets to let go; one that does not answer has let go, or will be told when it comes back."""
 
     def leave(link: Link) -> None:
-        link.let_go(link.adapter.leave_request(group))
+        link.let_go(link.adapter.leave(group))
 
     with ThreadPoolExecutor(max_workers=max(1, len(links))) as pool:
         list(pool.map(leave, links))

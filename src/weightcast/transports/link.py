@@ -5,12 +5,15 @@ A request that fails says which target and, after the first bucket, that it may 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from weightcast.comm.converse import converse, send_plain
 from weightcast.comm.http import Client, Lease
+from weightcast.comm.share import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, WeightcastError, WireError
-from weightcast.protocols import Adapter, EngineRequest
+from weightcast.protocols import Adapter, EngineRequest, Steps
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 _ABORT_S = 30.0
@@ -29,7 +32,9 @@ class Link:
         info: What it said of itself when it was probed.
         group_rank: Rank of its first engine rank in the broadcast group.
         session: Id of the session that is open there; empty without one.
+        opens: Which of torch's handles to a buffer are this target's.
         sent: Buckets that it has taken over.
+        mixed: True if its live weights may be parts of two versions and it does not know that itself.
         silent: True once it let a deadline pass.
         load_s: Seconds that its slowest rank spent copying, so far.
         verify_s: Likewise on digests.
@@ -39,12 +44,14 @@ class Link:
     adapter: Adapter
     info: EngineInfo
     group_rank: int = 1
+    opens: slice = field(default_factory=lambda: slice(0, 0))
     session: str = ""
     load_s: float = 0.0
     verify_s: float = 0.0
     peak_extra_bytes: int = 0
     sent: int = 0
     silent: bool = False
+    mixed: bool = False
     closed: Ack | None = None
     committed: Ack | None = None
     _lease: Lease | None = field(default=None, repr=False)
@@ -54,53 +61,64 @@ class Link:
         """The engine's URL."""
         return self.client.target.url
 
+    @property
+    def stages(self) -> bool:
+        """True if a bucket changes nothing that is live."""
+        return self.info.staging != "none"
+
+    def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
+        """The handles that are for this target."""
+        return [Shared(memory=buffer.memory, torch=buffer.torch[self.opens]) for buffer in buffers]
+
     def open(self, message: Open) -> Ack:
-        """Start a session; it ends when this process does."""
-        request = self.adapter.open_request(message)
+        """Start a session; it ends when this process does, if the engine can tell."""
         self.load_s = self.verify_s = 0.0
         self.peak_extra_bytes = self.sent = 0
         self.silent = False
         self.closed = self.committed = None
-        if request.lease:
-            reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=message.timeout_s)
-        else:
-            reply = self.client.post_json(request.path, request.body, timeout_s=message.timeout_s)
+        # Without a lease nothing tells the engine of the end but we, even if it went wrong half way through opening.
+        self.session = "" if self.adapter.leased else message.session
+        ack = self._converse(self.adapter.open(message), message.timeout_s)
         self.session = message.session
-        return self._read(reply)
+        return ack
 
-    def ask(self, request: EngineRequest, *, timeout_s: float) -> Ack:
-        """Send a request and read the answer; its costs are added up.
+    def ask(self, steps: Steps, *, timeout_s: float) -> Ack:
+        """Send a step's requests and read the answer; its costs are added up.
 
         The engine keeps the deadline itself and answers; ours is a little later, for an engine that cannot.
         """
         try:
-            reply = self.client.post_json(request.path, request.body, timeout_s=timeout_s + _MARGIN_S)
+            return self._converse(steps, timeout_s + _MARGIN_S)
         except DeadlineExceeded:
             self.silent = True
             raise
-        return self._read(reply)
 
-    def let_go(self, request: EngineRequest, *, limit_s: float = _LEAVE_S) -> Ack | None:
-        """Send a request that ends something; None if the engine does not answer.
+    def let_go(self, steps: Steps, *, limit_s: float = _LEAVE_S) -> Ack | None:
+        """Send a step that ends something; None if the engine does not answer.
 
         One that has been silent before is not waited for: if it lives, it hears of it.
         """
         limit_s = min(limit_s, _SILENT_S) if self.silent else limit_s
         try:
-            return self._read(self.client.post_json(request.path, request.body, timeout_s=limit_s))
+            return self._converse(steps, limit_s)
         except WeightcastError:
             return None
+
+    def touch(self) -> None:
+        """A bucket is on its way: from here on live weights may be parts of two versions."""
+        self.mixed = not self.adapter.leased
 
     def close(self, *, buckets: int, timeout_s: float) -> Ack:
         """Everything was sent."""
         message = Close(session=self.session, buckets=buckets)
-        self.closed = self.ask(self.adapter.close_request(message), timeout_s=timeout_s)
+        self.closed = self.ask(self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
     def commit(self, expected: dict[str, str], *, timeout_s: float) -> Ack:
         """Make it live."""
         message = Commit(session=self.session, expected=expected)
-        self.committed = self.ask(self.adapter.commit_request(message), timeout_s=timeout_s)
+        self.committed = self.ask(self.adapter.commit(message), timeout_s=timeout_s)
+        self.mixed = False
         self.end()
         return self.committed
 
@@ -111,7 +129,7 @@ class Link:
         session, self.session = self.session, ""
         try:
             # Without an answer the lease's closing tells the engine too; what became of it is asked later.
-            return self.let_go(self.adapter.abort_request(session, reason), limit_s=_ABORT_S)
+            return self.let_go(self.adapter.abort(session, reason), limit_s=_ABORT_S)
         finally:
             self.end()
 
@@ -123,12 +141,18 @@ class Link:
                 self._lease.close()
             self._lease = None
 
-    def _read(self, reply: bytes) -> Ack:
+    def _converse(self, steps: Steps, timeout_s: float) -> Ack:
         try:
-            ack = self.adapter.ack(reply)
+            ack = converse(self.client, steps, timeout_s=timeout_s, send=self._send)
         except WireError as error:
             raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
         self.load_s += ack.load_s
         self.verify_s += ack.verify_s
         self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
         return ack
+
+    def _send(self, request: EngineRequest, limit_s: float) -> bytes:
+        if not request.lease:
+            return send_plain(self.client, request, limit_s)
+        reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=limit_s)
+        return reply

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from weightcast.comm.share import Shared
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.messages import MemoryHandle
 
-SendOne = Callable[[Bucket, "tuple[MemoryHandle, ...]"], None]
+SendOne = Callable[[Bucket, "tuple[Shared, ...]"], None]
 
 
 class Pump:
@@ -23,10 +23,10 @@ class Pump:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-send")
         self._under_way: Future[None] | None = None
 
-    def put(self, bucket: Bucket, handles: tuple[MemoryHandle, ...]) -> None:
+    def put(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         """Start sending; first wait for the bucket before it, and raise what went wrong with that one."""
         self.drain()
-        self._under_way = self._thread.submit(self._send_one, bucket, handles)
+        self._under_way = self._thread.submit(self._send_one, bucket, shared)
 
     def drain(self) -> None:
         """Wait for the bucket under way; raise what went wrong with it."""

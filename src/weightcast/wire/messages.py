@@ -317,7 +317,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine with our receiver says of itself.
+    """What an engine with our receiver says of itself, or what was found out about another one.
 
     Attributes:
         protocol: Version of this protocol.
@@ -335,6 +335,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         session_owner: Who updates it now, if anybody.
         message: Why it is not serving, or what else is worth knowing.
         paused: True while it generates nothing because somebody holds it still: an update, an operator, sleep.
+        kind: Whose language it is spoken to in; engines with our receiver are all ``native``.
     """
 
     protocol: int
@@ -352,6 +353,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     session_owner: str | None = None
     message: str = ""
     paused: bool = False
+    kind: str = "native"
 
 
 _encoder = msgspec.json.Encoder()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Literal
 
 import msgspec
 
-from weightcast.protocols import EngineRequest
+from weightcast.comm.share import Shared
+from weightcast.errors import WireError
+from weightcast.protocols import EngineRequest, Invitation, Meeting, Sharing, Steps
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import (
     Abort,
-    Ack,
     Announce,
     BroadcastSource,
     Close,
@@ -19,7 +21,6 @@ from weightcast.wire.messages import (
     IpcSource,
     Join,
     Leave,
-    MemoryHandle,
     Message,
     Open,
     decode_ack,
@@ -31,54 +32,72 @@ class NativeAdapter:
     """The messages of ``wire.messages``, as they are."""
 
     packing = Packing(alignment_bytes=256, one_dtype=False, slices=True)
+    sharing: Sharing = "weightcast"
+    meeting: Meeting = "weightcast"
+    proves: frozenset[Literal["received", "resident"]] = frozenset(("received", "resident"))
+    leased = True
 
-    def specs(self, info: EngineInfo) -> Sequence[TensorSpec]:
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+
+    def specs(self) -> Sequence[TensorSpec]:
         """As the engine says."""
-        return info.specs
+        return self._info.specs
 
-    def open_request(self, message: Open) -> EngineRequest:
+    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+        """Our receiver takes all that we send."""
+
+    def open(self, message: Open) -> Steps:
         """Start a session; the answer's stream is its lease."""
-        return EngineRequest(path="/weightcast/open", body=encode(message), lease=True)
+        return decode_ack((yield EngineRequest(path="/weightcast/open", body=encode(message), lease=True)))
 
-    def join_request(self, message: Join) -> EngineRequest:
+    def join(self, invitation: Invitation) -> Steps:
         """Join a group."""
-        return _apply(message)
+        return _apply(
+            Join(
+                session=invitation.session,
+                group=invitation.group,
+                host=invitation.host,
+                port=invitation.port,
+                token=invitation.token,
+                first_rank=invitation.first_rank,
+                world_size=invitation.world_size,
+                backend=invitation.backend,
+                timeout_s=invitation.timeout_s,
+            )
+        )
 
-    def bucket_request(
-        self, session: str, layout: BucketLayout, *, group: str | None, handles: Sequence[MemoryHandle]
-    ) -> EngineRequest:
+    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """A bucket comes, from a group or from mapped memory."""
-        source = IpcSource(handles=tuple(handles)) if group is None else BroadcastSource(group=group)
-        return _apply(Announce(session=session, layout=layout, source=source))
+        if group is not None:
+            return _apply(Announce(session=session, layout=layout, source=BroadcastSource(group=group)))
+        handles = tuple(item.memory for item in shared if item.memory is not None)
+        return _apply(Announce(session=session, layout=layout, source=IpcSource(handles=handles)))
 
-    def close_request(self, message: Close) -> EngineRequest:
+    def close(self, message: Close) -> Steps:
         """No more buckets."""
         return _apply(message)
 
-    def commit_request(self, message: Commit) -> EngineRequest:
+    def commit(self, message: Commit) -> Steps:
         """Make it live."""
         return _apply(message)
 
-    def abort_request(self, session: str, reason: str) -> EngineRequest:
+    def abort(self, session: str, reason: str) -> Steps:
         """End the session, keep the old version."""
         return _apply(Abort(session=session, reason=reason[:4096]))
 
-    def leave_request(self, group: str | None) -> EngineRequest:
+    def leave(self, group: str | None) -> Steps:
         """Leave a group, let go of mapped buffers."""
         return _apply(Leave(group=group))
 
-    def readback_request(self) -> EngineRequest:
-        """Digest what is live."""
-        return EngineRequest(method="GET", path="/weightcast/digests")
-
-    def score_request(self, token_ids: Sequence[int]) -> EngineRequest:
+    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Log-probabilities under the live weights."""
-        return EngineRequest(path="/weightcast/score", body=msgspec.json.encode({"token_ids": list(token_ids)}))
+        reply = yield EngineRequest(path="/weightcast/score", body=msgspec.json.encode({"token_ids": list(token_ids)}))
+        try:
+            return msgspec.json.decode(reply, type=dict[str, list[float]])["logprobs"]
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise WireError(f"not an answer of a weightcast receiver: {error}") from None
 
-    def ack(self, reply: bytes) -> Ack:
-        """Read the engine's answer."""
-        return decode_ack(reply)
 
-
-def _apply(message: Message) -> EngineRequest:
-    return EngineRequest(path="/weightcast/apply", body=encode(message))
+def _apply(message: Message) -> Steps:
+    return decode_ack((yield EngineRequest(path="/weightcast/apply", body=encode(message))))

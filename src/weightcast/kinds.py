@@ -1,0 +1,32 @@
+"""Which kinds of engine there are.  Asked in this order: an engine with our receiver is updated through it."""
+
+from __future__ import annotations
+
+from weightcast.comm.http import Client
+from weightcast.engines.native.kind import NativeKind
+from weightcast.errors import ConfigError
+from weightcast.fleet.probe import probe
+from weightcast.protocols import Adapter, Kind
+from weightcast.wire.messages import EngineInfo
+
+KINDS: tuple[Kind, ...] = (NativeKind(),)
+
+
+def recognise(client: Client, *, timeout_s: float | None = None) -> EngineInfo:
+    """What the engine behind a client is; ``Target.engine`` narrows what it may be.
+
+    Raises:
+        ConfigError: There is no such kind, or the engine is of none.
+        TargetUnreachable, TargetRejected: As ``fleet.probe.probe``.
+    """
+    asked = client.target.engine
+    kinds = [kind for kind in KINDS if asked in ("auto", kind.name)]
+    if not kinds:
+        known = ", ".join(kind.name for kind in KINDS)
+        raise ConfigError(f"engine={asked!r}: choose auto or one of {known}")
+    return probe(client, kinds, timeout_s=timeout_s)
+
+
+def adapter_for(info: EngineInfo) -> Adapter:
+    """A new adapter for an engine that was recognised."""
+    return next(kind for kind in KINDS if kind.name == info.kind).adapter(info)
