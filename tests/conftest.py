@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def pytest_sessionfinish() -> None:
-    """Wait for meetings that tests gave up: a thread still inside torch at the interpreter's end aborts the process."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("weightcast-join-"):
-            thread.join(90)
 
 
 @pytest.fixture(scope="session")

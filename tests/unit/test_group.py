@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -156,7 +158,7 @@ def test_a_look_between_may_give_up(party):
 def test_who_does_not_come_is_not_waited_for_longer_than_asked(party):
     made = party(3, timeout_s=0.5)
     alone = made.pool.submit(made.join, 1)
-    with pytest.raises(DeadlineExceeded, match="all 3 members to meet") as caught:
+    with pytest.raises(DeadlineExceeded, match=r"all 3 members to meet; missing \[2\]") as caught:
         made.head()
     assert "GLOO_SOCKET_IFNAME" in (caught.value.hint or "")
     with pytest.raises((DeadlineExceeded, GroupFailed)):
@@ -166,36 +168,57 @@ def test_who_does_not_come_is_not_waited_for_longer_than_asked(party):
 def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    with pytest.raises((GroupFailed, DeadlineExceeded)):
+    with pytest.raises(GroupFailed, match=f"nothing to meet at 127.0.0.1:{port}.*refused"):  # at once
         WorldGroup.join(
-            host="127.0.0.1", port=port, name="g", token="t", rank=1, world_size=2, device=CPU, timeout_s=0.5
+            host="127.0.0.1", port=port, name="g", token="t", rank=1, world_size=2, device=CPU, timeout_s=LONG_S
         )
 
 
-@pytest.mark.parametrize("where", ["head", "member", "nobody listens"])
+@pytest.mark.parametrize("where", ["head", "member"])
 def test_a_meeting_can_be_cancelled(party, where):
     made = party(2)
     cancelled = threading.Event()
     waits: dict[str, Callable[[], WorldGroup]] = {
         "head": lambda: made.head(cancelled=cancelled),
         "member": lambda: made.join(1, cancelled=cancelled),
-        "nobody listens": lambda: WorldGroup.join(
-            host="127.0.0.1",
-            port=9,
-            name="g",
-            token="t",
-            rank=1,
-            world_size=2,
-            device=CPU,
-            timeout_s=5,
-            cancelled=cancelled,
-        ),
     }
     waiting = made.pool.submit(waits[where])
     time.sleep(0.2)
     assert not waiting.done()
     cancelled.set()
     assert "cancelled" in fails(waiting)
+
+
+GIVES_UP = """
+import sys, threading
+import torch
+import torch.distributed as dist
+from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup
+
+where, timeout_s, CPU = sys.argv[1], 1.5, torch.device("cpu")
+place = Rendezvous(host="127.0.0.1", timeout_s=timeout_s)
+cancelled = threading.Event()
+threading.Timer(0.2, cancelled.set).start()
+same = {"name": "g", "token": "t", "device": CPU, "timeout_s": timeout_s, "cancelled": cancelled}
+if where == "inside torch":  # another member came, and died then
+    dist.PrefixStore("weightcast/t", place.store).set("here/0", "1")
+try:
+    if where != "head":
+        WorldGroup.join(host="127.0.0.1", port=place.port, rank=1, world_size=2, **same)
+    else:
+        WorldGroup(store=place.store, address="127.0.0.1", rank=0, world_size=2, **same)
+except GroupFailed as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("where", ["head", "member", "inside torch"])
+def test_who_gave_a_meeting_up_ends_in_peace(where):
+    # A thread that comes out of torch while the interpreter ends would abort the process.
+    done = subprocess.run([sys.executable, "-c", GIVES_UP, where], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "group g: the meeting was cancelled\n"
+    assert "terminate" not in done.stderr
+    assert done.returncode == 0
 
 
 def test_strangers_do_not_meet(party):

@@ -11,6 +11,7 @@ import torch
 from tests.unit.models import FusedModel, ScalingModel, differing, specs_of, state, weights_of
 from tests.unit.sessions import Sender
 from weightcast.comm import memory
+from weightcast.comm.group import Rendezvous
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.fold import fold_resident
@@ -240,8 +241,16 @@ def test_an_interrupt_ends_the_session_until_the_next(receiver, model):
 
 
 def test_an_interrupt_before_a_meeting_ends_it(receiver):
+    place = Rendezvous(host="127.0.0.1", timeout_s=5.0)
     join = Join(
-        group="g", host="127.0.0.1", port=9, token="ab" * 16, first_rank=1, world_size=2, backend="gloo", timeout_s=60.0
+        group="g",
+        host="127.0.0.1",
+        port=place.port,
+        token="ab" * 16,
+        first_rank=1,
+        world_size=2,
+        backend="gloo",
+        timeout_s=60.0,
     )
     receiver.interrupt("the trainer is gone")
     ack = receiver.apply(join)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit.models import FusedModel, differing, specs_of, state, weights_of
 from tests.unit.sessions import Sender
+from weightcast.comm.group import Rendezvous
 from weightcast.errors import DeadlineExceeded, EngineFailure
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver import engine as module
@@ -474,12 +475,15 @@ def test_a_rank_that_dies_quarantines_the_engine_and_is_named(bench, what):
     assert not made.engine.apply(Sender(weights_of(2), version=2).open).ok
 
 
+_place = Rendezvous(host="127.0.0.1", timeout_s=5.0)
+
+
 def meeting(**changes) -> Join:
-    """With somebody who is not there."""
+    """With somebody who does not come."""
     fields = {
         "group": "g",
         "host": "127.0.0.1",
-        "port": 9,
+        "port": _place.port,
         "token": "ab" * 16,
         "first_rank": 1,
         "world_size": 2,

@@ -21,12 +21,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from weightcast.comm import left_behind
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 
 BackendName = Literal["nccl", "gloo"]
 _NEVER = timedelta(days=1)
 _FIRST_POLL_S = 5e-5
 _LONGEST_POLL_S = 2e-3
+_LONGEST_MEETING_POLL_S = 1e-2
 _CANCEL_POLL_S = 0.05
 _HANG_UP_TAG = 1 << 30
 
@@ -123,16 +125,19 @@ class WorldGroup:
         self.device = device
         self._aborted = threading.Event()
         self._why = ""
-        # Connecting to a store, creating a gloo group and the first collective of an nccl one block inside torch
-        # without a deadline that we control; so they run on a thread that can be left behind.
+        # Creating a gloo group, and the first collective of an nccl one, block inside torch without a deadline that we
+        # control; so they run on a thread that can be left behind.  It waits for the others in small steps first, so
+        # that one who does not come leaves nobody inside torch.
         self._group: Any = None
         made: list[BaseException | None] = []
         done = threading.Event()
+        deadline = time.monotonic() + timeout_s
 
         def make() -> None:
             try:
                 base = store if isinstance(store, dist.Store) else store()
                 prefixed = dist.PrefixStore(f"weightcast/{token}", base)
+                self._meet(prefixed, deadline, timeout_s)
                 self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
                 if self._aborted.is_set():  # given up meanwhile, by somebody who saw no group yet
                     self._hang_up(group)
@@ -144,23 +149,16 @@ class WorldGroup:
             finally:
                 done.set()
 
-        threading.Thread(target=make, name=f"weightcast-join-{name}", daemon=True).start()
-        deadline = time.monotonic() + timeout_s
-        while not done.wait(min(_CANCEL_POLL_S, max(deadline - time.monotonic(), 0.0))):
+        left_behind.start(make, name=f"weightcast-join-{name}", give_up=lambda: self.abort("the interpreter ends here"))
+        while not done.wait(_CANCEL_POLL_S):
             if cancelled is not None and cancelled.is_set():
                 self.abort("cancelled")
                 raise GroupFailed(f"group {name}: the meeting was cancelled")
-            if time.monotonic() >= deadline:
+            if time.monotonic() > deadline + _CANCEL_POLL_S:  # the thread knows who is missing; let it say so
                 break
         if not made:
             self.abort("the others did not come in time")
-            raise DeadlineExceeded(
-                who=f"group {name}",
-                waiting_for=f"all {world_size} members to meet",
-                timeout_s=timeout_s,
-                hint="check that every engine can reach the trainer's address and port, and that the interfaces agree "
-                "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
-            )
+            raise self._too_late(timeout_s, f"all {world_size} members to meet")
         if made[0] is not None:
             self.abort(str(made[0]))
             if isinstance(made[0], WeightcastError):
@@ -188,10 +186,12 @@ class WorldGroup:
 
         def connect() -> dist.Store:
             try:
+                # Torch would go on trying for the whole timeout, whatever the answer.
+                socket.create_connection((host, port), timeout=timeout_s).close()
                 return dist.TCPStore(
                     host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
                 )
-            except (RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise GroupFailed(
                     f"group {name}: nothing to meet at {host}:{port}: {_first_line(error)}",
                     hint=f"open TCP {port} from here to {host}, or pass an address that this host can reach",
@@ -251,6 +251,29 @@ class WorldGroup:
         """Let go of the group; safe to call twice."""
         self.abort("closed")
         self._group = None
+
+    def _meet(self, store: dist.Store, deadline: float, timeout_s: float) -> None:
+        """Return when every member is at the store."""
+        store.set(f"here/{self.rank}", "1")
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        pause_s = _FIRST_POLL_S
+        while others and not store.check([f"here/{rank}" for rank in others]):
+            if self._aborted.is_set():
+                raise GroupFailed(f"group {self.name}: {self._why}")
+            if time.monotonic() > deadline:
+                missing = [rank for rank in others if not store.check([f"here/{rank}"])]
+                raise self._too_late(timeout_s, f"all {self.world_size} members to meet; missing {missing}")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, _LONGEST_MEETING_POLL_S)
+
+    def _too_late(self, timeout_s: float, waiting_for: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            who=f"group {self.name}",
+            waiting_for=waiting_for,
+            timeout_s=timeout_s,
+            hint="check that every engine can reach the trainer's address and port, and that the interfaces agree "
+            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+        )
 
     def _hang_up(self, group: Any) -> None:
         with suppress(RuntimeError):  # what fails while hanging up has hung up

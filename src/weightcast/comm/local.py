@@ -17,19 +17,20 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from weightcast.comm import left_behind
 from weightcast.comm.rollcall import RollCall, Verdict, meet
 from weightcast.errors import ConfigError, TrainerRankFailed
 
@@ -370,19 +371,17 @@ class TrainerGroup:
 
         def work() -> None:
             with torch.cuda.stream(stream):
-                for launched in launch():
-                    launched.wait()  # for the stream, not for the host
+                for one in launch():
+                    one.wait()  # for the stream, not for the host
                 done.record(stream)
 
-        # Daemons, not an executor: the interpreter must not wait at its end for a thread that NCCL never frees.
-        thread = _Launch(work)
-        thread.start()
-        while not (thread.launched and done.query()):
+        launched = _Launch(work)
+        while not (launched.launched and done.query()):
             self._check()  # given up by another thread
             if time.monotonic() > deadline:
                 self._fail(self._others(), what, timed_out=True)
-            if not thread.is_alive() and not thread.launched:
-                self._fail(self._others(), f"{what} ({thread.error})")
+            if launched.error is not None:
+                self._fail(self._others(), f"{what} ({launched.error})")
             time.sleep(0.00005)
 
     def _others(self) -> list[int]:
@@ -405,9 +404,7 @@ class TrainerGroup:
         if self._nccl and data is not None:
             self._data = None
             # An abort waits for NCCL's own threads, and they may wait for the rank that is lost.
-            abort = threading.Thread(target=_abort_nccl, args=(data,), name="weightcast-abort", daemon=True)
-            abort.start()
-            abort.join(_MAX_ABORT_S)
+            left_behind.start(partial(_abort_nccl, data), name="weightcast-abort").join(_MAX_ABORT_S)
             data = None
         for group in (data, control):
             if group is None:
@@ -419,16 +416,16 @@ class TrainerGroup:
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAGS + 1).wait(timedelta(milliseconds=1))
 
 
-class _Launch(threading.Thread):
-    """Does something and keeps what went wrong."""
+class _Launch:
+    """Does something on a thread that may be left behind, and keeps what went wrong."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(name="weightcast-nccl", daemon=True)
         self._work = work
         self.launched = False
         self.error: RuntimeError | None = None
+        left_behind.start(self._run, name="weightcast-nccl")
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             self._work()
             self.launched = True

@@ -10,13 +10,14 @@ Knows keys and ranks.  It moves no tensor and ends nothing.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch.distributed as dist
+
+from weightcast.comm import left_behind
 
 _POLL_S = 0.02
 _PREFIX = "weightcast/trainers"
@@ -124,10 +125,9 @@ class RollCall:
         """
         found: list[Verdict] = []
         # The store has no deadline of its own that we may choose: ask it from a thread that may be left behind.
-        asking = threading.Thread(
-            target=self._follow, args=(suspects, reason, patience_s, found), name="weightcast-rollcall", daemon=True
+        asking = left_behind.start(
+            lambda: self._follow(suspects, reason, patience_s, found), name="weightcast-rollcall"
         )
-        asking.start()
         asking.join(patience_s + 1.0)
         return found[0] if found else Verdict(silent=tuple(sorted(suspects)), quit={}, store_lost=True)
 

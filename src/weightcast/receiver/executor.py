@@ -1,13 +1,15 @@
 """Fan out to every rank of an engine, fold nothing: one answer for each rank.
 
-``LocalExecutor`` has its one rank in this process; ``MpExecutor`` runs each rank in a process of its own.  Two
-lanes lead to a rank: one for weight messages, one for the engine's own work, so that an engine goes on generating
-while a new version arrives.  Neither lane knows what it carries.
+``LocalExecutor`` has its one rank in this process; ``MpExecutor`` runs each rank in a process of its own; one for Ray
+is in ``weightcast.ray``, which this module does not know.  Two lanes lead to a rank: one for weight messages, one for
+the engine's own work, so that an engine goes on generating while a new version arrives.  Neither lane knows what it
+carries.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import queue
@@ -35,6 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 _APPLY, _INTERRUPT, _CLOSE = b"A", b"I", b"C"
 _OK, _FAILED = b"+", b"-"
+_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)  # at import: two threads may need it at once
 
 
 class Worker(Protocol):
@@ -123,9 +126,87 @@ class LocalExecutor:
 
 
 WorkerFactory = Callable[..., Worker]
+Receive = Callable[[set[int], float], dict[int, bytes]]
 
 
-class MpExecutor:
+class FarRanks:
+    """What executors share whose ranks are other processes: one wait for all, one status, and broken stays broken."""
+
+    def __init__(self) -> None:
+        self._broken: EngineFailure | None = None
+        self._closed = False
+
+    def _check(self) -> None:
+        if self._closed:
+            raise EngineFailure("the engine is shutting down")
+        if self._broken is not None:
+            raise EngineFailure(str(self._broken), ranks=self._broken.ranks, hint=self._broken.hint)
+
+    def _break(self, words: str, ranks: list[int]) -> EngineFailure:
+        """From now on nothing is asked of the ranks: an answer that is still to come would be taken for another's."""
+        if self._broken is None:
+            self._broken = EngineFailure(words, ranks=ranks, hint="restart the engine")
+        return EngineFailure(words, ranks=ranks, hint="restart the engine")
+
+    def _gather(self, count: int, receive: Receive, timeout_s: float, what: str, *, work: bool) -> list[bytes]:
+        """One reply from each rank, in order.
+
+        A rank that fails on the work lane is an answer too, unless the others hang because of it.
+
+        Args:
+            count: How many ranks there are.
+            receive: Waits up to so many seconds for any of these ranks, and raises for one that is lost.
+            timeout_s: Deadline of the whole wait, in seconds.
+            what: For the error, e.g. ``"a step"``.
+            work: Replies are those of the work lane.
+        """
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, bytes] = {}
+        while len(replies) < count:
+            waiting = {rank for rank in range(count) if rank not in replies}
+            came = receive(waiting, max(0.0, deadline - time.monotonic()))
+            replies |= came
+            if not came:
+                for rank, words in _failures(replies).items() if work else ():
+                    raise self._break(f"rank {rank} failed in {what}: {words}", [rank])
+                late = sorted(waiting)
+                raise self._break(f"rank {late[0]} did not give {what} within {timeout_s:g} s", late)
+            if work and _failures(came):
+                # The others may wait for this one in a collective that it will never enter.
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return [replies[rank] for rank in range(count)]
+
+    @staticmethod
+    def _first(replies: list[bytes], what: str) -> bytes:
+        """Rank 0's answer on the work lane, if every rank has one."""
+        failed = _failures(dict(enumerate(replies)))
+        for rank, words in failed.items():
+            raise EngineFailure(f"rank {rank} failed in {what}: {words}", ranks=list(failed))
+        return replies[0][1:]
+
+
+def _failures(replies: dict[int, bytes]) -> dict[int, str]:
+    return {rank: reply[1:].decode() for rank, reply in sorted(replies.items()) if reply[:1] == _FAILED}
+
+
+def answer_work(do: Callable[[], bytes]) -> bytes:
+    """A reply for the work lane: what ``do`` returns, or the error that it raises."""
+    try:
+        return _OK + do()
+    except Exception as error:  # noqa: BLE001  the other end must hear it; the rank stays for the next command
+        return _FAILED + f"{type(error).__name__}: {error}".encode()
+
+
+def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
+    """A reply for the message lane: the rank's ack, or the error that the worker raised."""
+    try:
+        ack = worker.apply(_decoder.decode(frame))
+    except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
+        ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
+    return encode(ack)
+
+
+class MpExecutor(FarRanks):
     """One process for each rank.
 
     The factory is called in the rank's process as ``factory(rank, tp_size, rendezvous, **settings)``, where
@@ -146,6 +227,7 @@ class MpExecutor:
         Raises:
             EngineFailure: A rank could not build its worker; the text has its words.
         """
+        super().__init__()
         self.tp_size = tp_size
         self._run_timeout_s = run_timeout_s
         self._meeting = Rendezvous(host="127.0.0.1", timeout_s=start_timeout_s)
@@ -154,8 +236,6 @@ class MpExecutor:
         self._work: list[Connection] = []
         self._processes: list[Any] = []
         self._apply_lock, self._run_lock, self._send_lock = threading.Lock(), threading.Lock(), threading.Lock()
-        self._broken: EngineFailure | None = None
-        self._closed = False
         for rank in range(tp_size):
             control, control_end = context.Pipe()
             work, work_end = context.Pipe()
@@ -174,9 +254,7 @@ class MpExecutor:
             self._work.append(work)
             self._processes.append(process)
         try:
-            for rank, reply in enumerate(self._replies(self._work, start_timeout_s, "its start")):
-                if reply[:1] != _OK:
-                    raise EngineFailure(f"rank {rank} failed in its start: {reply[1:].decode()}", ranks=[rank])
+            self._first(self._replies(self._work, start_timeout_s, "its start"), "its start")
         except EngineFailure:
             self.close()
             raise
@@ -197,10 +275,7 @@ class MpExecutor:
             self._check()
             self._send(self._work, command)
             replies = self._replies(self._work, self._run_timeout_s, "a step")
-        failed = [rank for rank, reply in enumerate(replies) if reply[:1] != _OK]
-        if failed:
-            raise EngineFailure(f"rank {failed[0]} failed in a step: {replies[failed[0]][1:].decode()}", ranks=failed)
-        return replies[0][1:]
+        return self._first(replies, "a step")
 
     def interrupt(self, reason: str) -> None:
         """As ``Executor.interrupt``."""
@@ -232,12 +307,6 @@ class MpExecutor:
         for connection in (*self._control, *self._work):
             connection.close()
 
-    def _check(self) -> None:
-        if self._closed:
-            raise EngineFailure("the engine is shutting down")
-        if self._broken is not None:
-            raise EngineFailure(str(self._broken), ranks=self._broken.ranks, hint=self._broken.hint)
-
     def _send(self, connections: list[Connection], payload: bytes) -> None:
         for rank, connection in enumerate(connections):
             try:
@@ -248,31 +317,20 @@ class MpExecutor:
                 raise self._lost(rank, f"a message to it: {error}") from error
 
     def _replies(self, connections: list[Connection], timeout_s: float, what: str) -> list[bytes]:
-        """One reply from each rank.  A reply is a frame; a rank that dies closes its end.
+        """One reply from each rank.  A reply is a frame; a rank that dies closes its end."""
 
-        A rank that fails on the work lane is an answer too, unless the others hang because of it.
-        """
-        deadline = time.monotonic() + timeout_s
-        replies: dict[int, bytes] = {}
-        while len(replies) < len(connections):
-            waiting = {connection: rank for rank, connection in enumerate(connections) if rank not in replies}
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                failed = {rank: reply[1:].decode() for rank, reply in replies.items() if reply[:1] == _FAILED}
-                for rank, words in failed.items() if connections is self._work else ():
-                    raise self._break(f"rank {rank} failed in {what}: {words}", [rank])
-                late = sorted(waiting.values())
-                raise self._break(f"rank {late[0]} did not give {what} within {timeout_s:g} s", late)
-            for connection in ready:
+        def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
+            waiting = {connections[rank]: rank for rank in ranks}
+            replies: dict[int, bytes] = {}
+            for connection in wait(list(waiting), limit_s):
                 rank = waiting[connection]  # type: ignore[index]
                 try:
                     replies[rank] = connection.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, OSError) as error:
                     raise self._lost(rank, what) from error
-                if connections is self._work and replies[rank][:1] == _FAILED:
-                    # The others may wait for this one in a collective that it will never enter.
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-        return [replies[rank] for rank in range(len(connections))]
+            return replies
+
+        return self._gather(len(connections), receive, timeout_s, what, work=connections is self._work)
 
     def _lost(self, rank: int, what: str) -> EngineFailure:
         process = self._processes[rank]
@@ -280,12 +338,6 @@ class MpExecutor:
         code = process.exitcode
         how = "is gone" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         return self._break(f"rank {rank} (pid {process.pid}) {how} during {what}", [rank])
-
-    def _break(self, words: str, ranks: list[int]) -> EngineFailure:
-        """From now on nothing is asked of the ranks: an answer that is still to come would be taken for another's."""
-        if self._broken is None:
-            self._broken = EngineFailure(words, ranks=ranks, hint="restart the engine")
-        return EngineFailure(words, ranks=ranks, hint="restart the engine")
 
 
 def _rank_main(
@@ -300,12 +352,16 @@ def _rank_main(
     """The process of one rank: work on the main thread, messages on a second, interrupts on a third."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends us in order
-    try:
-        worker = factory(rank, tp_size, rendezvous, **settings)
-    except Exception as error:  # noqa: BLE001  whatever it is, the parent must hear it
-        work.send_bytes(_FAILED + f"{type(error).__name__}: {error}".encode())
+    made: list[Worker] = []
+
+    def build() -> bytes:
+        made.append(factory(rank, tp_size, rendezvous, **settings))
+        return b""
+
+    work.send_bytes(answer_work(build))
+    if not made:
         return
-    work.send_bytes(_OK)
+    [worker] = made
 
     def obey() -> None:
         asked = serve_messages(control, worker, rank=rank)
@@ -321,11 +377,7 @@ def _rank_main(
             command = work.recv_bytes()
         except (EOFError, OSError):
             os._exit(1)
-        try:
-            reply = _OK + worker.run(command)
-        except Exception as error:  # noqa: BLE001  the parent must hear it; the rank stays for the next command
-            reply = _FAILED + f"{type(error).__name__}: {error}".encode()
-        work.send_bytes(reply)
+        work.send_bytes(answer_work(functools.partial(worker.run, command)))
 
 
 class Messenger(Protocol):
@@ -348,14 +400,10 @@ def serve_messages(control: Connection, worker: Messenger, *, rank: int) -> bool
     messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def answer() -> None:
-        decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
         while (frame := messages.get()) is not None:
-            try:
-                ack = worker.apply(decoder.decode(frame))
-            except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
-                ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
+            reply = answer_message(worker, frame, rank=rank)
             with suppress(OSError, ValueError):
-                control.send_bytes(encode(ack))
+                control.send_bytes(reply)
 
     threading.Thread(target=answer, name="messages", daemon=True).start()
     try:
