@@ -16,13 +16,14 @@ from contextlib import contextmanager
 
 import msgspec
 
+from weightcast.comm.converse import converse
 from weightcast.comm.group import local_address_towards
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import host_id
+from weightcast.comm.share import Shared
 from weightcast.config import Target, UpdateConfig
-from weightcast.engines.native.adapter import NativeAdapter
 from weightcast.errors import ConfigError, VerificationFailed, WeightcastError
-from weightcast.fleet.probe import probe
+from weightcast.kinds import adapter_for, recognise
 from weightcast.protocols import Exporter, Transport
 from weightcast.report import UpdateReport
 from weightcast.transports.broadcast import BroadcastTransport
@@ -32,8 +33,8 @@ from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import model_digest
-from weightcast.wire.layout import TensorSpec, total_bytes
-from weightcast.wire.messages import EngineInfo, MemoryHandle, Open, Owner
+from weightcast.wire.layout import Packing, TensorSpec, total_bytes
+from weightcast.wire.messages import EngineInfo, Open, Owner
 
 LEASE_DEADLINES = 4  # a session, and a follower's patience, last this many deadlines of one wait
 _SHOWN = 6
@@ -51,6 +52,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         again: The update starts over without the targets that failed.
         transport: After connecting: the transport chosen.
         receivers: After connecting: the trainer ranks that fill a bucket.
+        packing: After connecting: what all targets can read.
+        ways: After connecting: how buffers are shared over ``ipc``.
+        opens: After connecting: how many processes will open a buffer in torch's way.
         score: The trainer's forward pass is wanted next.
     """
 
@@ -62,6 +66,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     again: bool = False
     transport: str = ""
     receivers: tuple[int, ...] = (0,)
+    packing: Packing = Packing()
+    ways: tuple[str, ...] = ()
+    opens: int = 0
     score: bool = False
 
     @staticmethod
@@ -103,46 +110,90 @@ class Head:
         self._sent_digest: str | None = None
         self._num_buckets = 0
         self._failure: WeightcastError | None = None
-        self.receivers: tuple[int, ...] = (0,)
+        self._receivers: tuple[int, ...] = (0,)
+        self._packing = Packing()
         self.sent_bytes = 0
 
     # -- before anything moves
 
-    def choose(self) -> str:
-        """Probe every target and choose the transport."""
+    def choose(self) -> Decision:
+        """Probe every target; choose the transport and what it takes."""
         infos = self._probe_all()
         healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
         for info in infos.values():
             if not isinstance(info, EngineInfo) and (self._config.on_failure == "raise" or not healthy):
                 raise info
-        for url, info in healthy.items():
-            self._check_fits(url, info)
+        links = [self._link(url, info) for url, info in healthy.items()]
+        for link in links:
+            self._check_fits(link)
+        self._name = self._choose_transport(healthy)
+        self._receivers = self._choose_receivers(healthy)
+        self._packing = links[0].adapter.packing
+        opens = 0
+        for link in links:
+            link.adapter.check(self._specs, transport=self._name, bucket_bytes=self._config.bucket_bytes)
+            self._packing = self._packing.also(link.adapter.packing)
+            if link.adapter.sharing == "torch":
+                link.opens = slice(opens, opens + link.info.tp_size)
+                opens += link.info.tp_size
+        return Decision(
+            transport=self._name,
+            receivers=self._receivers,
+            packing=self._packing,
+            ways=tuple({link.adapter.sharing for link in links}) if self._name == "ipc" else (),
+            opens=opens if self._name == "ipc" else 0,
+        )
+
+    def _choose_transport(self, infos: Mapping[str, EngineInfo]) -> str:
         here = host_id()
-        same_host = all(info.host_id == here for info in healthy.values())
+        same_host = all(info.host_id == here for info in infos.values())
         asked = self._config.transport
+        for url, info in infos.items():
+            if asked != "auto" and asked not in info.transports:
+                raise ConfigError(
+                    f"{url} ({info.engine}) takes no update by {asked}, only by {', '.join(info.transports) or 'none'}",
+                    hint=info.message or "see docs/engines for the flags that it needs",
+                )
         if asked == "ipc" and not same_host:
-            far = next(url for url, info in healthy.items() if info.host_id != here)
+            far = next(url for url, info in infos.items() if info.host_id != here)
             raise ConfigError(
                 f"{far} runs on another host; ipc needs one host",
                 hint='use broadcast: transport="broadcast", --via broadcast',
             )
-        self._name = ("ipc" if same_host else "broadcast") if asked == "auto" else asked
-        engine_devices = {rank.device for info in healthy.values() for rank in info.ranks}
+        devices = {rank.device for info in infos.values() for rank in info.ranks}
+        # An engine that does not tell its GPUs is taken to be colocated only if the caller says so.
+        told = "cuda" not in devices
+        name = asked
+        if asked == "auto":
+            all_ipc = same_host and told and all("ipc" in info.transports for info in infos.values())
+            name = "ipc" if all_ipc else "broadcast"
+            for url, info in infos.items():
+                if name not in info.transports:
+                    raise ConfigError(
+                        f"{url} ({info.engine}) takes no update by {name}, and not all targets can be reached by ipc",
+                        hint=info.message or 'say which: transport="ipc" or "broadcast", --via',
+                    )
         on_gpu = self._exporter.device.type == "cuda"
-        if self._name == "broadcast" and any((device != "cpu") != on_gpu for device in engine_devices):
+        if name == "broadcast" and any((device != "cpu") != on_gpu for device in devices):
             raise ConfigError(
                 f"broadcast needs weights of one kind of device; the trainer's are on {self._exporter.device}, "
-                f"an engine's on {next(d for d in engine_devices if (d != 'cpu') != on_gpu)}",
+                f"an engine's on {next(d for d in devices if (d != 'cpu') != on_gpu)}",
                 hint='use ipc on one host (transport="ipc", --via ipc), or weights on the engines\' kind of device',
             )
-        if self._name == "broadcast" and on_gpu and self._places[0] in engine_devices:
+        if name == "broadcast" and on_gpu and self._places[0] in devices:
             raise ConfigError(
                 f"trainer and engine share GPU {self._places[0]}, and nccl wants a GPU for each rank",
                 hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
             )
-        if self._name == "ipc" and on_gpu and any(place in engine_devices for place in self._places[1:]):
-            self.receivers = tuple(range(len(self._places)))
-        return self._name
+        return name
+
+    def _choose_receivers(self, infos: Mapping[str, EngineInfo]) -> tuple[int, ...]:
+        """The trainer ranks that fill a bucket: the head, or those on the engines' GPUs as well."""
+        devices = {rank.device for info in infos.values() for rank in info.ranks}
+        shared = "cuda" in devices or any(place in devices for place in self._places[1:])
+        if self._name == "ipc" and self._exporter.device.type == "cuda" and shared:
+            return tuple(range(len(self._places)))
+        return (0,)
 
     def begin(self, version: int) -> None:
         """A new update: all targets take part again."""
@@ -187,7 +238,7 @@ class Head:
         """Count time."""
         self._phases[name] = self._phases.get(name, 0.0) + seconds
 
-    def send(self, bucket: Bucket, handles: Sequence[MemoryHandle]) -> None:
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Digest and send; a failure is kept for ``finish``."""
         assert self._transport is not None
         try:
@@ -195,7 +246,7 @@ class Head:
                 with self._phase("pack"):
                     self._digests.add(bucket)
             with self._phase("send"):
-                self._transport.send(bucket, handles)
+                self._transport.send(bucket, shared)
             self._num_buckets += 1
             self.sent_bytes += sum(slot.size_bytes for slot in bucket.layout.slots)
         except WeightcastError as error:
@@ -238,11 +289,9 @@ class Head:
                 outcome.message = why_not
                 continue
             try:
-                request = link.adapter.score_request(tokens)
-                reply = link.client.post_json(request.path, request.body, timeout_s=self._config.timeout_s)
-                theirs = msgspec.json.decode(reply, type=dict[str, list[float]])["logprobs"]
+                theirs = converse(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
                 off = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
-            except (WeightcastError, msgspec.MsgspecError, KeyError, ValueError) as error:
+            except (WeightcastError, ValueError) as error:
                 outcome.message = f"could not compare behaviour: {error}"
                 continue
             if off <= tolerance:
@@ -323,9 +372,10 @@ class Head:
 
         def ask(url: str) -> EngineInfo | WeightcastError:
             try:
-                return probe(self._clients[url])
+                info = recognise(self._clients[url])
             except WeightcastError as error:
                 return error
+            return self._remembered(url, info)
 
         with ThreadPoolExecutor(max_workers=max(1, len(urls))) as pool:
             return dict(zip(urls, pool.map(ask, urls), strict=True))
@@ -342,12 +392,49 @@ class Head:
                 outcome.failed = first = info
                 continue
             outcome.info = info
-            link = self._known.setdefault(url, Link(client=self._clients[url], adapter=NativeAdapter(), info=info))
-            link.info = info
+            link = self._link(url, info)
+            try:
+                self._check_still_fits(link)
+            except ConfigError as error:
+                if self._config.on_failure == "raise":
+                    raise
+                self._excluded.add(url)
+                outcome.failed = first = error
+                continue
             links.append(link)
         if not links:
             raise first or ConfigError("no target is active")
         return links
+
+    def _link(self, url: str, info: EngineInfo) -> Link:
+        """The target's link; a new one if it is of another kind than it was."""
+        link = self._known.get(url)
+        if link is None or link.info.kind != info.kind:
+            link = self._known[url] = Link(client=self._clients[url], adapter=adapter_for(info), info=info)
+        link.info = info
+        return link
+
+    def _remembered(self, url: str, info: EngineInfo) -> EngineInfo:
+        """What an engine says of itself, and what it cannot know: that an update of it broke off."""
+        link = self._known.get(url)
+        if link is None or link.info.kind != info.kind or not link.mixed:
+            return info
+        return msgspec.structs.replace(
+            info,
+            state="quarantined",
+            message="an update of it broke off: it may hold parts of two versions; send it a full update",
+        )
+
+    def _check_still_fits(self, link: Link) -> None:
+        """Is an engine that was away, or restarted, one that the buckets were planned for?"""
+        opens = len(range(1 << 30)[link.opens])
+        shares = self._name == "ipc" and link.adapter.sharing == "torch"
+        if self._packing.also(link.adapter.packing) != self._packing or (shares and opens != link.info.tp_size):
+            raise ConfigError(
+                f"{link.url} is another engine than the buckets were planned for: {link.info.engine}, "
+                f"{link.info.tp_size} ranks",
+                hint="call retarget() with the targets as they are now",
+            )
 
     def _connect_transport(self) -> None:
         """Groups and buffers live as long as the membership; an engine that came back is another member."""
@@ -363,7 +450,11 @@ class Head:
         else:
             host = self._config.rendezvous_host or self._address()
             self._transport = BroadcastTransport(
-                self._links, device=self._exporter.device, host=host, timeout_s=self._config.timeout_s
+                self._links,
+                device=self._exporter.device,
+                host=host,
+                bucket_bytes=self._config.bucket_bytes,
+                timeout_s=self._config.timeout_s,
             )
         self._signature = signature
 
@@ -388,8 +479,9 @@ class Head:
             specs=specs,
         )
 
-    def _check_fits(self, url: str, info: EngineInfo) -> None:
-        theirs = {spec.name: spec for spec in NativeAdapter().specs(info)}
+    def _check_fits(self, link: Link) -> None:
+        url, info = link.url, link.info
+        theirs = {spec.name: spec for spec in link.adapter.specs()}
         if not theirs:
             return
         ours = {spec.name: spec for spec in self._specs}
@@ -417,17 +509,23 @@ class Head:
 
     def _close_one(self, link: Link, sent: Mapping[str, str]) -> None:
         ack = link.close(buckets=self._num_buckets, timeout_s=self._config.timeout_s)
-        if sent:
+        if sent and "received" in link.adapter.proves:
             self._outcomes[link.url].received(link, ack, sent)
 
     def _commit_one(self, link: Link, kept: Mapping[str, Mapping[str, str]]) -> None:
         expected: dict[str, str] = {}
-        if self._config.verify in ("resident", "behaviour"):
+        wanted = self._config.verify in ("resident", "behaviour")
+        if wanted and "resident" in link.adapter.proves:
             assert link.closed is not None
             unproven = set(link.closed.unproven)
             expected = {spec.name: kept[spec.name][spec.dtype] for spec in link.info.specs if spec.name not in unproven}
         ack = link.commit(expected, timeout_s=self._config.timeout_s)
-        self._outcomes[link.url].resident(link, ack, expected)
+        outcome = self._outcomes[link.url]
+        outcome.resident(link, ack, expected)
+        level = "resident" if wanted else self._config.verify
+        if level != "none" and level not in link.adapter.proves and not outcome.message:
+            can = 'it answers with log-probabilities: verify="behaviour"'
+            outcome.message = f"{link.info.engine} cannot prove that the new weights are {level}; {can}"
 
     def _report(self) -> UpdateReport:
         unsure = [url for url, outcome in self._outcomes.items() if outcome.committed is None or outcome.failed]

@@ -55,7 +55,7 @@ class EngineRequest:
 
 Steps: TypeAlias = "Generator[EngineRequest, bytes, Ack]"
 Sharing = Literal["weightcast", "torch"]
-Meeting = Literal["weightcast", "torch", "nccl-id"]
+Meeting = Literal["weightcast", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,6 @@ class Invitation:
         backend: ``nccl`` or ``gloo``.
         bucket_bytes: No bucket will be larger.
         timeout_s: Deadline for meeting, in seconds.
-        nccl_id: For ``nccl-id``, the 128 bytes of NCCL's unique id.
     """
 
     session: str
@@ -86,7 +85,6 @@ class Invitation:
     backend: Literal["nccl", "gloo"]
     bucket_bytes: int
     timeout_s: float
-    nccl_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +152,7 @@ class Adapter(Protocol):
         packing: What of a bucket the engine can read.
         sharing: How a buffer is handed to its processes over ``ipc``: as our own handles, or as torch's.
         meeting: How its ranks join a group over ``broadcast``: as our receiver does, as
-            ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix, or by a NCCL unique id.
+            ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix.
         proves: Levels of proof that it can answer for, beside ``behaviour``.
         leased: True if the engine ends a session by itself when the trainer is gone, and knows whether what it keeps is
             one whole version.  We remember it for the others.

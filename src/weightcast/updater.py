@@ -15,24 +15,24 @@ import msgspec
 from torch import nn
 
 from weightcast import errors
-from weightcast.comm.ipc import SharedBuffer, device_uuid
+from weightcast.comm.ipc import device_uuid
 from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
+from weightcast.comm.share import Shared, SharedSlot
 from weightcast.config import Target, UpdateConfig
-from weightcast.engines.native.adapter import NativeAdapter
 from weightcast.errors import ConfigError, TargetError, UpdateFailed, WeightcastError
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.head import LEASE_DEADLINES, Decision, Head
 from weightcast.protocols import Exporter, Scorer
 from weightcast.report import UpdateReport
-from weightcast.wire.layout import DTYPES, plan_buckets, total_bytes
-from weightcast.wire.messages import MemoryHandle
+from weightcast.wire.layout import DTYPES, BucketLayout, plan_buckets, total_bytes
 
 Progress = Callable[[int, int], None]
 
 _NUM_SLOTS = 2
 _PROBE_TOKENS = tuple(range(5, 37))
+_shared = msgspec.json.Decoder(Shared)
 
 
 class WeightUpdater:
@@ -46,11 +46,12 @@ class WeightUpdater:
         self._progress = progress
         self._targets = tuple(targets)
         self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
-        self._slots: list[SharedBuffer] = []
+        self._slots: list[SharedSlot] = []
+        self._layouts: list[BucketLayout] = []
         self._head: Head | None = None
         self._closed = False
+        self._chosen = Decision()
         self._specs = tuple(exporter.specs())
-        self._layouts = plan_buckets(self._specs, bucket_bytes=config.bucket_bytes, packing=NativeAdapter.packing)
         try:
             exporter.prepare(self._group)
             self._choose()
@@ -98,7 +99,7 @@ class WeightUpdater:
     @property
     def transport(self) -> str:
         """``"ipc"`` or ``"broadcast"``, as asked or as chosen."""
-        return self._transport
+        return self._chosen.transport
 
     def update(self, *, version: int) -> UpdateReport:
         """Put the weights as they are now into every target.  Collective: every trainer rank calls it.
@@ -152,9 +153,7 @@ class WeightUpdater:
         self._closed = True
         if self._head is not None:
             self._head.close()
-        for slot in self._slots:
-            slot.close()
-        self._slots.clear()
+        self._drop_slots()
         self._group.close()
 
     def __enter__(self) -> Self:
@@ -171,16 +170,25 @@ class WeightUpdater:
             assert places is not None
             head = Head(self._targets, self._config, self._exporter, self._specs, [place.decode() for place in places])
             try:
-                decision = Decision(transport=head.choose(), receivers=head.receivers)
-                self._head = head
+                decision = head.choose()
+                layouts = plan_buckets(self._specs, bucket_bytes=self._config.bucket_bytes, packing=decision.packing)
+                self._head, self._layouts = head, layouts
             except WeightcastError as error:
                 head.close()
                 decision = Decision.of(error)
         decision = self._hear(decision)
         if decision.error:
             raise _rebuild(decision)
-        self._transport = decision.transport
+        if not self._group.is_head:
+            self._layouts = plan_buckets(self._specs, bucket_bytes=self._config.bucket_bytes, packing=decision.packing)
+        self._chosen = decision
         self._group.receivers = decision.receivers
+        self._drop_slots()  # other targets may want others
+
+    def _drop_slots(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._slots.clear()
 
     def _hear(self, decision: Decision) -> Decision:
         payload = msgspec.json.encode(decision) if self._group.is_head else None
@@ -229,7 +237,8 @@ class WeightUpdater:
         if receives and not self._slots:
             size = max(layout.size_bytes for layout in self._layouts)
             count = min(_NUM_SLOTS, len(self._layouts))
-            self._slots = [SharedBuffer(max(size, 1), self._exporter.device) for _ in range(count)]
+            ways = self._chosen.ways or ("weightcast",)
+            self._slots = [SharedSlot(max(size, 1), self._exporter.device, ways) for _ in range(count)]
         slots = [slot.data for slot in self._slots] if receives else None
         buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:
@@ -241,20 +250,20 @@ class WeightUpdater:
             if head is not None:
                 head.add_phase("gather", time.monotonic() - started)
             slot = self._slots[layout.index % len(self._slots)] if receives else None
-            handles = self._gather_handles(slot)
+            shared = self._gather_shared(slot)
             if head is not None:
                 assert bucket is not None
-                head.send(bucket, handles)
+                head.send(bucket, shared)
                 if self._progress is not None and not head.failed:
                     self._progress(head.sent_bytes, total_bytes(self._specs))
 
-    def _gather_handles(self, slot: SharedBuffer | None) -> list[MemoryHandle]:
+    def _gather_shared(self, slot: SharedSlot | None) -> list[Shared]:
         """Handles of all filled buffers, on the head."""
-        if self._transport != "ipc":
+        if self._chosen.transport != "ipc":
             return []
-        handle = msgspec.json.encode(slot.handle()) if slot is not None else b""
-        gathered = self._group.gather_bytes(handle) or []
-        return [msgspec.json.decode(item, type=MemoryHandle) for item in gathered if item]
+        mine = msgspec.json.encode(slot.share(opens=self._chosen.opens)) if slot is not None else b""
+        gathered = self._group.gather_bytes(mine) or []
+        return [_shared.decode(item) for item in gathered if item]
 
     def _score(self) -> Decision:
         """The trainer's own forward pass beside the engines'."""

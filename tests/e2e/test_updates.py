@@ -259,7 +259,7 @@ def test_targets_that_cannot_work_are_refused(engines):
         WeightUpdater.connect(model, ["127.0.0.1:8000"])
     with pytest.raises(TargetUnreachable, match=r"http://127\.0\.0\.1:9"):
         WeightUpdater.connect(model, ["http://127.0.0.1:9"], timeout_s=5)
-    with pytest.raises(WeightcastError, match="weightcast receiver"):
+    with pytest.raises(WeightcastError, match="no engine that weightcast can update"):
         WeightUpdater.connect(model, [engines.one.url + "/v1"], timeout_s=5)
 
 

@@ -114,11 +114,11 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
 
 
 def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
-    from weightcast.fleet.probe import probe
+    from weightcast.kinds import recognise
 
     reached = Check(name="reachable", level="ok", text=f"{client.target.url} answers")
     try:
-        info = probe(client)
+        info = recognise(client)
     except (TargetUnreachable, DeadlineExceeded) as error:
         return [_failed("reachable", error, "is the engine up, and do host and port agree with what it printed?")], None
     except TargetRejected as error:

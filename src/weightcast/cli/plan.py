@@ -104,7 +104,7 @@ def plan(
         specs_of(model, dtype),
         model=str(model),
         engine=engine,
-        packing=NativeAdapter().packing,
+        packing=NativeAdapter.packing,
         bucket_bytes=size_bytes,
         engine_ranks=engines * tp,
         link_gb_per_s=link_gb_per_s,

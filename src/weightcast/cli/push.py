@@ -181,11 +181,11 @@ def _named_device(name: str) -> torch.device:
 def _info(engine: Target, timeout_s: float) -> EngineInfo | None:
     """What the engine says of itself; None if it says nothing, which the update will find out by itself."""
     from weightcast.comm.http import Client
-    from weightcast.fleet.probe import probe
+    from weightcast.kinds import recognise
 
     client = Client(engine, timeout_s=timeout_s)
     try:
-        return probe(client)
+        return recognise(client)
     except WeightcastError:
         return None
     finally:

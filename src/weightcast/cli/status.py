@@ -56,11 +56,11 @@ def status(
 
 def _ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
     from weightcast.comm.http import Client
-    from weightcast.fleet.probe import probe
+    from weightcast.kinds import recognise
 
     client = Client(target, timeout_s=timeout_s)
     try:
-        return probe(client)
+        return recognise(client)
     except WeightcastError as error:
         return error
     finally:

@@ -80,13 +80,13 @@ def verify(
     """
     from weightcast.comm.http import Client
     from weightcast.exporters.checkpoint import CheckpointExporter
-    from weightcast.fleet.probe import probe
+    from weightcast.kinds import recognise
 
     target = targets([at], [api_key] if api_key is not None else [])[0]
     with CheckpointExporter(checkpoint, wire_dtype=torch_dtype(dtype)) as exporter:
         client = Client(target, timeout_s=timeout)
         try:
-            info = probe(client)
+            info = recognise(client)
             ack = _readback(client.get_json("/weightcast/digests", timeout_s=timeout), target.url)
         finally:
             client.close()

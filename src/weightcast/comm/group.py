@@ -101,6 +101,7 @@ class WorldGroup:
         address: str,
         timeout_s: float,
         cancelled: threading.Event | None = None,
+        meeting: Literal["weightcast", "torch"] = "weightcast",
     ) -> None:
         """Meet the others.  Returns when all are there and a first byte has gone round.
 
@@ -114,6 +115,9 @@ class WorldGroup:
             address: Of this process, on the way to the others.
             timeout_s: Deadline for meeting, in seconds.
             cancelled: Set by another thread to give the meeting up.
+            meeting: ``torch`` for members that know nothing of us and make the group as ``torch.distributed`` does, at
+                ``tcp://host:port`` with the group's name as prefix.  Then nothing is sent round: with nccl, who is not
+                there shows at the first broadcast only.
 
         Raises:
             DeadlineExceeded: Somebody did not come in time.
@@ -136,13 +140,17 @@ class WorldGroup:
         def make() -> None:
             try:
                 base = store if isinstance(store, dist.Store) else store()
-                prefixed = dist.PrefixStore(f"weightcast/{token}", base)
-                self._meet(prefixed, deadline, timeout_s)
+                if meeting == "torch":
+                    prefixed = _as_torch_does(base, name, device)
+                else:
+                    prefixed = dist.PrefixStore(f"weightcast/{token}", base)
+                    self._meet(prefixed, deadline, timeout_s)
                 self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
                 if self._aborted.is_set():  # given up meanwhile, by somebody who saw no group yet
                     self._hang_up(group)
-                hello = torch.zeros(1, dtype=torch.uint8, device=device)
-                self._finish(self._start(hello), "the first byte", timeout_s)
+                if meeting == "weightcast":
+                    hello = torch.zeros(1, dtype=torch.uint8, device=device)
+                    self._finish(self._start(hello), "the first byte", timeout_s)
                 made.append(None)
             except (RuntimeError, ValueError, WeightcastError) as error:
                 made.append(error)
@@ -325,6 +333,17 @@ class WorldGroup:
 
 def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0][:300]
+
+
+def _as_torch_does(store: dist.Store, name: str, device: torch.device) -> dist.Store:
+    """The store under the prefixes that ``torch.distributed`` puts before a named group's keys.
+
+    Source: the engines' ``init_custom_process_group`` (``PrefixStore`` of the name), and torch's own
+    ``_new_process_group_helper`` inside it (the name once more, then the kind of device).
+    """
+    for prefix in (name, f"{name}/", f"{device.type}/"):
+        store = dist.PrefixStore(prefix, store)
+    return store
 
 
 def _new_group(

@@ -91,6 +91,7 @@ class SharedSlot:
             self.data = self._segment.data
         self._device = device
         self._memory = "weightcast" in ways
+        self._exports: list[TorchMemory] = []
 
     def share(self, *, opens: int) -> Shared:
         """Handles to what the buffer holds now.
@@ -100,14 +101,21 @@ class SharedSlot:
         """
         if self._segment is not None and self._ours is not None:
             self._segment.data.copy_(self.data)
-        torch_handles: tuple[TorchMemory, ...] = ()
-        if opens:
-            torch_handles = tuple(
-                self._segment.share() if self._segment is not None else _share_cuda(self.data) for _ in range(opens)
-            )
         return Shared(
-            memory=self._ours.handle() if self._memory and self._ours is not None else None, torch=torch_handles
+            memory=self._ours.handle() if self._memory and self._ours is not None else None,
+            torch=self._share_with_torch(opens) if opens else (),
         )
+
+    def _share_with_torch(self, opens: int) -> tuple[TorchMemory, ...]:
+        if self._segment is not None:
+            segment = self._segment
+            return tuple(segment.share() for _ in range(opens))
+        # Shared once and for all: torch keeps an event and a counter for each sharing until the storage is freed, which
+        # here is at the very end.  So its event says nothing of what was written since; we wait for that ourselves.
+        while len(self._exports) < opens:
+            self._exports.append(_share_cuda(self.data))
+        torch.cuda.current_stream(self._device).synchronize()
+        return tuple(self._exports[:opens])
 
     def close(self) -> None:
         """Let go; safe to call twice."""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from weightcast.comm.share import Shared
+from weightcast.protocols import Meeting
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pumped
@@ -39,7 +40,7 @@ class BroadcastTransport(Pumped):
         """
         super().__init__(self._send_one)
         self._device = device
-        meetings = dict.fromkeys(link.adapter.meeting for link in links)
+        meetings: dict[Meeting, None] = dict.fromkeys(link.adapter.meeting for link in links)
         self._channels = [
             Channel(
                 [link for link in links if link.adapter.meeting == meeting],

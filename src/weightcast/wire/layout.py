@@ -187,11 +187,23 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
         alignment_bytes: Every slot starts at a multiple of this (and of its dtype's item size).
         one_dtype: A bucket may carry one dtype only.
         slices: A tensor larger than a bucket may be cut along dimension 0.
+        gapless: Every slot starts where the one before it ends; a bucket ends where that would break the alignment.
     """
 
     alignment_bytes: int = 256
     one_dtype: bool = False
     slices: bool = True
+    gapless: bool = False
+
+    def also(self, other: Packing) -> Packing:
+        """What can be read by both."""
+        gapless = self.gapless or other.gapless
+        return Packing(
+            alignment_bytes=1 if gapless else math.lcm(self.alignment_bytes, other.alignment_bytes),
+            one_dtype=self.one_dtype or other.one_dtype,
+            slices=self.slices and other.slices,
+            gapless=gapless,
+        )
 
 
 def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Packing) -> list[BucketLayout]:
@@ -230,6 +242,9 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Pac
         while True:
             alignment = math.lcm(max(packing.alignment_bytes, 1), spec.torch_dtype.itemsize)
             offset = -(-end // alignment) * alignment
+            if slots and packing.gapless and offset != end:
+                flush()
+                continue
             rows = spec.num_rows - row
             if offset + rows * spec.row_bytes > bucket_bytes:
                 fits = (bucket_bytes - offset) // spec.row_bytes if offset < bucket_bytes else 0
