@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.options import ApiKeys, BucketBytes, Checkpoint, Json, Traceback, WireDtype, targets, torch_dtype
+from weightcast.cli.options import (
+    ApiKeys,
+    BucketBytes,
+    CaFile,
+    CertFile,
+    Checkpoint,
+    Json,
+    KeyFile,
+    Traceback,
+    WireDtype,
+    targets,
+    torch_dtype,
+)
 from weightcast.cli.render import note, parse_size, progress, say, say_json
 from weightcast.config import Target
 from weightcast.errors import ConfigError, WeightcastError
@@ -31,6 +43,9 @@ def push(
         ),
     ] = "auto",
     api_key: ApiKeys = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
     bucket_bytes: BucketBytes = "512MiB",
     pause: Annotated[
         str,
@@ -79,7 +94,7 @@ def push(
     weightcast push runs/step-90 --to http://127.0.0.1:8000 --version 90 --allow-older --pause wait --json
     """
     size_bytes = parse_size(bucket_bytes)
-    found = targets(to, api_key)
+    found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
     if version < 0:
         raise ConfigError(f"version {version} is negative")
 
