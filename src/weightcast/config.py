@@ -23,18 +23,24 @@ class Target:
     """One rollout engine behind one URL.
 
     Attributes:
-        url: ``http://host:port`` of the engine's server, with or without a trailing slash.
+        url: ``http://host:port`` or ``https://host:port`` of the engine's server, with or without a trailing slash.
         api_key: Sent as ``Authorization: Bearer``; never printed.
         engine: What it is: ``"auto"`` asks it; ``"native"`` (our receiver), ``"sglang"``, ``"vllm"`` or ``"lmdeploy"``
             speaks to it as to a stock engine of that kind.
         devices: UUIDs of the GPUs of its ranks, in order, for ``ipc`` to engines that do not tell; empty if they do,
             or if its ranks sit where the trainer's ranks do, in the same order.
+        ca_file: For https: PEM file of the authorities that may vouch for the engine; None takes the system's.
+        cert_file: For https: PEM file with this process's own certificate, for an engine that asks for one.
+        key_file: Its private key, where it is not in ``cert_file``.
     """
 
     url: str
     api_key: str | None = field(default=None, kw_only=True, repr=False)
     engine: str = field(default="auto", kw_only=True)
     devices: tuple[str, ...] = field(default=(), kw_only=True)
+    ca_file: str | None = field(default=None, kw_only=True)
+    cert_file: str | None = field(default=None, kw_only=True)
+    key_file: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         try:
@@ -46,6 +52,20 @@ class Target:
             raise ConfigError(f"target {self.url!r} is not an http URL", hint="write http://host:port")
         if port == 0:
             raise ConfigError(f"target {self.url!r}: port 0 is no port", hint="use the port that the engine printed")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ConfigError(
+                f"target {parts.scheme}://{parts.hostname}: only scheme, host, port and path belong into its URL",
+                hint="pass a key as api_key, which is never printed",
+            )
+        if self.api_key is not None and not (self.api_key and all("!" <= letter <= "~" for letter in self.api_key)):
+            raise ConfigError(
+                f"target {self.url}: its key is empty or has characters that no header can carry",
+                hint="use printable ASCII without spaces; does a line break stick to it?",
+            )
+        if parts.scheme != "https" and (self.ca_file or self.cert_file or self.key_file):
+            raise ConfigError(f"target {self.url}: certificates are for https", hint="write https://host:port")
+        if self.key_file and not self.cert_file:
+            raise ConfigError(f"target {self.url}: a private key without its certificate", hint="pass cert_file too")
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     @property

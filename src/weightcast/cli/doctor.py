@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from weightcast.cli.options import ApiKeys, BucketBytes, Json, Traceback, Urls, targets
+from weightcast.cli.options import (
+    ApiKeys,
+    BucketBytes,
+    CaFile,
+    CertFile,
+    EngineKind,
+    Json,
+    KeyFile,
+    Traceback,
+    Urls,
+    targets,
+)
 from weightcast.cli.render import mark, one_line, parse_size, say, say_json
 from weightcast.config import Target
 from weightcast.errors import (
@@ -56,7 +67,11 @@ class Diagnosis:
 
 def doctor(
     urls: Urls,
+    engine: EngineKind = "auto",
     api_key: ApiKeys = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
     bucket_bytes: BucketBytes = "512MiB",
     rendezvous: Annotated[
         str | None,
@@ -76,7 +91,7 @@ def doctor(
     weightcast doctor http://10.0.3.7:8000 http://10.0.3.8:8000 --rendezvous 10.0.1.2 --json
     """
     size_bytes = parse_size(bucket_bytes)
-    found = targets(urls, api_key)
+    found = targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     results = [_examine(target, size_bytes=size_bytes, host=rendezvous, timeout_s=timeout) for target in found]
     ok = all(result.ok for result in results)
     if as_json:

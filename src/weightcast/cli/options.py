@@ -47,7 +47,42 @@ ApiKeys = Annotated[
         "separated by spaces).",
     ),
 ]
+CaFile = Annotated[
+    str | None,
+    typer.Option(
+        "--ca-file",
+        metavar="FILE",
+        envvar="WEIGHTCAST_CA_FILE",
+        help="For https: authorities (PEM) that may vouch for the engines; the system's by default.",
+    ),
+]
+CertFile = Annotated[
+    str | None,
+    typer.Option(
+        "--cert-file",
+        metavar="FILE",
+        envvar="WEIGHTCAST_CERT_FILE",
+        help="For https: own certificate (PEM), for engines that ask for one.",
+    ),
+]
+KeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--key-file",
+        metavar="FILE",
+        envvar="WEIGHTCAST_KEY_FILE",
+        help="Its private key, if that is not in the same file.",
+    ),
+]
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="http://host:port of an engine.", show_default=False)]
+EngineKind = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        metavar="auto|native|sglang|vllm|lmdeploy",
+        help="What the engines are; auto asks each. The others speak to an engine as its own project shipped it.",
+    ),
+]
 Checkpoint = Annotated[
     Path,
     typer.Argument(
@@ -81,8 +116,16 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def targets(urls: Sequence[str], keys: Sequence[str] | None) -> list[Target]:
-    """URLs with their keys.
+def targets(
+    urls: Sequence[str],
+    keys: Sequence[str] | None,
+    *,
+    ca_file: str | None = None,
+    cert_file: str | None = None,
+    key_file: str | None = None,
+    engine: str = "auto",
+) -> list[Target]:
+    """URLs with their keys; the certificates are for those that begin with https.
 
     Raises:
         ConfigError: A URL is none, is named twice, or the number of keys fits neither all nor each.
@@ -92,12 +135,24 @@ def targets(urls: Sequence[str], keys: Sequence[str] | None) -> list[Target]:
         raise ConfigError(
             f"{len(keys)} keys for {len(urls)} engines", hint="pass --api-key once for all, or once for each URL"
         )
-    found = [
-        Target(url, api_key=keys[index if len(keys) > 1 else 0] if keys else None) for index, url in enumerate(urls)
-    ]
+    if (ca_file or cert_file or key_file) and not any(_is_https(url) for url in urls):
+        raise ConfigError("certificates are for https, and no URL begins with it", hint="write https://host:port")
+    found: list[Target] = []
+    for index, url in enumerate(urls):
+        key = keys[index if len(keys) > 1 else 0] if keys else None
+        if _is_https(url):
+            found.append(
+                Target(url, api_key=key, engine=engine, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
+            )
+        else:
+            found.append(Target(url, api_key=key, engine=engine))
     seen: set[str] = set()
     for target in found:
         if target.url in seen:
             raise ConfigError(f"{target.url} is named twice")
         seen.add(target.url)
     return found
+
+
+def _is_https(url: str) -> bool:
+    return url.lower().startswith("https://")

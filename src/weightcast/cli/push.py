@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.options import ApiKeys, BucketBytes, Checkpoint, Json, Traceback, WireDtype, targets, torch_dtype
+from weightcast.cli.options import (
+    ApiKeys,
+    BucketBytes,
+    CaFile,
+    CertFile,
+    Checkpoint,
+    EngineKind,
+    Json,
+    KeyFile,
+    Traceback,
+    WireDtype,
+    targets,
+    torch_dtype,
+)
 from weightcast.cli.render import note, parse_size, progress, say, say_json
 from weightcast.config import Target
 from weightcast.errors import ConfigError, WeightcastError
@@ -30,7 +43,11 @@ def push(
             "host.",
         ),
     ] = "auto",
+    engine: EngineKind = "auto",
     api_key: ApiKeys = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
     bucket_bytes: BucketBytes = "512MiB",
     pause: Annotated[
         str,
@@ -79,7 +96,7 @@ def push(
     weightcast push runs/step-90 --to http://127.0.0.1:8000 --version 90 --allow-older --pause wait --json
     """
     size_bytes = parse_size(bucket_bytes)
-    found = targets(to, api_key)
+    found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:
         raise ConfigError(f"version {version} is negative")
 

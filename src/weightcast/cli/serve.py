@@ -51,6 +51,16 @@ def serve(
         str | None,
         typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="Ask every caller for this key."),
     ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option("--tls-cert", metavar="FILE", help="Speak TLS with this certificate (PEM).")
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, if that is not in the same file.")
+    ] = None,
+    tls_client_ca: Annotated[
+        str | None,
+        typer.Option("--tls-client-ca", metavar="FILE", help="Ask every caller for a certificate of this authority."),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model in answers; its folder's name by default.")
     ] = None,
@@ -69,6 +79,7 @@ def serve(
     \b
     weightcast serve ./SmolLM2-135M-Instruct --port 8000
     weightcast serve ./Qwen3-8B --tp 4 --device cuda --host 0.0.0.0 --api-key $KEY
+    weightcast serve ./Qwen3-8B --host 0.0.0.0 --tls-cert engine.pem --tls-key engine.key --tls-client-ca trainers.pem
     curl http://127.0.0.1:8000/v1/models
     """
     try:
@@ -89,6 +100,9 @@ def serve(
         dtype=dtype,
         executor=cast("ExecutorName", executor),
         api_key=api_key,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
         max_batch=max_batch,
         max_len=max_len,
         staging=cast("StagingChoice", staging),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightcast.cli.options import ApiKeys, Json, Traceback, Urls, targets
+from weightcast.cli.options import ApiKeys, CaFile, CertFile, EngineKind, Json, KeyFile, Traceback, Urls, targets
 from weightcast.cli.render import note, one_line, say, say_json, table
 from weightcast.config import Target
 from weightcast.errors import WeightcastError
@@ -20,7 +20,11 @@ _HEADERS = ("url", "engine", "model", "state", "version", "digest", "tp", "stagi
 
 def status(
     urls: Urls,
+    engine: EngineKind = "auto",
     api_key: ApiKeys = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 10.0,
     as_json: Json = False,
     traceback: Traceback = False,
@@ -33,7 +37,7 @@ def status(
     weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000
     weightcast status http://10.0.3.7:8000 --json | jq .engines[0].version
     """
-    found = targets(urls, api_key)
+    found = targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     with ThreadPoolExecutor(max_workers=min(16, len(found))) as pool:
         answers = list(pool.map(_ask, found, [timeout] * len(found)))
     ok = all(not isinstance(answer, WeightcastError) and _state(answer) == "serving" for answer in answers)

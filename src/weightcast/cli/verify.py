@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from weightcast.cli.options import Checkpoint, Json, Traceback, WireDtype, targets, torch_dtype
+from weightcast.cli.options import (
+    CaFile,
+    CertFile,
+    Checkpoint,
+    Json,
+    KeyFile,
+    Traceback,
+    WireDtype,
+    targets,
+    torch_dtype,
+)
 from weightcast.cli.render import Advance, progress, say, say_json, table
 from weightcast.errors import WireError
 from weightcast.report import format_bytes
@@ -64,6 +74,9 @@ def verify(
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="Key of the engine.")
     ] = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
     dtype: WireDtype = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 300.0,
     as_json: Json = False,
@@ -82,7 +95,8 @@ def verify(
     from weightcast.exporters.checkpoint import CheckpointExporter
     from weightcast.kinds import recognise
 
-    target = targets([at], [api_key] if api_key is not None else [])[0]
+    keys = [api_key] if api_key is not None else []
+    target = targets([at], keys, ca_file=ca_file, cert_file=cert_file, key_file=key_file)[0]
     with CheckpointExporter(checkpoint, wire_dtype=torch_dtype(dtype)) as exporter:
         client = Client(target, timeout_s=timeout)
         try:

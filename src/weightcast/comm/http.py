@@ -6,26 +6,34 @@ It knows URLs and bytes, no engine's routes.
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 
+from weightcast.comm.tls import client_context, tls_trouble
 from weightcast.config import Target
-from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
+from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable, WeightcastError
 
 _CONNECT_S = 10.0
 # Below what servers allow (uvicorn: 5 s): a connection that the server is closing loses the request sent into it.
 _KEEP_ALIVE_S = 2.0
 _FRAME_BYTES = 4
 _MAX_REPLY_BYTES = 512 << 20
+_MAX_FRAME_BYTES = 64 << 20
 
 
 class Client:
     """HTTP to one target.  Thread-safe; ``close`` is safe to call twice."""
 
     def __init__(self, target: Target, *, timeout_s: float) -> None:
+        """Nothing is sent yet.
+
+        Raises:
+            ConfigError: A certificate file cannot be used.
+        """
         headers = {"content-type": "application/json"}
         if target.api_key is not None:
             headers["authorization"] = f"Bearer {target.api_key}"
@@ -36,6 +44,7 @@ class Client:
             base_url=target.url,
             headers=headers,
             limits=httpx.Limits(max_connections=8, keepalive_expiry=_KEEP_ALIVE_S),
+            verify=self._trust(target),
             trust_env=False,
         )
         self._client.timeout = self._timeouts(None)
@@ -48,7 +57,7 @@ class Client:
         """POST JSON bytes; the body of the answer.
 
         Raises:
-            TargetUnreachable: Nothing listens there, or the name does not resolve.
+            TargetUnreachable: Nothing listens there, the name does not resolve, or one end does not trust the other.
             DeadlineExceeded: No answer within the deadline.
             TargetLost: The connection broke after the request was sent.
             TargetRejected: A status of 400 or more, with the engine's own words.
@@ -61,7 +70,6 @@ class Client:
         Returns:
             The first frame of the answer and the lease.
         """
-        url = self.target.url
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         request = self._client.build_request("POST", path, content=body, timeout=self._timeouts(timeout_s))
         response: httpx.Response | None = None
@@ -71,17 +79,11 @@ class Client:
             if response.status_code >= 400:
                 raise self._refusal("POST", path, response.status_code, self._read(response, deadline))
             chunks = response.iter_raw()
-            frame = _read_frame(chunks)
+            frame = _read_frame(chunks, deadline)
             lease = Lease(response, chunks)
             return frame, lease
-        except httpx.ConnectTimeout as error:
-            raise self._unreachable(error) from error
-        except httpx.TimeoutException as error:
-            raise self._late("POST", path, timeout_s, error) from error
-        except httpx.ConnectError as error:
-            raise self._unreachable(error) from error
         except (httpx.RequestError, EOFError) as error:
-            raise TargetLost(f"{url}: connection broke during POST {path}: {error}", url=url) from error
+            raise self._failure("POST", path, timeout_s, error) from error
         finally:
             if lease is None and response is not None:
                 response.close()  # who has not got a lease holds none: the engine hears of it now
@@ -95,7 +97,6 @@ class Client:
         return httpx.Timeout(limit, connect=min(limit, _CONNECT_S))
 
     def _ask(self, method: str, path: str, body: bytes, timeout_s: float | None) -> bytes:
-        url = self.target.url
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         try:
@@ -105,14 +106,8 @@ class Client:
                 if response.status_code >= 400:
                     raise self._refusal(method, path, response.status_code, content)
                 return content
-        except httpx.ConnectTimeout as error:
-            raise self._unreachable(error) from error
-        except httpx.TimeoutException as error:
-            raise self._late(method, path, timeout_s, error) from error
-        except httpx.ConnectError as error:
-            raise self._unreachable(error) from error
         except httpx.RequestError as error:
-            raise TargetLost(f"{url}: connection broke during {method} {path}: {error}", url=url) from error
+            raise self._failure(method, path, timeout_s, error) from error
 
     def _read(self, response: httpx.Response, deadline: float) -> bytes:
         chunks: list[bytes] = []
@@ -139,19 +134,30 @@ class Client:
             status=status,
         )
 
-    def _unreachable(self, error: Exception) -> TargetUnreachable:
+    def _failure(self, method: str, path: str, timeout_s: float | None, error: Exception) -> WeightcastError:
+        """What a request that got no answer means."""
         url = self.target.url
-        return TargetUnreachable(
-            f"{url}: cannot connect: {error}",
-            url=url,
-            hint="check host and port; is the engine up? try `weightcast doctor`",
-        )
+        trouble = tls_trouble(error, has_certificate=self.target.cert_file is not None)
+        if trouble is not None:
+            return TargetUnreachable(f"{url}: {trouble[0]}", url=url, hint=trouble[1])
+        if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
+            hint = "check host and port; is the engine up? try `weightcast doctor`"
+            return TargetUnreachable(f"{url}: cannot connect: {error}", url=url, hint=hint)
+        if isinstance(error, httpx.TimeoutException):
+            limit = self.timeout_s if timeout_s is None else timeout_s
+            return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=limit)
+        # A server that speaks TLS hangs up on plain HTTP; one that wants a certificate may hang up before it says so.
+        hint = {
+            "http": "if it speaks TLS, write https:// in its URL",
+            "https": None if self.target.cert_file else "if it asks for a client certificate, pass cert_file",
+        }[url.partition(":")[0].lower()]
+        return TargetLost(f"{url}: connection broke during {method} {path}: {error}", url=url, hint=hint)
 
-    def _late(self, method: str, path: str, timeout_s: float | None, error: Exception) -> DeadlineExceeded:
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        late = DeadlineExceeded(who=self.target.url, waiting_for=f"the answer to {method} {path}", timeout_s=limit)
-        late.__cause__ = error
-        return late
+    @staticmethod
+    def _trust(target: Target) -> ssl.SSLContext | bool:
+        if not target.url.lower().startswith("https:"):
+            return True
+        return client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
 
 
 class Lease:
@@ -166,17 +172,22 @@ class Lease:
         self._response.close()
 
 
-def _read_frame(chunks: Iterator[bytes]) -> bytes:
+def _read_frame(chunks: Iterator[bytes], deadline: float) -> bytes:
     """First frame of a stream: a 4-byte big-endian length and that many bytes."""
-    data = b""
-    while len(data) < _FRAME_BYTES or len(data) < _FRAME_BYTES + int.from_bytes(data[:_FRAME_BYTES], "big"):
-        if len(data) >= _FRAME_BYTES and int.from_bytes(data[:_FRAME_BYTES], "big") > _MAX_REPLY_BYTES:
-            raise EOFError("the first frame is too large to be an answer")
+    data = bytearray()
+    while True:
+        if len(data) >= _FRAME_BYTES:
+            end = _FRAME_BYTES + int.from_bytes(data[:_FRAME_BYTES], "big")
+            if end > _MAX_FRAME_BYTES:
+                raise EOFError("the first frame is too large to be an answer")
+            if len(data) >= end:
+                return bytes(data[_FRAME_BYTES:end])
+        if time.monotonic() > deadline:
+            raise httpx.ReadTimeout("the answer trickles")
         chunk = next(chunks, None)
         if chunk is None:
             raise EOFError("the answer ended early")
         data += chunk
-    return data[_FRAME_BYTES : _FRAME_BYTES + int.from_bytes(data[:_FRAME_BYTES], "big")]
 
 
 def _words(answer: bytes) -> str:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
+from msgspec import Meta
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from weightcast.errors import WeightcastError, WireError
+from weightcast.errors import ConfigError, WeightcastError, WireError
+from weightcast.receiver.schemas import json_content
+from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import (
     GROUP_FAILED,
     MAX_MESSAGE_BYTES,
+    Abort,
     Ack,
+    Announce,
+    Close,
+    Commit,
     EngineInfo,
+    Join,
+    Leave,
     Message,
     Open,
     Readback,
@@ -28,7 +37,51 @@ from weightcast.wire.messages import (
 
 HEARTBEAT_S = 1.0
 MAX_SCORED_TOKENS = 4096
+MAX_SCORE_BYTES = 1 << 20
+# Of a message, beside the tensors that it names: handles of many trainer ranks, say.
+_SPARE_BYTES = 8 << 20
+_TIMES_THE_TABLE = 4
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Score = Callable[[Sequence[int]], Sequence[float]]
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /weightcast/score is asked."""
+
+    token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=2, max_length=MAX_SCORED_TOKENS)]
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """What it answers: one for each token but the first."""
+
+    logprobs: tuple[float, ...]
+
+
+class Words(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was refused."""
+
+    message: str
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer that is no ``Ack``."""
+
+    error: Words
+
+
+NOT_FOR_YOU: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The key is wrong or missing"},
+    403: {"description": "A web page asked"},
+}
+
+
+def no_browsers(request: Request) -> None:
+    """A dependency for routes that no web page has any business with.
+
+    A page anywhere can make its reader's browser send a request to this machine.  Browsers say so.
+    """
+    if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise HTTPException(403, "web pages may not use this route")
 
 
 class Answers(Protocol):
@@ -58,24 +111,39 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
         engine: Whom to hand messages to.
         score: Log-probability of each token but the first given those before it, under the live weights.
     """
-    router = APIRouter(prefix="/weightcast", tags=["weights"])
+    router = APIRouter(
+        prefix="/weightcast", tags=["weights"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU
+    )
+    limit = _MessageLimit(engine)
 
-    @router.get("/info", summary="What this engine is and serves")
+    @router.get("/info", summary="What this engine is and serves", responses={200: _INFO}, response_class=Response)
     async def info() -> Response:
         return _json(engine.info())
 
-    @router.post("/apply", summary="One message of an update: Join, Announce, Close, Commit, Abort, Leave")
+    @router.post(
+        "/apply",
+        summary="One message of an update: Join, Announce, Close, Commit, Abort, Leave",
+        response_class=Response,
+        responses={200: _ACK, **_REFUSALS},
+        openapi_extra={"requestBody": {"required": True, **_MESSAGES}},
+    )
     async def apply(request: Request) -> Response:
-        message = await _message(request)
+        message = await _message(request, limit)
         if isinstance(message, Response):
             return message
         if isinstance(message, Open):
             return _refusal(400, "Open goes to /weightcast/open, whose answer stays open as the session's lease")
         return _answer(await run_in_threadpool(engine.apply, message))
 
-    @router.post("/open", summary="Start an update; the answer stays open, and closing it ends the session")
+    @router.post(
+        "/open",
+        summary="Start an update; the answer stays open, and closing it ends the session",
+        response_class=Response,
+        responses={200: _LEASE, **_REFUSALS},
+        openapi_extra={"requestBody": {"required": True, **_OPEN}},
+    )
     async def open_(request: Request) -> Response:
-        message = await _message(request)
+        message = await _message(request, limit)
         if isinstance(message, Response):
             return message
         if not isinstance(message, Open):
@@ -85,26 +153,39 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
             return _answer(ack)
         return _LeaseResponse(engine, message, ack)
 
-    @router.get("/digests", summary="Digest of what is live, by tensor")
+    @router.get(
+        "/digests",
+        summary="Digest of what is live, by tensor",
+        response_class=Response,
+        responses={200: _ACK, **_FAILURES},
+    )
     async def digests() -> Response:
         return _answer(await run_in_threadpool(engine.apply, Readback()))
 
-    @router.post("/score", summary="Log-probabilities of given tokens under the live weights")
+    @router.post(
+        "/score",
+        summary="Log-probabilities of given tokens under the live weights",
+        response_class=Response,
+        responses={200: _LOGPROBS, **{code: _REFUSED for code in (400, 404, 409, 413)}},
+        openapi_extra={"requestBody": {"required": True, **_SCORED}},
+    )
     async def score_(request: Request) -> Response:
         if score is None:
             return _refusal(404, "this engine cannot score")
+        body = await _body(request, MAX_SCORE_BYTES)
+        if isinstance(body, Response):
+            return body
         try:
-            body = msgspec.json.decode(await request.body(), type=dict[str, list[int]])
-            tokens = body["token_ids"]
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
-            return _refusal(400, f"expected {{'token_ids': [...]}}: {error}")
-        if not 2 <= len(tokens) <= MAX_SCORED_TOKENS:
-            return _refusal(400, f"token_ids has {len(tokens)} tokens; 2 to {MAX_SCORED_TOKENS} can be scored")
+            tokens = msgspec.json.decode(body, type=Scored).token_ids
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            return _refusal(400, f"expected {{'token_ids': [...]}} with 2 to {MAX_SCORED_TOKENS} tokens: {error}")
         try:
             values = await run_in_threadpool(score, tokens)
+        except ConfigError as error:
+            return _refusal(400, str(error))
         except WeightcastError as error:
             return _refusal(409, str(error))
-        return Response(msgspec.json.encode({"logprobs": list(values)}), media_type="application/json")
+        return _json(Logprobs(logprobs=tuple(values)))
 
     return router
 
@@ -135,20 +216,51 @@ class _LeaseResponse(StreamingResponse):
             yield b"\0\0\0\0"
 
 
-async def _message(request: Request) -> Message | Response:
-    chunks: list[bytes] = []
-    size = 0
+class _MessageLimit:
+    """How many bytes a message to this engine can have: a few times its own table of tensors.
+
+    Nobody can make an engine hold more than that by talking to it, whatever the schema's own bounds allow.
+    """
+
+    def __init__(self, engine: Answers) -> None:
+        self._engine = engine
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._limit_bytes = _SPARE_BYTES
+
+    def __call__(self) -> int:
+        specs = self._engine.info().specs
+        if specs is not self._specs:
+            table = len(msgspec.json.encode(specs))
+            self._limit_bytes = min(MAX_MESSAGE_BYTES, _SPARE_BYTES + _TIMES_THE_TABLE * table)
+            self._specs = specs
+        return self._limit_bytes
+
+
+async def _message(request: Request, limit: _MessageLimit) -> Message | Response:
+    body = await _body(request, limit())
+    if isinstance(body, Response):
+        return body
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_MESSAGE_BYTES:
-                return _refusal(413, f"the message is larger than {MAX_MESSAGE_BYTES} bytes")
-            chunks.append(chunk)
-        return await run_in_threadpool(decode, b"".join(chunks))
-    except ClientDisconnect:
-        return _refusal(400, "the message ended early")
+        return await run_in_threadpool(decode, body)
     except WireError as error:
         return _refusal(400, str(error))
+
+
+async def _body(request: Request, limit_bytes: int) -> bytes | Response:
+    """The body, refused as soon as it is known to be too large: by its header, or by what has come of it."""
+    too_large = _refusal(413, f"more than {limit_bytes} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit_bytes:
+        return too_large
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            if len(body) + len(chunk) > limit_bytes:
+                return too_large
+            body += chunk
+    except ClientDisconnect:
+        return _refusal(400, "the message ended early")
+    return bytes(body)
 
 
 def _json(body: msgspec.Struct, status: int = 200) -> Response:
@@ -161,6 +273,20 @@ def _answer(ack: Ack) -> Response:
 
 
 def _refusal(status: int, text: str) -> Response:
-    return Response(
-        msgspec.json.encode({"error": {"message": text}}), status_code=status, media_type="application/json"
-    )
+    return _json(Refusal(error=Words(message=text)), status)
+
+
+_INFO = json_content("What the engine is, and every tensor that an update must contain", EngineInfo)
+_ACK = json_content("Done", Ack)
+_LOGPROBS = json_content("One for each token but the first", Logprobs)
+_REFUSED = json_content("Refused; nothing changed", Refusal)
+_NOT_NOW = json_content("Refused, or failed; the answer says which state is left", Ack, Refusal)
+_LEASE = {
+    "description": "A length (4 bytes, big endian) and an Ack, then heartbeats until the session is over",
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
+_MESSAGES = json_content("One message", Join | Leave | Announce | Close | Commit | Abort | Readback)
+_OPEN = json_content("The first message of an update", Open)
+_SCORED = json_content("A text as tokens", Scored)
+_FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (409, GROUP_FAILED, 500)}
+_REFUSALS: dict[int | str, dict[str, Any]] = {400: _REFUSED, 413: _REFUSED, **_FAILURES}

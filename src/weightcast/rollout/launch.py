@@ -12,6 +12,7 @@ import json
 import logging
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -23,10 +24,12 @@ from typing import Literal, get_args
 import torch
 import uvicorn
 from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp
 from transformers import PretrainedConfig
 
 from weightcast import __version__
 from weightcast.comm.ipc import host_id
+from weightcast.comm.tls import server_context
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.receiver.agent import StagingChoice
 from weightcast.receiver.engine import EngineFacts, ReceiverEngine
@@ -58,6 +61,9 @@ class ServeConfig:
         dtype: ``"auto"`` for the checkpoint's own, or a torch name such as ``"bfloat16"``.
         executor: ``"local"`` (one rank, in this process), ``"mp"`` (a process per rank) or ``"auto"``.
         api_key: Wanted from every caller; None asks for none.
+        tls_cert: PEM file with the server's certificate (and those between it and its authority); None: plain HTTP.
+        tls_key: PEM file with its private key, where that is not in ``tls_cert``.
+        tls_client_ca: PEM file of the authorities that must have signed a caller's certificate; None asks for none.
         max_batch: Requests that generate at once.
         max_len: Tokens of a request, prompt and answer; cut to what the model was made for.
         staging: Where a new version waits until it is committed.
@@ -74,6 +80,9 @@ class ServeConfig:
     dtype: str = "auto"
     executor: ExecutorName = "auto"
     api_key: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
     max_batch: int = 32
     max_len: int = 2048
     staging: StagingChoice = "auto"
@@ -98,6 +107,8 @@ class ServeConfig:
             raise ConfigError(f"the local executor has one rank, not {self.tp}", hint="use executor mp")
         if self.api_key is not None and not self.api_key:
             raise ConfigError("the API key is empty", hint="leave it out to ask for none")
+        if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
+            raise ConfigError("TLS needs a certificate of this server", hint="pass tls_cert (--tls-cert) too")
 
 
 def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
@@ -119,11 +130,12 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_stop_on_signals())
         try:
+            trust = _trust(config)
             listener = stack.enter_context(_listen(config.host, config.port))
             model_config, settings = _settings(config)
             engine = _start(config, model_config, settings, stack)
             host = f"[{config.host}]" if ":" in config.host else config.host
-            url = f"http://{host}:{listener.getsockname()[1]}"
+            url = f"{'http' if trust is None else 'https'}://{host}:{listener.getsockname()[1]}"
             ready = (
                 f"serving {engine.model} on {url} "
                 f"(tp {config.tp}, {settings.device}, {settings.dtype}, context {settings.max_len}, "
@@ -137,7 +149,7 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None)
 
             app = build_app(engine, api_key=config.api_key)
             server = _Server(
-                uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S),
+                _Config(app, trust=trust),
                 ready=announce,
                 stopping=engine.scheduler.close,
             )
@@ -227,6 +239,12 @@ def _eos(folder: Path, model_config: PretrainedConfig) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
+def _trust(config: ServeConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None:
+        return None
+    return server_context(cert_file=config.tls_cert, key_file=config.tls_key, client_ca_file=config.tls_client_ca)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """The socket, bound but not listening: until the model is loaded, connections are refused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -272,6 +290,24 @@ def _stop_on_signals() -> Generator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class _Config(uvicorn.Config):
+    """uvicorn's settings, with a TLS context that was checked before the model was loaded."""
+
+    def __init__(self, app: ASGIApp, *, trust: ssl.SSLContext | None) -> None:
+        super().__init__(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S)
+        self._trust = trust
+
+    def load(self) -> None:
+        """As uvicorn does, then the context."""
+        super().load()
+        self.ssl = self._trust
+
+    @property
+    def is_ssl(self) -> bool:
+        """For uvicorn's own words."""
+        return self._trust is not None
 
 
 class _Server(uvicorn.Server):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
@@ -25,7 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError
 from weightcast.receiver.engine import ReceiverEngine
-from weightcast.receiver.server import weight_routes
+from weightcast.receiver.keys import Keys
+from weightcast.receiver.server import NOT_FOR_YOU, no_browsers, weight_routes
 from weightcast.rollout.metrics import CONTENT_TYPE, Metrics
 from weightcast.rollout.openai import (
     ChatRequest,
@@ -43,9 +43,12 @@ from weightcast.rollout.requests import Answer, Generation, GenerationRequest
 from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.text import Text, TextStream
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
 _OPEN_ROUTES = frozenset({"/health"})
 _Result = TypeVar("_Result")
+_REFUSED: dict[str, Any] = {"description": "Refused; the answer says why, in OpenAI's shape"}
+# What FastAPI would answer with 422 we answer with 400, as OpenAI does.
+_REFUSALS: dict[int | str, dict[str, Any]] = {code: _REFUSED for code in (400, 409, 413, 422, 503, 504)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None) -> FastAPI:
     # Starlette wraps in reverse: the key is looked at before a byte of the body is read.
     app.add_middleware(_BodyLimit)
     if api_key is not None:
-        app.add_middleware(_ApiKey, key=api_key)
+        app.add_middleware(_ApiKey, keys=Keys([api_key]))
     _error_handlers(app)
     _openai_routes(app, engine)
     _control_routes(app, engine)
@@ -134,8 +137,9 @@ def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
         return await call.answer(request, _ChatShape(engine, body))
 
     app.get("/v1/models", summary="The model that is served")(models)
-    app.post("/v1/completions", summary="Continue prompts")(completions)
-    app.post("/v1/chat/completions", summary="Answer a conversation")(chat)
+    refusals = {404: _REFUSED, **_REFUSALS}
+    app.post("/v1/completions", summary="Continue prompts", responses=refusals)(completions)
+    app.post("/v1/chat/completions", summary="Answer a conversation", responses=refusals)(chat)
 
 
 def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
@@ -186,12 +190,16 @@ def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
         await run_in_threadpool(scheduler.wake)
         return _json(status())
 
-    app.get("/health", summary="200 while it can serve; says what it does and which version")(health)
-    app.get("/metrics", summary="Counters for Prometheus")(prometheus)
-    app.post("/pause", summary="Hold still: abort, retract, in_place or wait")(pause)
-    app.post("/continue", summary="Undo /pause")(resume)
-    app.post("/sleep", summary="Hold still, free the cache, move the weights off the accelerator")(sleep)
-    app.post("/wake", summary="Undo /sleep")(wake)
+    unwell: dict[int | str, dict[str, Any]] = {503: {"description": "It cannot serve; the answer says why"}}
+    app.get("/health", summary="200 while it can serve; says what it does and which version", responses=unwell)(health)
+    metrics_type: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    app.get("/metrics", summary="Counters for Prometheus", response_class=Response, responses=metrics_type)(prometheus)
+    ours = APIRouter(dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU | _REFUSALS)
+    ours.post("/pause", summary="Hold still: abort, retract, in_place or wait")(pause)
+    ours.post("/continue", summary="Undo /pause")(resume)
+    ours.post("/sleep", summary="Hold still, free the cache, move the weights off the accelerator")(sleep)
+    ours.post("/wake", summary="Undo /sleep")(wake)
+    app.include_router(ours)
 
 
 def _prompt_ids(engine: RolloutEngine, prompt: str | list[int]) -> list[int]:
@@ -522,19 +530,21 @@ async def _unless_gone(request: Request, work: Awaitable[_Result]) -> _Result | 
 class _ApiKey:
     """Refuses requests without the key."""
 
-    def __init__(self, app: ASGIApp, *, key: str) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN_ROUTES:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                body = error_body("wrong or missing API key", kind="authentication_error")
-                await _json(body, 401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in _OPEN_ROUTES):
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # nothing here speaks it
+        elif self._keys.admit(dict(scope["headers"]).get(b"authorization", b"")):
+            await self._app(scope, receive, send)
+        else:
+            body = error_body("wrong or missing API key", kind="authentication_error")
+            await _json(body, 401)(scope, receive, send)
 
 
 class _BodyLimit:

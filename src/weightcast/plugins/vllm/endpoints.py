@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from weightcast.plugins.vllm.executor import VllmExecutor
 from weightcast.plugins.vllm.hooks import VllmHooks
 from weightcast.plugins.vllm.words import Hello
 from weightcast.receiver.engine import EngineFacts, ReceiverEngine
+from weightcast.receiver.keys import Keys
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.staging import Place
 from weightcast.wire.layout import TensorSpec
@@ -34,7 +34,7 @@ class Endpoints:
     def __init__(self) -> None:
         self._engine: ReceiverEngine | None = None
         self._hooks: VllmHooks | None = None
-        self._keys: tuple[str, ...] = ()
+        self._keys = Keys(())
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; vLLM's own key check covers its own routes only."""
@@ -47,7 +47,7 @@ class Endpoints:
             ConfigError: vLLM was started otherwise than weightcast needs it.
         """
         keys: Sequence[str | None] = [*(getattr(args, "api_key", None) or ()), os.environ.get("VLLM_API_KEY")]
-        self._keys = tuple(key for key in keys if key)
+        self._keys = Keys(key for key in keys if key)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._start, engine_client, loop, args)
 
@@ -108,12 +108,7 @@ class Endpoints:
         return self._engine
 
     def _check_key(self, request: Request) -> None:
-        if not self._keys:
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not any(
-            hmac.compare_digest(given.encode(), key.encode()) for key in self._keys
-        ):
+        if not self._keys.admit(request.headers.get("Authorization", "").encode()):
             raise HTTPException(401, "a valid API key is wanted as Authorization: Bearer")
 
 

@@ -1,0 +1,122 @@
+"""TLS from a trainer to an engine: the context, and what a failed handshake means in plain words.
+
+It knows certificates and OpenSSL's names for what is wrong with them, no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+from weightcast.errors import ConfigError
+
+# OpenSSL's numbers (X509_V_ERR_...), which Python hands on and does not name.
+_NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
+
+
+def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
+    """A context that checks the other end's certificate and host name, and shows one's own where asked for it.
+
+    Raises:
+        ConfigError: A file cannot be read, holds no certificate, or key and certificate do not belong together.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(f"CA file {ca_file}: {_why(error)}", hint="it has to hold certificates in PEM") from error
+    if cert_file is not None:
+        try:
+            context.load_cert_chain(cert_file, key_file, password=_no_password)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"client certificate {cert_file}{f' with key {key_file}' if key_file else ''}: {_why(error)}",
+                hint="both in PEM, belonging together, the key without a password",
+            ) from error
+    return context
+
+
+def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str | None) -> ssl.SSLContext:
+    """A context that shows a certificate and, given an authority, asks every client for one that it vouches for.
+
+    Raises:
+        ConfigError: As ``client_context``.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert_file, key_file, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"certificate {cert_file}{f' with key {key_file}' if key_file else ''}: {_why(error)}",
+            hint="both in PEM, belonging together, the key without a password",
+        ) from error
+    if client_ca_file is not None:
+        try:
+            context.load_verify_locations(client_ca_file)
+        except OSError as error:
+            raise ConfigError(
+                f"client CA {client_ca_file}: {_why(error)}", hint="it has to hold certificates in PEM"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def tls_trouble(error: BaseException, *, has_certificate: bool) -> tuple[str, str] | None:
+    """What was wrong with TLS, and what to do about it; None if the error is about something else.
+
+    Args:
+        error: What the client raised.
+        has_certificate: Whether it had a certificate of its own to show.
+    """
+    found = _ssl_error(error)
+    if found is None:
+        return None
+    if isinstance(found, ssl.SSLCertVerificationError):
+        return _verification(found)
+    reason = (found.reason or "").upper()
+    if "CERTIFICATE_REQUIRED" in reason or ("HANDSHAKE_FAILURE" in reason and not has_certificate):
+        return "it asks for a client certificate", "pass cert_file and key_file, or --cert-file and --key-file"
+    if "ALERT_UNKNOWN_CA" in reason or "BAD_CERTIFICATE" in reason or "CERTIFICATE_UNKNOWN" in reason:
+        return (
+            "it does not trust the client certificate",
+            "use a certificate of the authority that the engine was started with (--tls-client-ca)",
+        )
+    if "CERTIFICATE_EXPIRED" in reason:
+        return "the client certificate has expired", "renew the certificate in cert_file (--cert-file)"
+    if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason or "RECORD_LAYER" in reason:
+        return "it does not answer in TLS", "write http:// in its URL, or start it with --tls-cert"
+    return f"TLS failed: {found.reason or found}", "do both ends have a protocol version and a cipher in common?"
+
+
+def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
+    match error.verify_code:
+        case code if code == _EXPIRED:
+            return "its certificate has expired", "renew it (--tls-cert of the engine); is this machine's clock right?"
+        case code if code == _NOT_YET_VALID:
+            return "its certificate is not valid yet", "are the clocks of both machines right?"
+        case code if code in (_WRONG_NAME, _WRONG_ADDRESS):
+            return (
+                f"its certificate is for another host: {error.verify_message}",
+                "use a host name or address that the certificate names, or issue one that names this host",
+            )
+        case _:
+            return (
+                f"its certificate is not trusted here: {error.verify_message}",
+                "pass the authority that signed it as ca_file, or --ca-file",
+            )
+
+
+def _ssl_error(error: BaseException | None) -> ssl.SSLError | None:
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return error.reason.lower().replace("_", " ") if error.reason else "not what it should be"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _no_password() -> str:
+    """Instead of a question on the terminal, which nobody may be there to answer."""
+    return ""

@@ -1,0 +1,52 @@
+"""Trainers, engines and engine ranks as Ray actors.
+
+An extra: nothing outside this package imports Ray, and nobody who does not ask for Ray imports this package.
+``TrainWorkers`` is a training job whose ranks are actors, each with its end of a ``WeightUpdater``; ``RolloutEngines``
+keeps inference servers of any kind alive; ``RayExecutor`` runs the ranks of the reference engine.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from weightcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightcast.ray.engines import RolloutEngines
+    from weightcast.ray.executor import RayExecutor
+    from weightcast.ray.kinds import EngineKind, reference_engine, sglang_engine, vllm_engine
+    from weightcast.ray.placement import Bundles, colocated, disaggregated
+    from weightcast.ray.trainers import TrainWorkers
+
+__all__ = [
+    "Bundles",
+    "EngineKind",
+    "RayExecutor",
+    "RolloutEngines",
+    "TrainWorkers",
+    "colocated",
+    "disaggregated",
+    "reference_engine",
+    "sglang_engine",
+    "vllm_engine",
+]
+
+_HOMES = {
+    "RayExecutor": "executor",
+    "RolloutEngines": "engines",
+    "TrainWorkers": "trainers",
+    "Bundles": "placement",
+    "colocated": "placement",
+    "disaggregated": "placement",
+}
+
+if find_spec("ray") is None:
+    raise ConfigError("weightcast.ray needs Ray, which is not installed", hint='pip install "weightcast[ray]"')
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'weightcast.ray' has no attribute {name!r}")
+    return getattr(import_module(f"weightcast.ray.{_HOMES.get(name, 'kinds')}"), name)

@@ -1,0 +1,249 @@
+"""The ranks of one engine as Ray actors, one for each.
+
+The same two lanes as everywhere: weight messages and the engine's own work are concurrency groups of the actor, and
+interrupts are a third.  Ray carries frames, and says when an actor is gone; what a frame means it does not learn.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from weightcast.comm.group import Rendezvous
+from weightcast.errors import ConfigError, EngineFailure
+from weightcast.ray.placement import Bundles, Resource, require_cluster
+from weightcast.receiver.executor import FarRanks, Worker, WorkerFactory, answer_message, answer_work
+from weightcast.wire.messages import Message, RankAck, decode_rank_ack, encode
+
+_START_S = 600.0
+_GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
+_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank came to live.
+
+    Attributes:
+        address: Of its node, as the other nodes reach it.
+        pid: Its process there.
+        gpus: The GPUs that Ray gave it, by Ray's names for them.
+    """
+
+    address: str
+    pid: int
+    gpus: tuple[str, ...]
+
+
+def place() -> Place:
+    """Where the actor that asks lives."""
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    return Place(address=ray.util.get_node_ip_address(), pid=os.getpid(), gpus=tuple(map(str, gpus)))
+
+
+# Ray's annotations of these two describe what comes out as coroutines and functions; here they are actors.
+_remote: Any = ray.remote
+_method: Any = ray.method
+
+
+@_remote(concurrency_groups={"work": 1, "messages": 1, "interrupts": 1})
+class _EngineRank:
+    """A worker behind frames.  Each lane has one thread; what builds the worker shares its thread with the work, since
+    the current CUDA device belongs to a thread.
+    """
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._rank = 0
+
+    @_method(concurrency_group="work")
+    def place(self) -> Place:
+        return place()
+
+    @_method(concurrency_group="work")
+    def build(
+        self, factory: WorkerFactory, rank: int, tp_size: int, rendezvous: str, settings: Mapping[str, Any]
+    ) -> bytes:
+        def make() -> bytes:
+            self._rank = rank
+            self._worker = factory(rank, tp_size, rendezvous, **settings)
+            return b""
+
+        return answer_work(make)
+
+    @_method(concurrency_group="work")
+    def run(self, command: bytes) -> bytes:
+        assert self._worker is not None
+        return answer_work(functools.partial(self._worker.run, command))
+
+    @_method(concurrency_group="messages")
+    def apply(self, frame: bytes) -> bytes:
+        assert self._worker is not None
+        return answer_message(self._worker, frame, rank=self._rank)
+
+    @_method(concurrency_group="interrupts")
+    def interrupt(self, reason: str) -> None:
+        if self._worker is not None:
+            with suppress(RuntimeError, OSError):
+                self._worker.interrupt(reason)
+
+    @_method(concurrency_group="interrupts")
+    def close(self) -> None:
+        if self._worker is not None:
+            with suppress(RuntimeError, OSError):
+                self._worker.interrupt("the engine is shutting down")
+                self._worker.close()
+
+
+class RayExecutor(FarRanks):
+    """One actor for each rank; see ``receiver.executor.Executor``.
+
+    The factory is called in the rank's process as ``factory(rank, tp_size, rendezvous, **settings)``, where
+    ``rendezvous`` is ``host:port`` of a ``torch.distributed.TCPStore`` that this process serves.
+
+    Attributes:
+        places: Where each rank lives.
+    """
+
+    def __init__(
+        self,
+        factory: WorkerFactory,
+        tp_size: int,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        bundles: Bundles | None = None,
+        resource: Resource = "CPU",
+        run_timeout_s: float = 300.0,
+        start_timeout_s: float = _START_S,
+    ) -> None:
+        """Start the ranks and wait until each has built its worker.
+
+        Args:
+            factory: What Ray can find by name in another process: a function of a module.
+            tp_size: How many ranks.
+            settings: Keyword arguments of the factory.
+            bundles: One for each rank; None makes a placement group that ends with this executor.
+            resource: Of the group that is made, ``"CPU"`` or ``"GPU"``.
+            run_timeout_s: Deadline of ``run``, in seconds.
+            start_timeout_s: Deadline of the start, in seconds.
+
+        Raises:
+            ConfigError: There is no cluster, or not enough of it.
+            EngineFailure: A rank could not build its worker; the text has its words.
+        """
+        super().__init__()
+        require_cluster()
+        self._apply_lock, self._run_lock = threading.Lock(), threading.Lock()
+        self.tp_size = tp_size
+        self._run_timeout_s = run_timeout_s
+        self._bundles = bundles or Bundles.create(tp_size, resource=resource, timeout_s=start_timeout_s)
+        if len(self._bundles.indices) != tp_size:
+            raise ConfigError(f"{len(self._bundles.indices)} bundles for {tp_size} ranks")
+        self.places: tuple[Place, ...] = ()
+        self._actors: list[Any] = [
+            _EngineRank.options(**self._bundles.options(index)).remote() for index in self._bundles.indices
+        ]
+        try:
+            self.places = self._find_places(start_timeout_s)
+            self._meeting = Rendezvous(host=ray.util.get_node_ip_address(), timeout_s=start_timeout_s)
+            meet = f"{self._meeting.host}:{self._meeting.port}"
+            building = [
+                actor.build.remote(factory, rank, tp_size, meet, dict(settings or {}))
+                for rank, actor in enumerate(self._actors)
+            ]
+            self._first(self._replies(building, start_timeout_s, "its start", work=True), "its start")
+        except BaseException:
+            self.close()
+            raise
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        """As ``Executor.apply``."""
+        with self._apply_lock:
+            self._check()
+            frame = encode(message)
+            asked = [actor.apply.remote(frame) for actor in self._actors]
+            what = f"the answer to {type(message).__name__}"
+            replies = self._replies(asked, timeout_s + _GRACE_S, what, work=False)
+        return [decode_rank_ack(reply) for reply in replies]
+
+    def run(self, command: bytes) -> bytes:
+        """As ``Executor.run``."""
+        with self._run_lock:
+            self._check()
+            asked = [actor.run.remote(command) for actor in self._actors]
+            replies = self._replies(asked, self._run_timeout_s, "a step", work=True)
+        return self._first(replies, "a step")
+
+    def interrupt(self, reason: str) -> None:
+        """As ``Executor.interrupt``."""
+        if not self._closed:
+            for actor in self._actors:
+                actor.interrupt.remote(reason)
+
+    def pids(self) -> Sequence[int]:
+        """Process id of each rank, on the node where it lives."""
+        return tuple(place.pid for place in self.places)
+
+    def close(self) -> None:
+        """As ``Executor.close``.  A rank that does not end by itself is killed."""
+        if self._closed:
+            return
+        self._closed = True
+        if ray.is_initialized():
+            ray.wait([actor.close.remote() for actor in self._actors], num_returns=self.tp_size, timeout=_STOP_S)
+            for actor in self._actors:
+                ray.kill(actor)
+        self._bundles.close()
+
+    def _find_places(self, timeout_s: float) -> tuple[Place, ...]:
+        deadline = time.monotonic() + timeout_s
+        found: list[Place] = []
+        for rank, actor in enumerate(self._actors):
+            try:
+                found.append(ray.get(actor.place.remote(), timeout=max(0.0, deadline - time.monotonic())))
+            except GetTimeoutError as error:
+                raise EngineFailure(
+                    f"rank {rank} was given no process within {timeout_s:g} s", ranks=[rank], hint="see `ray status`"
+                ) from error
+            except RayActorError as error:
+                raise self._lost(rank, "its start", error) from error
+        return tuple(found)
+
+    def _replies(self, asked: list[Any], timeout_s: float, what: str, *, work: bool) -> list[bytes]:
+        rank_of = {reference: rank for rank, reference in enumerate(asked)}
+
+        def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
+            waiting = [asked[rank] for rank in sorted(ranks)]
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=limit_s)
+            replies: dict[int, bytes] = {}
+            for reference in ready:
+                try:
+                    replies[rank_of[reference]] = ray.get(reference)
+                except RayError as error:
+                    raise self._lost(rank_of[reference], what, error) from error
+            return replies
+
+        return self._gather(len(asked), receive, timeout_s, what, work=work)
+
+    def _lost(self, rank: int, what: str, error: Exception) -> EngineFailure:
+        where = f" (pid {self.places[rank].pid} on {self.places[rank].address})" if self.places else ""
+        how = "is gone during" if isinstance(error, RayActorError) else "could not give"
+        return self._break(f"rank {rank}{where} {how} {what}: {why_gone(error)}", [rank])
+
+
+def why_gone(error: Exception) -> str:
+    """Ray's reason, without what it says about everything else that it might have been."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[:1]
+    words = reasons[0] if reasons else type(error).__name__
+    return words.partition(" Some common causes include")[0]

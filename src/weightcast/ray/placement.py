@@ -1,0 +1,235 @@
+"""Which rank lives in which bundle of a placement group.
+
+A rank takes one bundle, or a share of one: that is how a trainer and an engine come to the same GPU.  The order of
+ranks is the caller's where the caller names bundles of a group of their own, and otherwise that of the nodes'
+addresses.  It knows bundles and addresses; what a rank does there is no business of this module.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import ray
+from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from weightcast.errors import ConfigError
+
+Resource = Literal["CPU", "GPU"]
+
+_HALF = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundles:
+    """Bundles of one placement group, one for each rank of something.
+
+    Attributes:
+        group: The placement group.
+        indices: Bundle of rank 0, 1, ...
+        resource: What a rank takes of its bundle, ``"CPU"`` or ``"GPU"``.
+        share: How much of it.
+        owned: ``close`` removes the group.
+    """
+
+    group: PlacementGroup
+    indices: tuple[int, ...]
+    resource: Resource = "CPU"
+    share: float = 1.0
+    owned: bool = False
+
+    @classmethod
+    def create(
+        cls, count: int, *, resource: Resource = "CPU", strategy: str = "PACK", timeout_s: float = 120.0
+    ) -> Bundles:
+        """A placement group of our own with ``count`` bundles of one CPU, or of one GPU and one CPU, sorted by address.
+
+        Raises:
+            ConfigError: The cluster has not that much to give within ``timeout_s``.
+        """
+        require_cluster()
+        if count < 1:
+            raise ConfigError(f"{count} bundles: at least one rank")
+        bundle = {"CPU": 1.0} if resource == "CPU" else {"CPU": 1.0, resource: 1.0}
+        group = placement_group([dict(bundle) for _ in range(count)], strategy=strategy)
+        if not group.wait(timeout_s):
+            remove_placement_group(group)
+            free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+            raise ConfigError(
+                f"the Ray cluster has no {count} bundles of {bundle} after {timeout_s:g} s; free now: {free}",
+                hint="start Ray with more, or ask for fewer ranks",
+            )
+        return cls(group=group, indices=_sorted(group), resource=resource, owned=True)
+
+    @classmethod
+    def of(
+        cls,
+        group: PlacementGroup,
+        count: int,
+        *,
+        indices: Sequence[int] | None = None,
+        resource: Resource = "CPU",
+        share: float = 1.0,
+    ) -> Bundles:
+        """Bundles of the caller's own group, which stays the caller's.
+
+        Args:
+            group: The placement group.
+            count: How many ranks.
+            indices: Bundle of rank 0, 1, ..., in this order; None takes those that have what a rank needs, sorted by
+                address.
+            resource: What a rank takes.
+            share: How much of it.
+
+        Raises:
+            ConfigError: An index is out of range, is there twice or names a bundle that lacks the resource.
+        """
+        require_cluster()
+        specs: list[dict[str, float]] = group.bundle_specs
+        if not specs:
+            raise ConfigError(f"placement group {group.id.hex()} is not there", hint="was it removed?")
+        order = range(len(specs)) if indices is not None else _sorted(group)
+        chosen = choose_bundles(specs, count, indices=indices, order=order, resource=resource, share=share)
+        return cls(group=group, indices=chosen, resource=resource, share=share)
+
+    def part(self, start: int, stop: int) -> Bundles:
+        """Some of these bundles, for something else; the group stays with this one."""
+        return replace(self, indices=self.indices[start:stop], owned=False)
+
+    def shared(self, share: float) -> Bundles:
+        """The same bundles for ranks that take only a share; the group stays with this one."""
+        return replace(self, share=share, owned=False)
+
+    def options(self, index: int) -> dict[str, Any]:
+        """Arguments of ``actor_class.options`` for a rank in bundle ``index``."""
+        gpu = self.resource == "GPU"
+        return {
+            "num_cpus": 0 if gpu else self.share,
+            "num_gpus": self.share if gpu else 0,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=index
+            ),
+        }
+
+    def close(self) -> None:
+        """Remove the group if it is ours; safe to call twice."""
+        if self.owned and ray.is_initialized():
+            remove_placement_group(self.group)
+
+
+def colocated(
+    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = 120.0
+) -> tuple[Bundles, tuple[Bundles, ...]]:
+    """Trainers and engines in the same bundles: a half of each for either.
+
+    Args:
+        num_trainers: Trainer ranks.
+        num_engines: Engines.
+        tp: Bundles of each engine.
+        resource: ``"CPU"`` or ``"GPU"``: what a bundle is about.
+        timeout_s: Deadline for the cluster to give them.
+
+    Returns:
+        Bundles of the trainers, and of each engine.  Closing the first gives all of them back.
+
+    Raises:
+        ConfigError: The cluster has not that much, or engines outnumber what a bundle can hold.
+    """
+    count = max(num_trainers, num_engines * tp)
+    both = replace(Bundles.create(count, resource=resource, timeout_s=timeout_s), share=_HALF)
+    engines = tuple(both.part(number * tp, (number + 1) * tp) for number in range(num_engines))
+    return replace(both, indices=both.indices[:num_trainers]), engines
+
+
+def disaggregated(
+    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = 120.0
+) -> tuple[Bundles, tuple[Bundles, ...]]:
+    """Trainers and engines in bundles of their own; else as ``colocated``."""
+    count = num_trainers + num_engines * tp
+    every = Bundles.create(count, resource=resource, timeout_s=timeout_s)
+    engines = tuple(
+        every.part(num_trainers + number * tp, num_trainers + (number + 1) * tp) for number in range(num_engines)
+    )
+    return replace(every, indices=every.indices[:num_trainers]), engines
+
+
+def choose_bundles(
+    specs: Sequence[Mapping[str, float]],
+    count: int,
+    *,
+    indices: Sequence[int] | None,
+    order: Sequence[int],
+    resource: str,
+    share: float = 1.0,
+) -> tuple[int, ...]:
+    """Bundle of each rank; in the caller's order if the caller named bundles.
+
+    Args:
+        specs: What each bundle of the group holds.
+        count: How many ranks.
+        indices: The caller's choice, or None.
+        order: All bundles as they are to be tried without one.
+        resource: What a rank takes of its bundle.
+        share: How much of it.
+
+    Raises:
+        ConfigError: Says which index is wrong and why, or how many bundles have the resource.
+    """
+    if count < 1:
+        raise ConfigError(f"{count} ranks: at least one")
+    if indices is None:
+        fit = [index for index in order if specs[index].get(resource, 0.0) >= share]
+        if len(fit) < count:
+            raise ConfigError(
+                f"{count} ranks need a bundle with {share:g} {resource} each, and {len(fit)} of {len(specs)} have that"
+            )
+        return tuple(fit[:count])
+    if len(indices) != count:
+        raise ConfigError(f"{len(indices)} bundle indices for {count} ranks", hint="name one bundle for each rank")
+    for place, index in enumerate(indices):
+        if isinstance(index, bool) or not 0 <= index < len(specs):
+            raise ConfigError(f"bundle index {index} for rank {place}: the group has bundles 0 to {len(specs) - 1}")
+        if index in indices[:place]:
+            raise ConfigError(f"bundle index {index} is given for rank {indices.index(index)} and for rank {place}")
+        if specs[index].get(resource, 0.0) < share:
+            raise ConfigError(
+                f"bundle {index} for rank {place} holds {dict(specs[index])}, and a rank takes {share:g} {resource}"
+            )
+    return tuple(indices)
+
+
+def by_address(addresses: Sequence[str]) -> list[int]:
+    """Order of these nodes' addresses, as numbers and not as text; what is on one node keeps its order."""
+    return sorted(range(len(addresses)), key=lambda place: (_address_key(addresses[place]), place))
+
+
+def require_cluster() -> None:
+    """Check that this process is connected to a Ray cluster.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not ray.is_initialized():
+        raise ConfigError("this process is not connected to a Ray cluster", hint="call ray.init() first")
+
+
+def _sorted(group: PlacementGroup) -> tuple[int, ...]:
+    """All bundles of a group, by the address of the node that each was given."""
+    table: dict[str, Any] = placement_group_table(group)
+    node_of: dict[int, str] = {int(index): node for index, node in table["bundles_to_node_id"].items()}
+    address_of = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    return tuple(by_address([address_of.get(node_of.get(index, ""), "") for index in range(group.bundle_count)]))
+
+
+def _address_key(address: str) -> tuple[int, int, str]:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return (99, 0, address)  # a name; after all numbers
+    return (parsed.version, int(parsed), "")

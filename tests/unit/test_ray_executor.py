@@ -1,0 +1,108 @@
+"""Ranks as Ray actors: what is asked of the other executors, and an actor that dies is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.raycluster import cluster  # noqa: F401  a fixture
+from tests.unit.test_executor import (
+    Echo,
+    test_an_unforeseen_error_is_an_answer_and_the_rank_stays,  # noqa: F401  run here too, with the `two` of this module
+    test_every_rank_answers_in_its_place,  # noqa: F401
+    test_work_goes_on_while_a_message_is_under_way_and_an_interrupt_ends_it,  # noqa: F401
+    wait_until_gone,
+)
+from weightcast.errors import ConfigError, EngineFailure
+from weightcast.ray import Bundles, RayExecutor
+from weightcast.ray import executor as module
+from weightcast.receiver import executor as shared
+from weightcast.wire.messages import Abort, Leave, Readback
+
+SESSION = "ab" * 16
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture(scope="module")
+def two(cluster):  # noqa: F811
+    """Two ranks that no test harms."""
+    executor = RayExecutor(Echo, 2)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for home in (module, shared):
+        monkeypatch.setattr(home, "_GRACE_S", 0.5)
+        monkeypatch.setattr(home, "_STOP_S", 0.5)
+
+
+def broken_stays_broken(executor: RayExecutor, words: str) -> None:
+    for ask in (lambda: executor.apply(Readback(), timeout_s=1), lambda: executor.run(b"step")):
+        with pytest.raises(EngineFailure, match=words) as caught:
+            ask()
+        assert caught.value.ranks == (1,)
+        assert caught.value.hint == "restart the engine"
+    executor.interrupt("nobody hears")
+    pids = executor.pids()
+    executor.close()
+    executor.close()
+    wait_until_gone(pids)
+    with pytest.raises(EngineFailure, match="shutting down"):
+        executor.apply(Readback(), timeout_s=1)
+
+
+def run_on(executor: RayExecutor) -> None:
+    """Ray may hand one more answer out before it knows who is dead."""
+    for _ in range(100):
+        executor.run(b"step")
+
+
+def test_a_rank_that_cannot_start_ends_the_others(short):
+    with pytest.raises(EngineFailure, match="rank 1 failed in its start: LookupError: no such model") as caught:
+        RayExecutor(Echo, 2, {"trouble": "one"}, start_timeout_s=60)
+    assert caught.value.ranks == (1,)
+
+
+def test_a_rank_that_ends_in_its_start_is_named(short):
+    with pytest.raises(EngineFailure, match=r"rank 1 \(pid \d+ on .*is gone during its start") as caught:
+        RayExecutor(Echo, 2, {"trouble": "exit"}, start_timeout_s=60)
+    assert caught.value.ranks == (1,)
+
+
+def test_an_actor_that_dies_at_work_is_named_at_once(short):
+    executor = RayExecutor(Echo, 2)
+    with pytest.raises(EngineFailure, match=r"rank 1 .*is gone during the answer to Abort: The actor is dead"):
+        executor.apply(Abort(session=SESSION, reason="exit 1"), timeout_s=60)
+    broken_stays_broken(executor, "rank 1 .*is gone")
+
+
+def test_an_actor_that_was_killed_between_two_steps_is_named_at_the_next(short):
+    executor = RayExecutor(Echo, 2)
+    assert executor.run(b"step") == b"step on 0 of 2"
+    os.kill(executor.pids()[1], signal.SIGKILL)
+    with pytest.raises(EngineFailure, match=r"rank 1 .*is gone during a step"):
+        run_on(executor)
+    broken_stays_broken(executor, "rank 1 .*is gone")
+
+
+def test_an_actor_that_stands_still_is_named_at_the_deadline(short):
+    executor = RayExecutor(Echo, 2)
+    os.kill(executor.pids()[1], signal.SIGSTOP)
+    with pytest.raises(EngineFailure, match=r"rank 1 did not give the answer to Leave within 0\.6 s"):
+        executor.apply(Leave(), timeout_s=0.1)
+    os.kill(executor.pids()[1], signal.SIGCONT)
+    broken_stays_broken(executor, "rank 1 did not give the answer to Leave")
+
+
+def test_a_rank_without_a_bundle_is_a_mistake(cluster):  # noqa: F811
+    bundles = Bundles.create(1)
+    try:
+        with pytest.raises(ConfigError, match="1 bundles for 2 ranks"):
+            RayExecutor(Echo, 2, bundles=bundles)
+    finally:
+        bundles.close()
