@@ -179,7 +179,7 @@ def test_status_of_nobody(closed_port):
 
 def test_status_of_another_server(other_server):
     result = run("status", other_server)
-    assert "no weightcast receiver" in one_error(result)
+    assert "no engine that weightcast can update" in one_error(result)
 
 
 def test_doctor_of_nobody(closed_port):
