@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.unit.exports import ALONE, CPU, export, raw
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
@@ -26,9 +27,6 @@ from weightcast.wire.layout import Packing, plan_buckets
 
 # torch.compile imports parts of torch that other parts of torch call deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
-CPU = torch.device("cpu")
-ALONE = TrainerGroup.connect(CPU, timeout_s=5)
 
 
 @pytest.fixture(scope="session")
@@ -74,23 +72,6 @@ class Tiny(nn.Module):
         x = self.layers[1](x.to(torch.bfloat16)).float()
         x = self.norm(self.layers[2](x).transpose(1, 2)).transpose(1, 2)
         return self.head(x * self.scale)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())
-
-
-def export(exporter, group=ALONE, *, bucket_bytes=1 << 20, packing=None) -> dict[str, bytes]:
-    """Every tensor's bytes, put together from buckets; {} on a rank that has none.  Buffers start full of noise."""
-    layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=packing or Packing())
-    slots = allocate_slots(CPU, bucket_bytes) if group.rank in group.receivers else None
-    for slot in slots or ():
-        slot.random_(0, 256)
-    parts: dict[str, list[bytes]] = {}
-    for bucket in bucketize(exporter, layouts, group, slots):
-        for slot, view in bucket.views() if bucket is not None else ():
-            parts.setdefault(slot.spec.name, []).append(raw(view))
-    return {name: b"".join(pieces) for name, pieces in parts.items()}
 
 
 def expected(model: nn.Module, wire_dtype: torch.dtype | None = None) -> dict[str, bytes]:

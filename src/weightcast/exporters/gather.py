@@ -16,6 +16,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import torch
@@ -30,10 +31,46 @@ from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 _MIN_SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT_BYTES = 64
 
-Local = Callable[[int], tuple[Box, torch.Tensor] | None]
+
+class Held(Protocol):
+    """A part of a tensor that this rank can give."""
+
+    @property
+    def box(self) -> Box:
+        """Which part, in elements of the whole tensor."""
+        ...
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The part as it lies in memory, shape ``box.shape``; None if its values are computed."""
+        ...
+
+    def write(self, box: Box, out: torch.Tensor) -> None:
+        """Write a box that lies in the part to ``out``: shape ``box.shape``, any strides, the wire dtype."""
+        ...
 
 
-class _Held(msgspec.Struct, frozen=True, array_like=True):
+Local = Callable[[int], Sequence[Held]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part that lies in memory.
+
+    Attributes:
+        box: Which part.
+        memory: Shape ``box.shape``.
+    """
+
+    box: Box
+    memory: torch.Tensor
+
+    def write(self, box: Box, out: torch.Tensor) -> None:
+        """Copy and cast."""
+        out.copy_(self.memory[slices(box, self.box.offset)])
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
     """A part that a rank holds; ``ready`` if its memory can be sent as it is: contiguous, wire dtype, right device."""
 
     offset: tuple[int, ...]
@@ -42,15 +79,15 @@ class _Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Table(msgspec.Struct, frozen=True):
-    """What one rank holds: for each tensor a part or None; ``error`` if it cannot say."""
+    """What one rank holds: for each tensor its parts; ``error`` if it cannot say."""
 
     specs: tuple[tuple[str, str, tuple[int, ...]], ...]
-    held: tuple[_Held | None, ...]
+    held: tuple[tuple[_Part, ...], ...]
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Shared:
     """A part of a tensor and the ranks that hold it, in order; ``ready`` if all of those can send it as it is."""
 
     box: Box
@@ -87,7 +124,8 @@ class Gatherer:
 
     Args:
         specs: Every tensor, the same on every rank.
-        local: What this rank holds of the tensor with this number, now; asked anew for every bucket.
+        local: What this rank holds of the tensor with this number, now; asked anew for every bucket.  The parts
+            of all ranks together must be the tensor exactly once, but for parts that several ranks hold alike.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], local: Local) -> None:
@@ -95,7 +133,7 @@ class Gatherer:
         self._local = local
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
         self._group: TrainerGroup | None = None
-        self._parts: list[list[_Part]] = []
+        self._parts: list[list[_Shared]] = []
         self._steps: dict[int, _Steps] = {}
 
     def prepare(self, group: TrainerGroup) -> None:
@@ -123,10 +161,22 @@ class Gatherer:
         self._steps.clear()
         self._group = group
 
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+    def fill(
+        self,
+        bucket: Bucket | None,
+        layout: BucketLayout,
+        group: TrainerGroup,
+        receivers: tuple[int, ...] | None = None,
+    ) -> None:
         """Write the layout's tensors into the bucket of every receiver.  Collective.
 
         When it returns, the bucket is complete and the model's memory may be written again.
+
+        Args:
+            bucket: Where to, on a receiver; None elsewhere.
+            layout: What; the same on every rank.
+            group: The trainer ranks.
+            receivers: Who has a bucket, in order; None for ``group.receivers``.
 
         Raises:
             ConfigError: The layout is not of these tensors, or the model has changed since it was prepared.
@@ -134,23 +184,25 @@ class Gatherer:
         """
         self.prepare(group)
         try:
-            self._fill(bucket, layout, group)
+            self._fill(bucket, layout, group, receivers or group.receivers)
         except BaseException as error:
             # The others are about to wait for this rank.
             group.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
-        if (group.rank in group.receivers) != (bucket is not None):
+    def _fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...]
+    ) -> None:
+        if (group.rank in receivers) != (bucket is not None):
             raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
         steps = self._steps.get(layout.index)
-        if steps is None or steps.receivers != group.receivers or steps.layout != layout:
-            steps = self._steps[layout.index] = self._plan(layout, group)
+        if steps is None or steps.receivers != receivers or steps.layout != layout:
+            steps = self._steps[layout.index] = self._plan(layout, group, receivers)
         what = f"its part of bucket {layout.index}"
         with torch.no_grad():
             for slot, box in steps.copies:
                 assert bucket is not None
-                _region(bucket, slot, box).copy_(self._own(slot, box))
+                self._own(slot, box).write(box, _region(bucket, slot, box))
             if steps.gathers:
                 assert bucket is not None
                 group.all_gather([bucket.view(slot) for slot in steps.gathers], what=what)
@@ -170,16 +222,11 @@ class Gatherer:
             if piece.source == group.rank:
                 if piece.source_scratch_bytes:
                     outgoing = scratch.take(piece.box.shape, dtype)
-                    outgoing.copy_(self._own(piece.slot, piece.box))
+                    self._own(piece.slot, piece.box).write(piece.box, outgoing)
                 elif bucket is not None and _is_contiguous(piece.box.shape, piece.slot.shape):
                     outgoing = _region(bucket, piece.slot, piece.box)  # cast and in place already
                 else:
-                    outgoing = self._own(piece.slot, piece.box)
-                    if not _is_ready(outgoing, piece.slot.spec, group.device):
-                        raise ConfigError(
-                            f"{piece.slot.spec.name} is {outgoing.dtype} on {outgoing.device} with strides "
-                            f"{outgoing.stride()}, which it was not when the exporter was prepared"
-                        )
+                    outgoing = _as_it_lies(self._own(piece.slot, piece.box), piece, group.device)
                 sends.extend(Move(target, outgoing) for target in piece.targets)
             elif group.rank in piece.targets:
                 assert bucket is not None
@@ -192,31 +239,31 @@ class Gatherer:
         for region, incoming in scatters:
             region.copy_(incoming)
 
-    def _own(self, slot: TensorSlot, box: Box) -> torch.Tensor:
-        """This rank's memory of a box that it holds."""
-        held = self._local(self._number[slot.spec.name])
-        if held is None or not _contains(held[0], box):
-            raise ConfigError(f"{slot.spec.name}: the model has been sharded anew since the exporter was prepared")
-        return held[1][_slices(box, held[0].offset)]
+    def _own(self, slot: TensorSlot, box: Box) -> Held:
+        """This rank's part that has a box."""
+        for held in self._local(self._number[slot.spec.name]):
+            if _contains(held.box, box):
+                return held
+        raise ConfigError(f"{slot.spec.name}: the model has been sharded anew since the exporter was prepared")
 
     def _table(self, group: TrainerGroup) -> _Table:
         specs = tuple((spec.name, spec.dtype, spec.shape) for spec in self._specs)
-        held: list[_Held | None] = []
+        held: list[tuple[_Part, ...]] = []
         try:
             for number, spec in enumerate(self._specs):
-                part = self._local(number)
-                if part is None:
-                    held.append(None)
-                    continue
-                box, tensor = part
-                held.append(_Held(box.offset, box.shape, _is_ready(tensor, spec, group.device)))
+                held.append(
+                    tuple(
+                        _Part(part.box.offset, part.box.shape, _is_ready(part.memory, spec, group.device))
+                        for part in self._local(number)
+                    )
+                )
         except ConfigError as error:
             # Said to everybody rather than raised here, where it would leave the others waiting.
             return _Table(specs=specs, held=(), error=str(error))
         return _Table(specs=specs, held=tuple(held))
 
-    def _plan(self, layout: BucketLayout, group: TrainerGroup) -> _Steps:
-        steps = _Steps(layout, group.receivers)
+    def _plan(self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...]) -> _Steps:
+        steps = _Steps(layout, receivers)
         budget_bytes = max(layout.size_bytes // group.world_size, _MIN_SCRATCH_BYTES)
         budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
         load: Counter[int] = Counter()
@@ -228,18 +275,18 @@ class Gatherer:
                 raise ConfigError(
                     f"bucket {layout.index} carries {slot.spec.name}, which this exporter does not have so"
                 )
-            gathered = self._in_rank_order(slot, number, group)
+            gathered = self._in_rank_order(slot, number, group, receivers)
             if gathered:
                 steps.gathers.append(slot)
             for part in self._parts[number]:
                 box = _cut_rows(part.box, slot)
                 if box is None:
                     continue
-                if group.rank in part.holders and group.rank in group.receivers:
+                if group.rank in part.holders and group.rank in receivers:
                     steps.copies.append((slot, box))
                 if gathered:
                     continue
-                for piece in self._pieces(slot, part, box, group, load, budget_bytes):
+                for piece in self._pieces(slot, part, box, receivers, load, budget_bytes):
                     needs = {rank: _scratch_bytes(piece, rank) for rank in (piece.source, *piece.targets)}
                     if any(used[rank] + needed > budget_bytes for rank, needed in needs.items() if needed):
                         steps.waves.append(wave)
@@ -258,11 +305,11 @@ class Gatherer:
         )
         return steps
 
-    def _in_rank_order(self, slot: TensorSlot, number: int, group: TrainerGroup) -> bool:
+    def _in_rank_order(self, slot: TensorSlot, number: int, group: TrainerGroup, receivers: tuple[int, ...]) -> bool:
         """True if rank r holds the r-th of equal parts of the slot and everybody wants all of them."""
         parts = self._parts[number]
         world = group.world_size
-        if not group.uses_nccl or not slot.whole or len(group.receivers) != world or len(parts) != world:
+        if not group.uses_nccl or not slot.whole or len(receivers) != world or len(parts) != world:
             return False
         rows = slot.spec.num_rows // world
         return all(
@@ -273,9 +320,15 @@ class Gatherer:
         )
 
     def _pieces(
-        self, slot: TensorSlot, part: _Part, box: Box, group: TrainerGroup, load: Counter[int], budget_bytes: int
+        self,
+        slot: TensorSlot,
+        part: _Shared,
+        box: Box,
+        receivers: tuple[int, ...],
+        load: Counter[int],
+        budget_bytes: int,
     ) -> Iterator[_Piece]:
-        targets = tuple(rank for rank in group.receivers if rank not in part.holders)
+        targets = tuple(rank for rank in receivers if rank not in part.holders)
         if not targets:
             return
         itemsize = slot.spec.torch_dtype.itemsize
@@ -286,7 +339,7 @@ class Gatherer:
             scratch_bytes = _align(math.prod(box.shape) * itemsize)
             in_place = _is_contiguous(box.shape, slot.shape)
             # A receiver that is also the source has the box in its bucket, cast, before anything is sent.
-            as_it_is = source in group.receivers and in_place
+            as_it_is = source in receivers and in_place
             as_it_is = as_it_is or (part.ready and _is_contiguous(box.shape, part.box.shape))
             return _Piece(
                 slot, box, source, targets, 0 if as_it_is else scratch_bytes, 0 if in_place else scratch_bytes
@@ -300,9 +353,25 @@ class Gatherer:
             yield piece(small)
 
 
-def _is_ready(tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> bool:
+def _as_it_lies(held: Held, piece: _Piece, device: torch.device) -> torch.Tensor:
+    """The memory of a box that was said to be ready to be sent."""
+    spec, memory = piece.slot.spec, held.memory
+    if memory is None:
+        raise ConfigError(f"{spec.name} is computed, which it was not when the exporter was prepared")
+    outgoing = memory[slices(piece.box, held.box.offset)]
+    if not _is_ready(outgoing, spec, device):
+        raise ConfigError(
+            f"{spec.name} is {outgoing.dtype} on {outgoing.device} with strides {outgoing.stride()}, "
+            "which it was not when the exporter was prepared"
+        )
+    return outgoing
+
+
+def _is_ready(tensor: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
     """True if the tensor's memory can be sent as it is."""
-    return tensor.is_contiguous() and tensor.dtype == spec.torch_dtype and tensor.device == device
+    return (
+        tensor is not None and tensor.is_contiguous() and tensor.dtype == spec.torch_dtype and tensor.device == device
+    )
 
 
 class _Scratch:
@@ -325,7 +394,7 @@ class _Scratch:
         return self._data[start : start + size_bytes].view(dtype).view(shape)
 
 
-def _parts(spec: TensorSpec, held: Sequence[_Held | None]) -> list[_Part]:
+def _parts(spec: TensorSpec, held: Sequence[tuple[_Part, ...]]) -> list[_Shared]:
     """The distinct parts of a tensor, by their place in it.
 
     Raises:
@@ -333,24 +402,14 @@ def _parts(spec: TensorSpec, held: Sequence[_Held | None]) -> list[_Part]:
     """
     holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     ready: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
-    for rank, part in enumerate(held):
-        if part is not None and math.prod(part.shape):
-            key = (part.offset, part.shape)
-            holders.setdefault(key, []).append(rank)
-            ready[key] = ready.get(key, True) and part.ready
-    # Parts come from cutting dimensions one by one, so they form a grid: the intervals of each dimension tile it,
-    # and there are as many parts as combinations.
-    complete = math.prod(spec.shape) == sum(math.prod(shape) for _, shape in holders)
-    count = 1
-    for dim, extent in enumerate(spec.shape):
-        end = 0
-        intervals = sorted({(offset[dim], shape[dim]) for offset, shape in holders})
-        for start, length in intervals:
-            complete = complete and start == end
-            end = start + length
-        complete = complete and (end == extent or not holders)
-        count *= len(intervals)
-    if not complete or count != len(holders):
+    for rank, parts in enumerate(held):
+        for part in parts:
+            if math.prod(part.shape):
+                key = (part.offset, part.shape)
+                holders.setdefault(key, []).append(rank)
+                ready[key] = ready.get(key, True) and part.ready
+    volume = sum(math.prod(shape) for _, shape in holders)
+    if volume != math.prod(spec.shape) or not (_is_grid(spec, list(holders)) or _are_apart(list(holders))):
         boxes = ", ".join(f"{list(shape)} at {list(offset)}" for offset, shape in sorted(holders))
         raise ConfigError(
             f"{spec.name} {list(spec.shape)}: the trainer ranks hold {boxes or 'nothing'}, "
@@ -358,9 +417,40 @@ def _parts(spec: TensorSpec, held: Sequence[_Held | None]) -> list[_Part]:
             hint="every rank of the model's mesh must take part in the update",
         )
     return [
-        _Part(Box(offset=offset, shape=shape), tuple(ranks), ready[offset, shape])
+        _Shared(Box(offset=offset, shape=shape), tuple(ranks), ready[offset, shape])
         for (offset, shape), ranks in sorted(holders.items())
     ]
+
+
+_Corners = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _is_grid(spec: TensorSpec, boxes: Sequence[_Corners]) -> bool:
+    """True if the intervals of each dimension tile it and there are as many boxes as combinations.
+
+    So they are where dimensions were cut one by one.
+    """
+    count = 1
+    for dim, extent in enumerate(spec.shape):
+        end = 0
+        intervals = sorted({(offset[dim], shape[dim]) for offset, shape in boxes})
+        for start, length in intervals:
+            if start != end:
+                return False
+            end = start + length
+        if boxes and end != extent:
+            return False
+        count *= len(intervals)
+    return count == len(boxes)
+
+
+def _are_apart(boxes: Sequence[_Corners]) -> bool:
+    """True if no two boxes overlap.  Where a tensor is put together from several, they need not be a grid."""
+    return not any(
+        all(a < b + n and b < a + m for a, m, b, n in zip(*first, *second, strict=True))
+        for number, first in enumerate(boxes)
+        for second in boxes[:number]
+    )
 
 
 def _difference(first: _Table, other: _Table) -> str:
@@ -384,10 +474,11 @@ def _cut_rows(box: Box, slot: TensorSlot) -> Box | None:
 
 def _region(bucket: Bucket, slot: TensorSlot, box: Box) -> torch.Tensor:
     """The place of a box in the bucket."""
-    return bucket.view(slot)[_slices(box, (slot.first_row, *(0 for _ in box.shape[1:])))]
+    return bucket.view(slot)[slices(box, (slot.first_row, *(0 for _ in box.shape[1:])))]
 
 
-def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
+def slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """The box as an index into a tensor whose first element is at ``origin``."""
     return tuple(
         slice(offset - zero, offset - zero + extent)
         for offset, extent, zero in zip(box.offset, box.shape, origin[: len(box.shape)], strict=True)

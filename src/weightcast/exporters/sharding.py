@@ -3,18 +3,96 @@
 The one place that reads DTensor's placements.  It does the arithmetic itself, since torch's own helper is private,
 has changed between releases and allocates an index for every row; the sum is short: a placement cuts a dimension
 into chunks as ``torch.chunk`` does.  What it does not know for certain it refuses.
+
+Trainers that shard without DTensor say themselves where their tensors lie: with a ``ShardOf``.  ``experts_over`` is the
+usual one, for experts that are divided among the ranks of a group of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weightcast.errors import ConfigError
 from weightcast.wire.digest import Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """Where a tensor of this rank, or the DTensor that it is a part of, lies in the whole one.
+
+    Attributes:
+        offset: Its first element, one number for each dimension.
+        shape: Of the whole.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+# Of a parameter's name and the parameter; None for one that is whole, or that DTensor knows all about.
+ShardOf = Callable[[str, torch.Tensor], Within | None]
+
+
+def experts_over(
+    rank: int, size: int, *, total: int | None = None, match: str = r".*\.experts\.[^.]+(\.weight|\.bias)?"
+) -> ShardOf:
+    """For stacked experts, dimension 0 of which is divided among the ranks of an expert-parallel group, in order.
+
+    Args:
+        rank: This rank in its expert-parallel group.
+        size: Ranks of the group.
+        total: Experts of all ranks, if they may be uneven: then every rank but the last ones has
+            ``ceil(total / size)``.  None if every rank has as many.
+        match: Regular expression for the names of stacked experts.
+    """
+    wanted = re.compile(match)
+
+    def shard_of(name: str, tensor: torch.Tensor) -> Within | None:
+        if tensor.dim() < 2 or not wanted.fullmatch(name):
+            return None
+        mine = int(tensor.shape[0])
+        experts = mine * size if total is None else total
+        chunk = -(-experts // size)
+        start = min(rank * chunk, experts)
+        if mine != min(chunk, experts - start):
+            raise ConfigError(
+                f"{name} has {mine} experts on expert-parallel rank {rank} of {size}, which should have "
+                f"{min(chunk, experts - start)} of {experts}"
+            )
+        rest = tuple(tensor.shape[1:])
+        return Within(offset=(start, *(0 for _ in rest)), shape=(experts, *rest))
+
+    return shard_of
+
+
+def whole_shape(name: str, tensor: torch.Tensor, shard_of: ShardOf | None) -> tuple[int, ...]:
+    """Shape of the unsharded tensor."""
+    within = shard_of(name, tensor) if shard_of is not None else None
+    return tuple(tensor.shape) if within is None else within.shape
+
+
+def stored_part(name: str, tensor: torch.Tensor, shard_of: ShardOf | None) -> tuple[Box, torch.Tensor] | None:
+    """As ``local_part``, for trainers that have a ``ShardOf``.
+
+    Raises:
+        ConfigError: As ``local_part``, or the tensor does not fit where it is said to lie.
+    """
+    part = local_part(name, tensor)
+    within = shard_of(name, tensor) if shard_of is not None else None
+    if within is None or part is None:
+        return part
+    ends = [start + extent for start, extent in zip(within.offset, tensor.shape, strict=True)]
+    if any(end > extent for end, extent in zip(ends, within.shape, strict=True)):
+        raise ConfigError(f"{name} {list(tensor.shape)} cannot lie at {within.offset} of {list(within.shape)}")
+    box, local = part
+    offset = tuple(start + mine for start, mine in zip(within.offset, box.offset, strict=True))
+    return Box(offset=offset, shape=box.shape), local
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:

@@ -1,0 +1,200 @@
+"""Which families of models are known, and their tables.
+
+A line says what a trainer may have: what transformers keeps in its modules, stacked experts included, and the fused
+projections that trainers make of them.  Names that a checkpoint has already pass through, so one table serves modules
+that are fused and modules that are not.  Each table is tested against what transformers itself writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from weightcast.errors import ConfigError
+from weightcast.exporters.mapping import Family, Rule
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Heads, key-value heads, width of a head."""
+    heads = int(config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(width)
+
+
+def qkv_rows(config: Any) -> tuple[int, int, int]:
+    """Rows of queries, keys and values, one after the other."""
+    heads, kv_heads, width = _heads(config)
+    return heads * width, kv_heads * width, kv_heads * width
+
+
+def qkv_rows_of_a_group(config: Any) -> tuple[int, int, int]:
+    """Rows of the queries that share a key-value head, of its keys and of its values: Megatron's order."""
+    heads, kv_heads, width = _heads(config)
+    return heads // kv_heads * width, width, width
+
+
+def kv_heads(config: Any) -> int:
+    """Groups of ``qkv_rows_of_a_group``."""
+    return _heads(config)[1]
+
+
+def _takes_hidden_first(shape: tuple[int, ...], config: Any) -> bool:
+    """True for [experts, hidden, 2 x width], as checkpoints have it and transformers 4; False for the other way."""
+    return _lies_at(1, shape, config)
+
+
+def _gives_hidden_last(shape: tuple[int, ...], config: Any) -> bool:
+    """True for [experts, width, hidden], as checkpoints have it and transformers 4; False for the other way."""
+    return _lies_at(2, shape, config)
+
+
+def _lies_at(dim: int, shape: tuple[int, ...], config: Any) -> bool:
+    hidden = config.hidden_size
+    if len(shape) != 3 or (shape[1] == hidden) == (shape[2] == hidden):
+        raise ConfigError(
+            f"stacked experts {list(shape)} of a model of width {hidden}: nobody can tell which way they lie",
+            hint="pass a weightcast.exporters.mapping.Family whose rules say so",
+        )
+    return shape[dim] == hidden
+
+
+_QKV = r"\1self_attn.q_proj.\2", r"\1self_attn.k_proj.\2", r"\1self_attn.v_proj.\2"
+_DENSE = (
+    Rule(match=r"(.*\.)self_attn\.qkv_proj\.(weight|bias)", names=_QKV, sizes=qkv_rows),
+    Rule(match=r"(.*\.)gate_up_proj\.(weight|bias)", names=(r"\1gate_proj.\2", r"\1up_proj.\2")),
+)
+_EXPERTS = (
+    Rule(
+        match=r"(.*\.experts)\.gate_up_proj",
+        names=(r"\1.{index}.gate_proj.weight", r"\1.{index}.up_proj.weight"),
+        stacked=True,
+    ),
+    Rule(match=r"(.*\.experts)\.(gate|up|down)_proj", names=(r"\1.{index}.\2_proj.weight",), stacked=True),
+)
+_MIXTRAL = (
+    Rule(
+        match=r"(.*\.)mlp\.experts\.gate_up_proj",
+        names=(
+            r"\1block_sparse_moe.experts.{index}.w1.weight",
+            r"\1block_sparse_moe.experts.{index}.w3.weight",
+        ),
+        stacked=True,
+    ),
+    Rule(
+        match=r"(.*\.)mlp\.experts\.down_proj",
+        names=(r"\1block_sparse_moe.experts.{index}.w2.weight",),
+        stacked=True,
+    ),
+    Rule(match=r"(.*\.)mlp\.(gate\.weight|experts\.\d+\..*)", names=(r"\1block_sparse_moe.\2",)),
+)
+_VISION_APART = (
+    Rule(match=r"model\.visual\.(.*)", names=(r"visual.\1",)),
+    Rule(match=r"model\.language_model\.(.*)", names=(r"model.\1",)),
+)
+# [experts, hidden, 2 x width] and [experts, width, hidden]: the checkpoint's experts are fused and lie the other way.
+_FUSED_TRANSPOSED = (
+    Rule(match=r"(.*\.experts\.gate_up_proj)", names=(r"\1",), transposed=True, unless=_takes_hidden_first),
+    Rule(
+        match=r"(.*\.experts\.down_proj)",
+        names=(r"\1",),
+        transposed=True,
+        unless=_gives_hidden_last,
+    ),
+    Rule(
+        match=r"(.*\.experts)\.(\d+)\.gate_proj\.weight",
+        names=(r"\1.gate_up_proj",),
+        stack=2,
+        part=(0, 2),
+        transposed=True,
+    ),
+    Rule(
+        match=r"(.*\.experts)\.(\d+)\.up_proj\.weight",
+        names=(r"\1.gate_up_proj",),
+        stack=2,
+        part=(1, 2),
+        transposed=True,
+    ),
+    Rule(match=r"(.*\.experts)\.(\d+)\.down_proj\.weight", names=(r"\1.down_proj",), stack=2, transposed=True),
+)
+
+FAMILIES = (
+    Family(
+        name="llama",
+        model_types=frozenset({"llama", "mistral", "qwen2", "qwen3"}),
+        rules=_DENSE,
+    ),
+    Family(
+        name="qwen-moe",
+        model_types=frozenset({"qwen2_moe", "qwen3_moe"}),
+        rules=(*_EXPERTS, *_DENSE),
+    ),
+    Family(name="mixtral", model_types=frozenset({"mixtral"}), rules=(*_MIXTRAL, *_DENSE)),
+    Family(
+        name="glm4-moe",
+        model_types=frozenset({"glm4_moe"}),
+        rules=(*_EXPERTS, *_DENSE),
+        keeps_dtype=r".*\.e_score_correction_bias",
+    ),
+    Family(
+        name="deepseek-v3",
+        model_types=frozenset({"deepseek_v3"}),
+        rules=(*_EXPERTS, *_DENSE),
+        keeps_dtype=r".*\.e_score_correction_bias",
+    ),
+    Family(
+        name="qwen2-vl",
+        model_types=frozenset({"qwen2_vl", "qwen2_5_vl"}),
+        rules=_VISION_APART,
+    ),
+    Family(name="qwen3-vl", model_types=frozenset({"qwen3_vl"})),
+    Family(name="qwen3-vl-moe", model_types=frozenset({"qwen3_vl_moe"}), rules=_FUSED_TRANSPOSED),
+    # Fused in the checkpoint as in the module: nothing to do.
+    Family(name="fused-in-checkpoint", model_types=frozenset({"gpt_oss", "phi3"})),
+)
+PLAIN = Family(name="plain", model_types=frozenset())
+
+_STACKED = re.compile(r".*experts\.[^.]+(\.weight)?")
+
+
+def family_named(name: str) -> Family:
+    """A table by its name, or by the ``model_type`` of a model that it is for.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for family in (*FAMILIES, PLAIN):
+        if name == family.name or name in family.model_types:
+            return family
+    known = sorted(set[str]().union(*(family.model_types for family in FAMILIES)))
+    raise ConfigError(
+        f"family={name!r} is not known", hint=f"choose one of plain, {', '.join(known)}, or give a Family"
+    )
+
+
+def family_of(config: Any, stored: Iterable[tuple[str, tuple[int, ...]]]) -> Family:
+    """The table for a model's configuration; names as they are if the model has none or is of another family.
+
+    Args:
+        config: With ``model_type``; anything else counts as no configuration.
+        stored: Name and shape of the trainer's tensors.
+
+    Raises:
+        ConfigError: The family is unknown and the model stacks its experts, so names as they are would be wrong or
+            right, and nobody here knows which.
+    """
+    model_type = getattr(config, "model_type", None)
+    if not isinstance(model_type, str) or not model_type:
+        return PLAIN
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    stacked = next((name for name, shape in stored if len(shape) == 3 and _STACKED.fullmatch(name)), None)
+    if stacked is not None:
+        raise ConfigError(
+            f"{stacked} holds several experts, and for models of type {model_type!r} nobody has said what "
+            "a checkpoint calls them",
+            hint='pass family="plain" to send names as they are, the name of a family that has the same layout, or a '
+            "weightcast.exporters.mapping.Family of your own",
+        )
+    return PLAIN

@@ -1,0 +1,203 @@
+"""Trainer names and layouts to Hugging Face names and layouts, as data.
+
+A ``Family`` is a table: which of the trainer's tensors, by name, become which tensors of a checkpoint, cut and turned
+how.  ``families.py`` has the tables; this module says what their lines mean and turns a table and a model's names and
+shapes into segments.  It reads no weights and needs none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightcast.errors import ConfigError
+from weightcast.exporters.segments import NEW, Arranged, Segment, check_used_once
+from weightcast.wire.digest import Box
+
+INDEX = "{index}"
+
+Sizes = Callable[[Any], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A line of a table: what becomes of the trainer's tensors whose whole name matches.
+
+    In this order: dimension 0 is taken apart (``stacked``), a dimension is cut into parts (``names``, ``sizes``,
+    ``groups``), the last two dimensions change places (``transposed``).  The other way round, ``stack`` and ``part``
+    put several of the trainer's tensors together, for formats that are fused where the trainer's is not.
+
+    Attributes:
+        match: Regular expression for the trainer's name, without what wrappers put into it.
+        names: What the parts are called, one name for each; ``\\1`` stands for what a group matched, ``{index}``
+            for the index of a stacked tensor.  One name: the tensor is not cut.
+        stacked: Dimension 0 counts experts, each of which becomes a tensor of its own.
+        dim: Which dimension is cut, counted after ``stacked``.
+        sizes: How many rows of each group belong to each part, from the model's configuration; None for equal parts.
+        groups: How many groups the cut dimension has, each with all parts in it, from the configuration; None for one.
+        transposed: The last two dimensions change places.
+        stack: Number of the group whose match is this tensor's index in a dimension 0 that the checkpoint has and
+            the trainer has not.
+        part: (i, n): this tensor is the i-th of n equal parts, along ``dim``, of the one that is named.
+        unless: The rule does not apply to a tensor of which this is true: (shape, configuration).
+    """
+
+    match: str
+    names: tuple[str, ...]
+    stacked: bool = False
+    dim: int = 0
+    sizes: Sizes | None = None
+    groups: Callable[[Any], int] | None = None
+    transposed: bool = False
+    stack: int | None = None
+    part: tuple[int, int] | None = None
+    unless: Callable[[tuple[int, ...], Any], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The table of a family of models.  What no line matches keeps its name and layout.
+
+    Attributes:
+        name: What errors and ``plan`` call it.
+        model_types: ``config.model_type`` of the models it is for.
+        rules: The first that matches a name counts.
+        keeps_dtype: Regular expression for names of tensors that are never cast: what engines load as it is.
+    """
+
+    name: str
+    model_types: frozenset[str]
+    rules: tuple[Rule, ...] = ()
+    keeps_dtype: str | None = None
+
+
+def arrange(stored: Sequence[tuple[str, tuple[int, ...]]], family: Family, config: Any) -> list[Arranged]:
+    """What travels, in the order of the trainer's tensors.
+
+    Args:
+        stored: Name and whole, unsharded shape of each of the trainer's tensors.
+        family: The table.
+        config: The model's configuration, for the sizes of fused parts; None if the table needs none.
+
+    Raises:
+        ConfigError: A tensor does not have the shape that its line expects, or two become one.
+    """
+    text = getattr(config, "text_config", None) or config
+    found: list[Arranged] = []
+    for number, (name, shape) in enumerate(stored):
+        rule, matched = _rule_for(name, shape, family, text)
+        if rule is None or matched is None:
+            found.append(Arranged(name=name, shape=shape, segments=(Segment.whole(number, shape),)))
+        else:
+            found.extend(_apply(rule, matched, number, name, shape, family, text))
+    joined = _join(found)
+    check_used_once(stored, joined)
+    return joined
+
+
+def unmatched(stored: Iterable[tuple[str, tuple[int, ...]]], family: Family) -> list[str]:
+    """Names that no line of the table is about."""
+    return [name for name, _ in stored if not any(re.fullmatch(rule.match, name) for rule in family.rules)]
+
+
+def _rule_for(
+    name: str, shape: tuple[int, ...], family: Family, config: Any
+) -> tuple[Rule | None, re.Match[str] | None]:
+    for rule in family.rules:
+        matched = re.fullmatch(rule.match, name)
+        if matched is not None and (rule.unless is None or not rule.unless(shape, config)):
+            return rule, matched
+    return None, None
+
+
+def _apply(
+    rule: Rule,
+    matched: re.Match[str],
+    number: int,
+    name: str,
+    shape: tuple[int, ...],
+    family: Family,
+    config: Any,
+) -> Iterable[Arranged]:
+    first = 1 if rule.stacked else 0
+    dims = list(range(first, len(shape)))
+    cut = first + rule.dim
+    if len(shape) <= first or (len(rule.names) > 1 and cut >= len(shape)) or (rule.transposed and len(dims) < 2):
+        raise ConfigError(f"{name} {list(shape)} has too few dimensions for a fused tensor of the family {family.name}")
+    if rule.transposed:
+        dims[-1], dims[-2] = dims[-2], dims[-1]
+    extent = shape[cut] if len(rule.names) > 1 else 0
+    groups = rule.groups(config) if rule.groups is not None else 1
+    sizes = _sizes(rule, extent, groups, name, family, config)
+    starts = [0, *itertools.accumulate(sizes)]
+    group_rows = starts[-1]
+    for index in range(shape[0]) if rule.stacked else (None,):
+        for part, template in enumerate(rule.names):
+            segments: list[Segment] = []
+            new: list[int] = []
+            start: list[int] = []
+            if rule.stack is not None:
+                new, start = [NEW], [int(matched[rule.stack])]
+            target = [shape[dim] for dim in dims]
+            if len(rule.names) > 1:
+                target[dims.index(cut)] = sizes[part] * groups
+            for group in range(groups):
+                offset, box = [0] * len(shape), list(shape)
+                at = [0] * len(dims)
+                if rule.part is not None:
+                    at[dims.index(cut)] = rule.part[0] * shape[cut]
+                if index is not None:
+                    offset[0], box[0] = index, 1
+                if len(rule.names) > 1:
+                    offset[cut] = group * group_rows + starts[part]
+                    box[cut] = sizes[part]
+                    at[dims.index(cut)] = group * sizes[part]
+                segments.append(
+                    Segment(
+                        source=number,
+                        box=Box(offset=tuple(offset), shape=tuple(box)),
+                        dims=(*new, *dims),
+                        at=(*start, *at),
+                    )
+                )
+            if rule.part is not None:
+                target[dims.index(cut)] = rule.part[1] * shape[cut]
+            yield Arranged(
+                name=matched.expand(template).replace(INDEX, str(index)),
+                shape=(*(place + 1 for place in start), *target),
+                segments=tuple(segments),
+            )
+
+
+def _sizes(rule: Rule, extent: int, groups: int, name: str, family: Family, config: Any) -> list[int]:
+    parts = len(rule.names)
+    if parts == 1:
+        return [0]
+    sizes = list(rule.sizes(config)) if rule.sizes is not None else [extent // (parts * groups)] * parts
+    if len(sizes) != parts or sum(sizes) * groups != extent:
+        raise ConfigError(
+            f"{name}: dimension {rule.dim} of a fused tensor of the family {family.name} should be "
+            f"{' + '.join(map(str, sizes))}{f' for each of {groups} groups' if groups > 1 else ''}, and is {extent}",
+            hint="pass family= with a table that fits this trainer's layout",
+        )
+    return sizes
+
+
+def _join(found: Sequence[Arranged]) -> list[Arranged]:
+    """Tensors that the table puts together become one, at the place of the first."""
+    by_name: dict[str, list[Arranged]] = {}
+    for tensor in found:
+        by_name.setdefault(tensor.name, []).append(tensor)
+    return [
+        parts[0]
+        if len(parts) == 1
+        else Arranged(
+            name=name,
+            shape=tuple(max(extents) for extents in zip(*(part.shape for part in parts), strict=True)),
+            segments=tuple(segment for part in parts for segment in part.segments),
+        )
+        for name, parts in by_name.items()
+    ]
