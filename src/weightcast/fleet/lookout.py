@@ -1,0 +1,86 @@
+"""Looks whether somebody who did not answer does now, without waiting for it.
+
+A question stays out until it is answered, from one look to the next.  So one that stands still costs a moment when it
+is first asked and nothing after that; one that has come back is seen at the next look.
+
+Knows names and a question.  What the answer means is the caller's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from weightcast.errors import TargetUnreachable, WeightcastError
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True)
+class _Question(Generic[Answer]):
+    asked_at: float
+    answer: list[Answer | WeightcastError]
+
+
+class Lookout(Generic[Answer]):
+    """Asks many at once, and one never twice at a time.
+
+    Args:
+        ask: The question to one of them; blocks, and raises a ``WeightcastError`` if it cannot be answered.
+    """
+
+    def __init__(self, ask: Callable[[str], Answer]) -> None:
+        self._ask = ask
+        self._out: dict[str, _Question[Answer]] = {}
+        self._news = threading.Condition()
+
+    def look(self, urls: Sequence[str], *, limit_s: float) -> dict[str, Answer | WeightcastError]:
+        """What each of them answers now.
+
+        Args:
+            urls: Whom to ask.
+            limit_s: How long to wait for an answer, in seconds, counted from when the question was put, which may
+                have been at an earlier look.
+
+        Returns:
+            The answer, or what went wrong; ``TargetUnreachable`` for one who has not answered so far.
+        """
+        with self._news:
+            for url in urls:
+                question = self._out.get(url)
+                if question is not None and not question.answer:
+                    continue
+                # New, or answered some time ago, which says little about now.
+                self._out[url] = _Question(time.monotonic(), [])
+                # A daemon: it blocks in Python's own sockets, and nobody must wait for it at the end.
+                threading.Thread(target=self._put, args=(url,), name="weightcast-look", daemon=True).start()
+            while True:
+                ends = [self._out[url].asked_at + limit_s for url in urls if not self._out[url].answer]
+                left_s = max(ends, default=0.0) - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._news.wait(left_s)
+            return {url: self._take(url) for url in urls}
+
+    def _take(self, url: str) -> Answer | WeightcastError:
+        question = self._out[url]
+        if question.answer:
+            del self._out[url]
+            return question.answer[0]
+        return TargetUnreachable(
+            f"{url}: has not answered for {time.monotonic() - question.asked_at:.1f} s",
+            url=url,
+            hint="something listens there and says nothing: is the engine stopped, or swamped?",
+        )
+
+    def _put(self, url: str) -> None:
+        try:
+            answer: Answer | WeightcastError = self._ask(url)
+        except WeightcastError as error:
+            answer = error
+        with self._news:
+            self._out[url].answer.append(answer)
+            self._news.notify_all()
