@@ -49,7 +49,7 @@ def status(
         say(table(_HEADERS, [_row(target, answer) for target, answer in zip(found, answers, strict=True)]))
         for target, answer in zip(found, answers, strict=True):
             if isinstance(answer, WeightcastError):
-                note(f"error: {one_line(str(answer))}")
+                note(f"error: {one_line(str(answer))}{f' ({one_line(answer.hint)})' if answer.hint else ''}")
             elif answer.message:
                 note(f"{target.url}: {one_line(answer.message)}")
     if not ok:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from weightcast.comm.tls import client_context, tls_trouble
+from weightcast.comm.tls import client_context, client_distrusted, hangs_up_after_handshake, tls_trouble
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable, WeightcastError
 
@@ -39,12 +39,15 @@ class Client:
             headers["authorization"] = f"Bearer {target.api_key}"
         self.target = target
         self.timeout_s = timeout_s
+        self._trust: ssl.SSLContext | bool = True
+        if target.url.lower().startswith("https:"):
+            self._trust = client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
         # trust_env=False: a proxy from the environment would sit between the trainer and the engine it is told of.
         self._client = httpx.Client(
             base_url=target.url,
             headers=headers,
             limits=httpx.Limits(max_connections=8, keepalive_expiry=_KEEP_ALIVE_S),
-            verify=self._trust(target),
+            verify=self._trust,
             trust_env=False,
         )
         self._client.timeout = self._timeouts(None)
@@ -146,18 +149,13 @@ class Client:
         if isinstance(error, httpx.TimeoutException):
             limit = self.timeout_s if timeout_s is None else timeout_s
             return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=limit)
-        # A server that speaks TLS hangs up on plain HTTP; one that wants a certificate may hang up before it says so.
-        hint = {
-            "http": "if it speaks TLS, write https:// in its URL",
-            "https": None if self.target.cert_file else "if it asks for a client certificate, pass cert_file",
-        }[url.partition(":")[0].lower()]
+        hint = None
+        if not isinstance(self._trust, ssl.SSLContext):
+            hint = "if it speaks TLS, write https:// in its URL"  # it hangs up on plain HTTP
+        elif hangs_up_after_handshake(self.target.host, self._client.base_url.port or 443, self._trust):
+            words, hint = client_distrusted(has_certificate=self.target.cert_file is not None)
+            return TargetUnreachable(f"{url}: {words}", url=url, hint=hint)
         return TargetLost(f"{url}: connection broke during {method} {path}: {error}", url=url, hint=hint)
-
-    @staticmethod
-    def _trust(target: Target) -> ssl.SSLContext | bool:
-        if not target.url.lower().startswith("https:"):
-            return True
-        return client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
 
 
 class Lease:

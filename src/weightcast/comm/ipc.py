@@ -12,6 +12,7 @@ It knows bytes and devices, neither engines nor buckets.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -85,9 +86,10 @@ class SharedBuffer:
             self._handle = self._export_cuda()
         else:
             token = secrets.token_hex(16)
-            self._file = os.memfd_create(_PREFIX + token, os.MFD_CLOEXEC)
+            self._file = os.memfd_create(_PREFIX + token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(self._file, size_bytes)
+                fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
                 self._map = mmap.mmap(self._file, size_bytes)
             except (OSError, ValueError) as error:
                 self.close()
@@ -188,6 +190,9 @@ class Mapping:
                 hint="trainer and engine must run on one host, as one user, in one pid namespace; else use broadcast",
             ) from error
         try:
+            # A file that could still be cut short would kill its reader (SIGBUS) in the middle of a copy.
+            if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise MappingFailed(f"buffer of process {handle.pid} is not sealed against shrinking")
             if os.fstat(file).st_size != handle.size_bytes:
                 raise MappingFailed(f"buffer of process {handle.pid} has not the {handle.size_bytes} bytes announced")
             # ACCESS_COPY: private, so nothing this process does can reach the trainer's memory.

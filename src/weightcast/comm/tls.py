@@ -5,11 +5,17 @@ It knows certificates and OpenSSL's names for what is wrong with them, no engine
 
 from __future__ import annotations
 
+import socket
 import ssl
 
 from weightcast.errors import ConfigError
 
 # OpenSSL's numbers (X509_V_ERR_...), which Python hands on and does not name.
+_DISTRUST = (
+    *("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "ALERT_UNKNOWN_CA", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN"),
+    *("CERTIFICATE_EXPIRED", "UNSUPPORTED_CERTIFICATE", "UNEXPECTED_EOF"),
+)
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER")
 _NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
 
 
@@ -73,18 +79,40 @@ def tls_trouble(error: BaseException, *, has_certificate: bool) -> tuple[str, st
     if isinstance(found, ssl.SSLCertVerificationError):
         return _verification(found)
     reason = (found.reason or "").upper()
-    if "CERTIFICATE_REQUIRED" in reason or ("HANDSHAKE_FAILURE" in reason and not has_certificate):
-        return "it asks for a client certificate", "pass cert_file and key_file, or --cert-file and --key-file"
-    if "ALERT_UNKNOWN_CA" in reason or "BAD_CERTIFICATE" in reason or "CERTIFICATE_UNKNOWN" in reason:
-        return (
-            "it does not trust the client certificate",
-            "use a certificate of the authority that the engine was started with (--tls-client-ca)",
-        )
-    if "CERTIFICATE_EXPIRED" in reason:
-        return "the client certificate has expired", "renew the certificate in cert_file (--cert-file)"
-    if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason or "RECORD_LAYER" in reason:
+    if any(word in reason for word in _DISTRUST):
+        return client_distrusted(has_certificate=has_certificate)
+    if any(word in reason for word in _NO_TLS):
         return "it does not answer in TLS", "write http:// in its URL, or start it with --tls-cert"
     return f"TLS failed: {found.reason or found}", "do both ends have a protocol version and a cipher in common?"
+
+
+def client_distrusted(*, has_certificate: bool) -> tuple[str, str]:
+    """The other end wants another client certificate, or any: in words, and what to do."""
+    if not has_certificate:
+        return "it asks for a client certificate", "pass cert_file and key_file, or --cert-file and --key-file"
+    return (
+        "it does not accept the client certificate",
+        "it has to be of the authority that the engine was started with (--tls-client-ca), and not expired",
+    )
+
+
+def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext, *, timeout_s: float = 2.0) -> bool:
+    """Does the other end close a connection on which nothing was asked yet?
+
+    From TLS 1.3 on a client hears only after the handshake that its certificate will not do, and Python's servers hang
+    up without saying so.  A server that accepts the client waits for a request instead.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as plain:
+            plain.settimeout(timeout_s)
+            with context.wrap_socket(plain, server_hostname=host) as connection:
+                return not connection.recv(1)
+    except (TimeoutError, ConnectionRefusedError):
+        return False
+    except (ssl.SSLError, ConnectionError):
+        return True
+    except OSError:
+        return False
 
 
 def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
 
 import msgspec
@@ -29,6 +29,7 @@ from weightcast.wire.messages import (
     Abort,
     Ack,
     Announce,
+    BroadcastSource,
     Close,
     Commit,
     EngineInfo,
@@ -40,6 +41,7 @@ from weightcast.wire.messages import (
     RankInfo,
     Readback,
     State,
+    shown,
 )
 
 log = logging.getLogger("weightcast.receiver")
@@ -100,6 +102,7 @@ class _Session:
     ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
+    groups: set[str] = field(default_factory=set[str])
 
 
 class _GroupBroken(Refused):
@@ -259,6 +262,9 @@ class ReceiverEngine:
     def _join(self, message: Join) -> Ack:
         self._check_session(message)
         if message.session:
+            current = self._session
+            assert current is not None
+            current.groups.add(message.group)
             return self._fan_out(message, timeout_s=message.timeout_s)
         # No lease ends this one, so neither may it last nor stand in an update's way.
         message = msgspec.structs.replace(message, timeout_s=min(message.timeout_s, _UNOWNED_JOIN_S))
@@ -276,6 +282,8 @@ class ReceiverEngine:
         for slot in message.layout.slots:
             if announced.get(slot.spec.name) != slot.spec:
                 raise Refused(f"bucket {message.layout.index}: {slot.spec.name} is not what was announced at Open")
+        if isinstance(message.source, BroadcastSource):
+            session.groups.add(message.source.group)
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)
         session.buckets += 1
         return ack
@@ -345,7 +353,9 @@ class ReceiverEngine:
         if ranks or any(ack.touched for ack in acks):
             self._quarantine(f"an update to version {session.open.version} ended half way: {reason}. {error}".strip())
         else:
-            log.warning("update to version %s ended: %s; version %s stays", session.open.version, reason, self._version)
+            log.warning(
+                "update to version %s ended: %s; version %s stays", session.open.version, shown(reason), self._version
+            )
             if self._state == "updating":
                 self._state = "serving"
             if self._state == "serving":
@@ -373,6 +383,12 @@ class ReceiverEngine:
             if current.open.session == message.session:
                 raise Refused("this session is open already")
             raise Refused(f"already being updated by {_owner(current.open)}", hint="wait for it to finish, or end it")
+        if current is not None and not current.ending:
+            # Who does not know the session's id must not move the groups that its buckets come by.
+            if isinstance(message, Join) and not message.session:
+                raise Refused(f"being updated by {_owner(current.open)}", hint="meet when it has finished")
+            if isinstance(message, Leave) and message.group in current.groups:
+                raise Refused(f"{_owner(current.open)} uses the group {message.group}", hint="end its update first")
         # A Join that names no session is a meeting without an update.
         named = message.session if isinstance(message, Join | Announce | Close | Commit) else ""
         if named and (current is None or current.open.session != named):
@@ -406,7 +422,7 @@ class ReceiverEngine:
         return time.monotonic() - session.paused_at
 
     def _quarantine(self, why: str) -> None:
-        log.error("quarantined: %s", why)
+        log.error("quarantined: %s", shown(why))
         self._state = "quarantined"
         self._message = why
         self._digest = None  # what is kept now was never proven
@@ -444,7 +460,7 @@ class ReceiverEngine:
 
 
 def _owner(message: Open) -> str:
-    return f"process {message.owner.pid} on {message.owner.host} (to version {message.version})"
+    return f"process {message.owner.pid} on {shown(message.owner.host)} (to version {message.version})"
 
 
 def _words(error: WeightcastError) -> str:

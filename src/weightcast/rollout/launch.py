@@ -304,11 +304,6 @@ class _Config(uvicorn.Config):
         super().load()
         self.ssl = self._trust
 
-    @property
-    def is_ssl(self) -> bool:
-        """For uvicorn's own words."""
-        return self._trust is not None
-
 
 class _Server(uvicorn.Server):
     """uvicorn, with a word when it is ready and one before it waits for open connections to end."""

@@ -39,6 +39,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_TENSORS = 1 << 20
 MAX_DIMS = 8
+MAX_GAP_BYTES = 4096  # no alignment of ours is larger; memory for a bucket is taken by what it carries, not by its word
 MAX_BYTES = 1 << 46  # 64 TiB: no tensor or bucket is larger; keeps every product far from overflow
 
 Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+\Z")]
@@ -162,11 +163,16 @@ class BucketLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Refuse a layout that no sender of ours would make.
 
         Raises:
-            WireError: A slot is misaligned, overlaps, leaves the bucket or has rows its tensor has not.
+            WireError: A slot is misaligned, overlaps, leaves the bucket or has rows its tensor has not; a tensor has
+                two slots; or the bucket is much larger than what it carries.
         """
         end = 0
+        names: set[str] = set()
         for slot in self.slots:
             name = slot.spec.name
+            if name in names:
+                raise WireError(f"bucket {self.index}: {name} is in it twice")
+            names.add(name)
             if slot.first_row + slot.num_rows > slot.spec.num_rows:
                 raise WireError(
                     f"bucket {self.index}: {name} has {slot.spec.num_rows} rows, not {slot.first_row} + {slot.num_rows}"
@@ -175,7 +181,11 @@ class BucketLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise WireError(f"bucket {self.index}: {name} at byte {slot.offset_bytes} is not aligned to its dtype")
             if slot.offset_bytes < end:
                 raise WireError(f"bucket {self.index}: {name} at byte {slot.offset_bytes} overlaps what ends at {end}")
+            if slot.offset_bytes > end + MAX_GAP_BYTES:
+                raise WireError(f"bucket {self.index}: nothing lies between byte {end} and byte {slot.offset_bytes}")
             end = slot.end_bytes
+        if self.size_bytes > end + MAX_GAP_BYTES:
+            raise WireError(f"bucket {self.index}: contents end at byte {end}, the bucket only at {self.size_bytes}")
         if end > self.size_bytes:
             raise WireError(f"bucket {self.index}: contents end at byte {end}, the bucket at {self.size_bytes}")
 

@@ -18,20 +18,24 @@ from msgspec import Meta
 
 from weightcast.config import DigestKind, PauseMode, VerifyLevel
 from weightcast.errors import WireError
-from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSpec
+from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Name, Size, TensorSpec
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
 GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
 
-Session = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Session = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
+# No control characters: what an engine says of itself is shown on terminals.
+Label = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+Digest = Annotated[str, Meta(max_length=80)]
 Version = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
-GroupName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,12 +137,12 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     group: GroupName
     host: Host
     port: Port
-    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    token: Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
     first_rank: Rank
     world_size: Annotated[int, Meta(ge=2, le=1 << 20)]
     backend: Literal["nccl", "gloo"]
     timeout_s: Seconds
-    session: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    session: Annotated[str, Meta(max_length=32, pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
@@ -180,7 +184,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     session: Session
-    expected: dict[str, Annotated[str, Meta(max_length=64)]] = {}
+    expected: Annotated[dict[Name, Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)] = {}
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
@@ -215,8 +219,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     spec: TensorSpec
-    box_offset: tuple[int, ...]
-    box_shape: tuple[int, ...]
+    box_offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+    box_shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
     total: int
 
 
@@ -240,7 +244,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         peak_extra_bytes: Most extra memory since the session opened, measured.
     """
 
-    rank: int
+    rank: Rank
     ok: bool = True
     error: str = ""
     refused: bool = False
@@ -283,15 +287,15 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     ok: bool
     error: str = ""
-    failed_ranks: tuple[int, ...] = ()
+    failed_ranks: tuple[Rank, ...] = ()
     group_failed: bool = False
     state: State = "serving"
-    version: int | None = None
-    ranks: int = 0
-    received: dict[str, str] = {}
-    received_ranks: int = 0
-    resident: dict[str, str] = {}
-    resident_ranks: int = 0
+    version: Version | None = None
+    ranks: Count = 0
+    received: dict[str, Digest] = {}
+    received_ranks: Count = 0
+    resident: dict[str, Digest] = {}
+    resident_ranks: Count = 0
     mismatched: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     not_updated: tuple[str, ...] = ()
@@ -311,9 +315,9 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         device: UUID of its GPU, or ``"cpu"``.
     """
 
-    rank: int
-    pid: int
-    device: str
+    rank: Rank
+    pid: Annotated[int, Meta(ge=0, le=1 << 32)]
+    device: Label
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -338,22 +342,27 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         kind: Whose language it is spoken to in; engines with our receiver are all ``native``.
     """
 
-    protocol: int
-    engine: str
-    model: str
+    protocol: Count
+    engine: Label
+    model: Label
     state: State
-    version: int | None
-    digest: str | None
-    tp_size: int
-    host_id: str
-    ranks: tuple[RankInfo, ...]
+    version: Version | None
+    digest: Digest | None
+    tp_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    host_id: Label
+    ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1 << 20)]
     staging: Literal["device", "host", "none"]
-    transports: tuple[str, ...]
-    specs: tuple[TensorSpec, ...]
-    session_owner: str | None = None
+    transports: Annotated[tuple[Label, ...], Meta(max_length=64)]
+    specs: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    session_owner: Label | None = None
     message: str = ""
     paused: bool = False
     kind: str = "native"
+
+
+def shown(text: str) -> str:
+    """Words of somebody else, for a log or a label: one line, and nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 _encoder = msgspec.json.Encoder()

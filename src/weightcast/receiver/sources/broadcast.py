@@ -38,9 +38,10 @@ class BroadcastSource:
         self._turn = 0
 
     def join(self, message: Join, *, rank: int) -> None:
-        """Join a group as rank ``first_rank + rank``, after leaving an older one of the same name.
+        """Join a group as rank ``first_rank + rank``.
 
         Raises:
+            Refused: A living group has that name: whoever joins another under it would send in its members' place.
             DeadlineExceeded, GroupFailed: The others did not come, or the trainer cannot be reached.
             ConfigError: The backend is not the one for this rank's device.
         """
@@ -49,8 +50,9 @@ class BroadcastSource:
                 f"group {message.group} uses {message.backend}, but this rank keeps its weights on {self._device}",
                 hint="trainer and engine both on GPUs (nccl) or both on CPUs (gloo)",
             )
-        self.leave(message.group)
         self._drop_dead()
+        if message.group in self._groups:
+            raise Refused(f"there is a group {message.group} here already", hint="choose another name, or leave it")
         group = WorldGroup.join(
             host=message.host,
             port=message.port,

@@ -1,0 +1,572 @@
+"""Who gets in, what is refused before memory is taken, and what a second trainer can do to a first one: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message as AsgiMessage
+
+from tests.certificates import Authority
+from tests.unit.models import weights_of
+from tests.unit.sessions import Sender
+from tests.unit.test_receiver_engine import Bench, meeting
+from weightcast.cli.options import targets
+from weightcast.comm.http import Client
+from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer
+from weightcast.comm.tls import client_context, server_context
+from weightcast.config import Target
+from weightcast.errors import ConfigError, Refused, TargetLost, TargetUnreachable, WeightcastError, WireError
+from weightcast.receiver import server as routes
+from weightcast.receiver.keys import Keys
+from weightcast.receiver.server import weight_routes
+from weightcast.receiver.sources.broadcast import BroadcastSource as GroupsOfARank
+from weightcast.rollout.server import RolloutEngine, build_app
+from weightcast.wire.layout import MAX_GAP_BYTES, BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.messages import (
+    Announce,
+    BroadcastSource,
+    EngineInfo,
+    Leave,
+    MemoryHandle,
+    Open,
+    Owner,
+    RankInfo,
+    Readback,
+    decode,
+    decode_info,
+    encode,
+    shown,
+)
+
+KEY = "k-0123456789"
+
+
+class Call:
+    """One request, straight into an application: what it read of the body is known."""
+
+    def __init__(self, app: Any, method: str, path: str, body: list[bytes], headers: dict[str, str]) -> None:
+        self.status = 0
+        self.answer = b""
+        self.chunks_read = 0
+        self._body = iter(body)
+        asyncio.run(app(self._scope(method, path, headers), self._receive, self._send))
+
+    def _scope(self, method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
+        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": pairs,
+            "root_path": "",
+            "scheme": "http",
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+
+    async def _receive(self) -> AsgiMessage:
+        chunk = next(self._body, None)
+        if chunk is None:
+            return {"type": "http.disconnect"} if self.status else {"type": "http.request", "body": b""}
+        self.chunks_read += 1
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    async def _send(self, message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        self.answer += message.get("body", b"")
+
+
+@pytest.fixture
+def made() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def app(made: Bench) -> FastAPI:
+    app = FastAPI()
+    app.include_router(weight_routes(made.engine, score=lambda tokens: [-1.0] * (len(tokens) - 1)))
+    return app
+
+
+class _Quiet:
+    """As much of a scheduler as routes need to be built."""
+
+    failure = None
+    version = 0
+
+    def stats(self) -> Any:
+        raise AssertionError("nobody may get this far")
+
+    score = pause = resume = sleep = wake = stats
+
+
+@pytest.fixture
+def keyed(made: Bench) -> FastAPI:
+    engine = RolloutEngine(scheduler=_Quiet(), text=None, model="m", receiver=made.engine)  # type: ignore[arg-type]
+    return build_app(engine, api_key=KEY)
+
+
+# -- keys
+
+
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3))
+def test_only_the_whole_key_is_admitted(given, keys):
+    ring = Keys(keys)
+    assert ring.admit(f"Bearer {given}".encode()) == (given.strip() in keys) or given != given.strip()
+    assert all(ring.admit(f"bearer {key}".encode()) for key in keys if key == key.strip())
+    assert not any(ring.admit(wrong) for wrong in (b"", b"Bearer", b"Bearer ", f"Basic {keys[0]}".encode()))
+
+
+def test_no_key_admits_everybody():
+    assert Keys(()).admit(b"")
+    assert not Keys(())
+
+
+@pytest.mark.parametrize("given", ["", "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", KEY])
+def test_every_route_but_health_asks_for_the_key(keyed, given):
+    listed = [(method, path) for path, item in keyed.openapi()["paths"].items() for method in item if path != "/health"]
+    assert ("post", "/weightcast/apply") in listed
+    assert ("post", "/pause") in listed
+    for method, path in [*listed, ("get", "/openapi.json"), ("post", "/nowhere")]:
+        call = Call(keyed, method.upper(), path, [b"x"] * 5, {"authorization": given} if given else {})
+        assert (path, call.status, call.chunks_read) == (path, 401, 0)
+    assert Call(keyed, "GET", "/weightcast/info", [], {"authorization": f"Bearer {KEY}"}).status == 200
+
+
+def test_a_key_that_no_header_can_carry_is_refused_and_none_is_printed():
+    for key in ("", "a b", "a\nb", "é"):
+        with pytest.raises(ConfigError) as caught:
+            Target("http://h:1", api_key=key)
+        assert not key or key not in str(caught.value)
+    assert "secret" not in repr(Target("http://h:1", api_key="secret"))
+    with pytest.raises(ConfigError) as caught:
+        Target("http://user:secret@h:1")
+    assert "secret" not in str(caught.value)
+
+
+def test_web_pages_are_refused(app):
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        assert Call(app, "POST", "/weightcast/apply", [encode(Leave())], headers).status == 403
+        assert Call(app, "GET", "/weightcast/info", [], headers).status == 403
+    assert Call(app, "POST", "/weightcast/apply", [encode(Leave())], {}).status == 200
+
+
+# -- sizes
+
+
+def test_a_body_is_refused_when_it_is_known_to_be_too_large(app, monkeypatch):
+    monkeypatch.setattr(routes, "_SPARE_BYTES", 10_000)
+    monkeypatch.setattr(routes, "MAX_SCORE_BYTES", 10_000)
+    for path in ("apply", "open", "score"):
+        declared = Call(app, "POST", f"/weightcast/{path}", [b" " * 1000] * 100, {"content-length": "1000000"})
+        assert (declared.status, declared.chunks_read) == (413, 0)
+        drips = Call(app, "POST", f"/weightcast/{path}", [b" " * 1000] * 100, {})
+        assert drips.status == 413
+        assert drips.chunks_read < 30
+
+
+def test_the_limit_leaves_room_for_every_honest_message(monkeypatch):
+    # As large as they come: every tensor in one bucket, the longest numbers.
+    monkeypatch.setattr(routes, "_SPARE_BYTES", 4096)
+    specs = tuple(TensorSpec(name=f"t{index}", dtype="bfloat16", shape=(1 << 20,)) for index in range(2000))
+    slots = tuple(
+        TensorSlot(spec=spec, offset_bytes=index << 21, first_row=0, num_rows=1 << 20)
+        for index, spec in enumerate(specs)
+    )
+    layout = BucketLayout(index=99, slots=slots, size_bytes=2000 << 21)
+    announce = Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))
+    sender = Sender(weights_of(1))
+    open_ = msgspec.structs.replace(sender.open, specs=specs)
+
+    class Engine:
+        def info(self) -> Any:
+            return msgspec.structs.replace(_info(), specs=specs)
+
+    limit = routes._MessageLimit(Engine())()  # type: ignore[arg-type]
+    assert decode(encode(announce)) == announce
+    assert len(encode(announce)) < limit < 4 * len(encode(announce))
+    assert len(encode(open_)) < limit
+
+
+def test_scores_are_bounded(app):
+    for tokens, status in (([1, 2], 200), ([1], 400), ([-1, 2], 400), ([1, 1 << 40], 400), ([1] * 5000, 400)):
+        assert Call(app, "POST", "/weightcast/score", [msgspec.json.encode({"token_ids": tokens})], {}).status == status
+
+
+def _bucket(*slots: tuple[int, int], size: int, names: str = "abc") -> BucketLayout:
+    return BucketLayout(
+        index=0,
+        slots=tuple(
+            TensorSlot(spec=TensorSpec(name=name, dtype="uint8", shape=(rows,)), offset_bytes=offset, num_rows=rows)
+            for name, (offset, rows) in zip(names, slots, strict=False)
+        ),
+        size_bytes=size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [
+        (_bucket((0, 8), size=1 << 46), "only at"),
+        (_bucket((0, 8), size=8 + MAX_GAP_BYTES + 1), "only at"),
+        (_bucket((0, 8), (1 << 40, 8), size=(1 << 40) + 8), "nothing lies between"),
+        (_bucket((1 << 40, 8), size=(1 << 40) + 8), "nothing lies between"),
+        (_bucket((0, 8), (8, 8), size=16, names="aa"), "twice"),
+    ],
+)
+def test_a_bucket_is_no_larger_than_what_it_carries(layout, word):
+    message = Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))
+    with pytest.raises(WireError, match=word):
+        decode(encode(message))
+
+
+def test_a_bucket_with_the_largest_gap_is_fine():
+    layout = _bucket((MAX_GAP_BYTES, 8), size=2 * MAX_GAP_BYTES + 8)
+    assert decode(encode(Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))))
+
+
+def _info(**changes: Any) -> EngineInfo:
+    fields: dict[str, Any] = {
+        "protocol": 1,
+        "engine": "e",
+        "model": "m",
+        "state": "serving",
+        "version": 1,
+        "digest": None,
+        "tp_size": 1,
+        "host_id": "h",
+        "ranks": (RankInfo(rank=0, pid=1, device="cpu"),),
+        "staging": "host",
+        "transports": ("ipc",),
+        "specs": (),
+    }
+    return EngineInfo(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp_size": 0},
+        {"tp_size": 1 << 40},
+        {"version": -1},
+        {"model": "\x1b]0;owned\x07"},
+        {"engine": "a\nb"},
+        {"transports": ("x",) * 65},
+        {"ranks": (RankInfo(rank=1 << 30, pid=1, device="cpu"),)},
+        {"digest": "0" * 100},
+    ],
+    ids=str,
+)
+def test_what_an_engine_says_of_itself_is_bounded(changes):
+    assert decode_info(encode(_info())) == _info()
+    with pytest.raises(WireError):
+        decode_info(encode(_info(**changes)))
+
+
+def test_words_of_others_cannot_move_a_terminal():
+    assert shown("a\x1b[2Jb\r\nc\x9bd") == "a [2Jb  c d"
+    assert shown("ü 漢") == "ü 漢"
+
+
+# -- shared memory
+
+
+def _memory(size: int, seals: bool = True) -> tuple[MemoryHandle, int]:
+    token = "ab" * 16
+    file = os.memfd_create(f"weightcast-{token}", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, size)
+    if seals:
+        import fcntl
+
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return MemoryHandle(kind="shm", device="cpu", size_bytes=size, token=token, pid=os.getpid(), fd=file), file
+
+
+def test_memory_that_could_be_cut_short_is_not_mapped():
+    handle, file = _memory(4096, seals=False)
+    with pytest.raises(MappingFailed, match="not sealed"):
+        Mapping(handle)
+    os.close(file)
+    buffer = SharedBuffer(4096, torch.device("cpu"))
+    with pytest.raises(PermissionError):
+        os.ftruncate(buffer.handle().fd, 1)
+    Mapping(buffer.handle()).close()
+    buffer.close()
+
+
+def test_memory_has_no_name_in_the_file_system_and_another_token_does_not_open_it():
+    before = set(os.listdir("/dev/shm"))
+    buffer = SharedBuffer(4096, torch.device("cpu"))
+    other = SharedBuffer(4096, torch.device("cpu"))
+    assert set(os.listdir("/dev/shm")) == before
+    assert len(buffer.handle().token) == 32
+    assert buffer.handle().token != other.handle().token
+    with pytest.raises(MappingFailed, match="no such buffer"):
+        Mapping(msgspec.structs.replace(buffer.handle(), token=other.handle().token))
+    buffer.close()
+    other.close()
+
+
+# -- a second trainer
+
+
+def test_a_second_trainer_cannot_take_a_session_over(made):
+    first, second = Sender(weights_of(1)), Sender(weights_of(2), version=2, owner=Owner(host="there", pid=2))
+    made.tell(first.open)
+    made.tell(first.announce(0))
+    assert first.session not in encode(made.engine.info()).decode()
+    assert "already being updated by process 1 on here" in made.refuse(second.open)
+    # It may know all that the engine says of the first, and copy its owner: the session's id is what counts.
+    copied = Sender(weights_of(2), version=2)
+    assert "already being updated" in made.refuse(copied.open)
+    for message in (second.announce(0), second.announce(1), second.close(), second.commit(), meeting()):
+        made.refuse(message)
+    made.refuse(meeting(session=second.session))
+    made.tell(second.abort())  # of a session that is not: nothing happens
+    made.engine.lease_lost(second.session)
+    for index in range(1, len(first.layouts)):
+        made.tell(first.announce(index))
+    made.tell(first.close())
+    made.tell(first.commit(first.digests()[1]))
+    assert made.serves(1)
+
+
+def test_groups_of_an_update_are_not_for_others_to_leave(made):
+    sender = Sender(weights_of(1))
+    made.tell(sender.open)
+    layout = sender.layouts[0]
+    announce = Announce(session=sender.session, layout=layout, source=BroadcastSource(group="mine"))
+    assert not made.engine.apply(announce).ok  # nobody joined; but from now on the name is this session's
+    assert "uses the group mine" in made.refuse(Leave(group="mine"))
+    made.tell(Leave(group="theirs"))
+    made.tell(sender.abort())
+    made.tell(Leave(group="mine"))
+
+
+def test_a_living_group_cannot_be_replaced():
+    groups = GroupsOfARank(torch.device("cpu"), threading.Event())
+
+    class Living:
+        alive = True
+
+        def close(self) -> None:
+            pass
+
+    groups._groups["g"] = Living()  # type: ignore[assignment]
+    with pytest.raises(Refused, match="group g here already"):
+        groups.join(meeting(timeout_s=0.2), rank=0)
+    Living.alive = False
+    with pytest.raises(WeightcastError) as caught:
+        groups.join(meeting(timeout_s=0.2), rank=0)
+    assert not isinstance(caught.value, Refused)
+    groups.close()
+
+
+def test_owners_are_shown_harmlessly(made):
+    sender = Sender(weights_of(1), owner=Owner(host="a\x1b[2J\nb", pid=1))
+    made.tell(sender.open)
+    assert "a [2J b" in (made.engine.info().session_owner or "")
+    decode_info(encode(made.engine.info()))
+
+
+def test_readback_needs_no_session_and_changes_nothing(made):
+    before = made.engine.info()
+    assert made.tell(Readback()).resident == made.tell(Readback()).resident
+    assert made.engine.info() == before
+
+
+# -- certificates
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("papers")
+    ours, other = Authority(folder, "ours"), Authority(folder, "other")
+
+    class Papers:
+        ca, stranger_ca = ours.pem, other.pem
+        server, expired, elsewhere = (
+            ours.issue("127.0.0.1").pem,
+            ours.issue("127.0.0.1", expired=True).pem,
+            ours.issue("engine.example").pem,
+        )
+        trainer, stranger, late = (
+            ours.issue("trainer").pem,
+            other.issue("trainer").pem,
+            ours.issue("trainer", expired=True).pem,
+        )
+
+    return Papers
+
+
+def test_a_connection_that_breaks_is_not_blamed_on_certificates(papers):
+    # The server trusts this client, and breaks down over its request.
+    context = server_context(cert_file=papers.server, key_file=None, client_ca_file=papers.ca)
+    with serving(context) as port, pytest.raises(TargetLost) as caught:
+        ask(port, path="/broken", ca_file=papers.ca, cert_file=papers.trainer)
+    assert caught.value.hint is None
+
+
+@contextmanager
+def serving(context: ssl.SSLContext | None) -> Iterator[int]:
+    app = FastAPI()
+
+    @app.get("/hello")
+    async def hello() -> str:
+        return "hello"
+
+    @app.get("/broken")
+    async def broken() -> StreamingResponse:
+        async def no_body() -> AsyncIterator[bytes]:
+            raise ConnectionError
+            yield b""
+
+        return StreamingResponse(no_body(), headers={"content-length": "5"})
+
+    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off")
+    config.load()
+    config.ssl = context
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask(port: int, path: str = "/hello", **settings: Any) -> bytes:
+    scheme = settings.pop("scheme", "https")
+    client = Client(Target(f"{scheme}://127.0.0.1:{port}", **settings), timeout_s=10.0)
+    try:
+        return client.get_json(path)
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "client_ca", "settings", "words", "hint"),
+    [
+        ("server", False, {"ca_file": "ca"}, "", ""),
+        ("server", True, {"ca_file": "ca", "cert_file": "trainer"}, "", ""),
+        ("server", False, {"ca_file": "stranger_ca"}, "its certificate is not trusted here", "--ca-file"),
+        ("server", False, {}, "its certificate is not trusted here", "--ca-file"),
+        ("expired", False, {"ca_file": "ca"}, "its certificate has expired", "--tls-cert"),
+        ("elsewhere", False, {"ca_file": "ca"}, "its certificate is for another host", "use a host name"),
+        ("server", True, {"ca_file": "ca"}, "it asks for a client certificate", "--cert-file"),
+        ("server", True, {"ca_file": "ca", "cert_file": "stranger"}, "does not accept the client", "--tls-client-ca"),
+        ("server", True, {"ca_file": "ca", "cert_file": "late"}, "does not accept the client", "expired"),
+        (None, False, {"ca_file": "ca"}, "does not answer in TLS", "http://"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_each_way_to_distrust_is_one_clear_line(papers, server, client_ca, settings, words, hint):
+    context = None
+    if server is not None:
+        context = server_context(
+            cert_file=getattr(papers, server), key_file=None, client_ca_file=papers.ca if client_ca else None
+        )
+    settings = {name: getattr(papers, value) for name, value in settings.items()}
+    with serving(context) as port:
+        if not words:
+            assert ask(port, **settings) == b'"hello"'
+            return
+        with pytest.raises(TargetUnreachable) as caught:
+            ask(port, **settings)
+    assert f"https://127.0.0.1:{port}: " in str(caught.value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert hint in (caught.value.hint or "")
+
+
+def test_plain_http_to_a_server_that_speaks_tls_says_so(papers):
+    context = server_context(cert_file=papers.server, key_file=None, client_ca_file=None)
+    with serving(context) as port, pytest.raises(WeightcastError) as caught:
+        ask(port, scheme="http")
+    assert "https://" in (caught.value.hint or "")
+
+
+def test_files_that_cannot_be_used_are_named_before_anything_is_sent(papers, tmp_path):
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_text("nothing")
+    for settings in (
+        {"ca_file": str(nonsense)},
+        {"ca_file": str(tmp_path / "none.pem")},
+        {"ca_file": papers.ca, "cert_file": str(nonsense)},
+        {"ca_file": papers.ca, "cert_file": papers.trainer, "key_file": papers.stranger},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Client(Target("https://127.0.0.1:9", **settings), timeout_s=1.0)
+        assert list(settings.values())[-1] in str(caught.value)
+    for arguments in (
+        {"cert_file": str(nonsense), "key_file": None, "client_ca_file": None},
+        {"cert_file": papers.server, "key_file": papers.trainer, "client_ca_file": None},
+        {"cert_file": papers.server, "key_file": None, "client_ca_file": str(nonsense)},
+    ):
+        with pytest.raises(ConfigError):
+            server_context(**arguments)
+
+
+def test_certificates_without_https_are_a_mistake(papers):
+    with pytest.raises(ConfigError, match="https"):
+        Target("http://h:1", ca_file=papers.ca)
+    with pytest.raises(ConfigError, match="certificate"):
+        Target("https://h:1", key_file=papers.trainer)
+    with pytest.raises(ConfigError, match="https"):
+        targets(["http://h:1"], None, ca_file=papers.ca)
+    found = targets(["http://h:1", "https://h:2"], ["key"], ca_file=papers.ca)
+    assert [target.ca_file for target in found] == [None, papers.ca]
+
+
+def test_certificates_and_host_names_are_always_checked(papers):
+    context = client_context(ca_file=papers.ca, cert_file=None, key_file=None)
+    assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
+    assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+
+
+# -- no pickle
+
+
+def test_our_wire_has_no_pickle():
+    # Other people's engines demand some: each is made in that engine's own package.
+    here = Path(routes.__file__).parents[1]
+    for folder in ("wire", "comm", "receiver", "transports", "rollout", "exporters", "fleet", "cli"):
+        for path in (here / folder).rglob("*.py"):
+            text = path.read_text()
+            assert "import pickle" not in text, path
+            assert "torch.load(" not in text, path
+            assert "object_list(" not in text, path
+            assert "gather_object(" not in text, path
+
+
+def test_an_open_session_is_never_named_by_the_engine(made):
+    sender = Sender(weights_of(1))
+    answers = [made.tell(sender.open), made.tell(sender.announce(0)), made.engine.info()]
+    answers.append(made.engine.apply(Sender(weights_of(2)).open))
+    assert isinstance(sender.open, Open)
+    assert not any(sender.session in encode(answer).decode() for answer in answers)
