@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not gpu and not engine" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not engine_full" $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -32,7 +32,7 @@ check: setup
 
 # Real engines on this machine's CPU.  Their environments are made once, under the user's cache folder.
 engine-test: setup
-	$(BIN)/python -m pytest -m engine tests/engines $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
 
 # On a machine with GPUs, with any Python that has torch and the packages of the extra `dev`.
 gpu-test:
