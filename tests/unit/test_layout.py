@@ -31,6 +31,7 @@ packings = st.builds(
     alignment_bytes=st.sampled_from([1, 2, 3, 16, 256]),
     one_dtype=st.booleans(),
     slices=st.booleans(),
+    gapless=st.booleans(),
 )
 
 
@@ -162,3 +163,25 @@ def test_specs_know_their_size():
         TensorSpec(name="t", dtype="complex64", shape=())
     with pytest.raises(ValueError, match="more than a tensor may have"):
         TensorSpec(name="t", dtype="float64", shape=(1 << 44,))
+
+
+@given(tensors=specs, packing=packings, spare=st.integers(0, 3000))
+def test_gapless_buckets_have_no_gaps(tensors, packing, spare):
+    packing = packing.also(Packing(gapless=True))
+    layouts = plan_buckets(tensors, bucket_bytes=needed_bytes(tensors, packing) + spare, packing=packing)
+    for layout in layouts:
+        assert layout.slots[0].offset_bytes == 0
+        ends = [slot.end_bytes for slot in layout.slots]
+        assert [slot.offset_bytes for slot in layout.slots[1:]] == ends[:-1]
+        assert layout.size_bytes == ends[-1]
+
+
+@given(first=packings, second=packings)
+def test_what_both_can_read_is_what_each_can_read(first, second):
+    both = first.also(second)
+    for one in (first, second):
+        assert both.one_dtype >= one.one_dtype
+        assert both.slices <= one.slices
+        assert both.gapless >= one.gapless
+        assert both.gapless or both.alignment_bytes % one.alignment_bytes == 0
+        assert both.also(one) == both

@@ -1,0 +1,77 @@
+"""Members that make the group as stock engines do, with nothing of ours in their process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup
+from weightcast.errors import DeadlineExceeded
+
+CPU = torch.device("cpu")
+# Written from the engines' documented behaviour: rendezvous at tcp://, a prefix of the name, no default group.
+MEMBER = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+port, rank, size, name, rounds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+store, rank, size = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", rank, size, timeout=timedelta(seconds=60)))
+group, _ = c10d._new_process_group_helper(
+    size, rank, [], dist.Backend("gloo"), dist.PrefixStore(name, store), group_name=name,
+    timeout=timedelta(seconds=60))
+c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
+for _ in range(rounds):
+    data = torch.zeros(4, dtype=torch.bfloat16)
+    dist.broadcast(data, src=0, group=group)
+    print(data.float().tolist(), flush=True)
+dist.destroy_process_group(group)
+"""
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def member(store, rank, size, rounds):
+    command = [sys.executable, "-c", MEMBER, str(store.port), str(rank), str(size), "g", str(rounds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def head(store, size, timeout_s):
+    return WorldGroup(
+        store=store.store,
+        name="g",
+        token="",
+        rank=0,
+        world_size=size,
+        device=CPU,
+        address="127.0.0.1",
+        timeout_s=timeout_s,
+        meeting="torch",
+    )
+
+
+def test_bytes_arrive_as_the_dtype_that_they_are():
+    store = Rendezvous(host="127.0.0.1", timeout_s=100)
+    members = [member(store, rank, 3, 2) for rank in (1, 2)]
+    group = head(store, 3, 100)
+    for factor in (1, 2):
+        data = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * factor
+        group.broadcast(data.view(torch.uint8), what="a bucket", timeout_s=100)
+    answers = [process.communicate(timeout=100)[0].split("\n")[:2] for process in members]
+    assert answers == [["[1.0, 2.0, 3.0, 4.0]", "[2.0, 4.0, 6.0, 8.0]"]] * 2
+    assert [process.returncode for process in members] == [0, 0]
+    group.close()
+
+
+def test_one_who_does_not_come_is_waited_for_no_longer_than_the_deadline():
+    store = Rendezvous(host="127.0.0.1", timeout_s=100)
+    one = member(store, 1, 3, 1)
+    try:
+        with pytest.raises((DeadlineExceeded, GroupFailed)):
+            head(store, 3, 3)
+    finally:
+        one.kill()
+        one.communicate()
