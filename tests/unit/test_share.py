@@ -18,15 +18,17 @@ CPU = torch.device("cpu")
 OPEN = """
 import sys, torch
 from torch.multiprocessing.reductions import rebuild_storage_filename
-manager, name, size = sys.argv[1].encode(), sys.argv[2].encode(), int(sys.argv[3])
-storage = rebuild_storage_filename(torch.UntypedStorage, manager, name, size)
-print(int(torch.empty(0, dtype=torch.uint8).set_(storage).to(torch.int64).sum()))
+for manager, name, size in zip(*[iter(sys.argv[1:])] * 3):
+    storage = rebuild_storage_filename(torch.UntypedStorage, manager.encode(), name.encode(), int(size))
+    print(int(torch.empty(0, dtype=torch.uint8).set_(storage).to(torch.int64).sum()))
+    del storage
 """
 
 
-def open_elsewhere(handle):
-    command = [sys.executable, "-c", OPEN, handle.manager.decode(), handle.handle.decode(), str(handle.size_bytes)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout)
+def open_elsewhere(*handles):
+    words = [word for one in handles for word in (one.manager.decode(), one.handle.decode(), str(one.size_bytes))]
+    done = subprocess.run([sys.executable, "-c", OPEN, *words], capture_output=True, text=True, check=True, timeout=100)
+    return [int(line) for line in done.stdout.split()]
 
 
 def segment(shared):
@@ -40,7 +42,7 @@ def test_other_processes_see_each_filling():
             slot.data.fill_(value)
             shared = msgspec.json.decode(msgspec.json.encode(slot.share(opens=2)), type=Shared)
             assert shared.memory is None
-            assert [open_elsewhere(handle) for handle in shared.torch] == [value * 4096] * 2
+            assert open_elsewhere(*shared.torch) == [value * 4096] * 2
     finally:
         slot.close()
     assert not os.path.exists(segment(shared))
@@ -60,7 +62,7 @@ def test_both_ways_carry_the_same_bytes():
     try:
         slot.data.fill_(7)
         shared = slot.share(opens=1)
-        assert open_elsewhere(shared.torch[0]) == 7 * 4096
+        assert open_elsewhere(*shared.torch) == [7 * 4096]
         assert shared.memory is not None
         mapping = Mapping(shared.memory)
         assert mapping.data.unique().tolist() == [7]

@@ -1,0 +1,63 @@
+"""A GPU buffer as torch shares it, opened again and again by a process that knows nothing of us."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from weightcast.comm.share import SharedSlot
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+# One line in for each filling, one line out: the sum of what it sees.  The mapping is let go of each time.
+OPENER = """
+import base64, json, sys, torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+torch.cuda.init()
+for line in sys.stdin:
+    h = json.loads(line)
+    b = lambda key: base64.b64decode(h[key])
+    tensor = rebuild_cuda_tensor(
+        torch.Tensor, (h["size_bytes"],), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b("handle"), h["size_bytes"],
+        h["offset_bytes"], False, b("ref_counter"), h["ref_counter_offset"], b("event"), h["event_sync"])
+    total = int(tensor.to(torch.int64).sum())
+    del tensor
+    torch.cuda.ipc_collect()
+    print(total, torch.cuda.mem_get_info()[0], flush=True)
+"""
+
+
+def test_each_filling_is_seen_and_nothing_grows(record):
+    device = torch.device("cuda", 0)
+    size = 64 << 20
+    slot = SharedSlot(size, device, {"torch", "weightcast"})
+    free: list[int] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as opener:
+        assert opener.stdin is not None
+        assert opener.stdout is not None
+        for value in range(1, 101):
+            slot.data.fill_(value % 251)
+            shared = slot.share(opens=1)
+            handle = shared.torch[0]
+            words = {
+                name: base64.b64encode(data).decode() if isinstance(data, bytes) else data
+                for name, data in ((field, getattr(handle, field)) for field in handle.__struct_fields__)
+            }
+            opener.stdin.write(json.dumps(words) + "\n")
+            opener.stdin.flush()
+            total, left = opener.stdout.readline().split()
+            assert int(total) == (value % 251) * size
+            free.append(int(left))
+        opener.stdin.close()
+        assert opener.wait(timeout=60) == 0
+    slot.close()
+    record("free_bytes_after_first_10", free[9])
+    record("free_bytes_after_last", free[-1])
+    assert free[9] - free[-1] < 8 << 20
