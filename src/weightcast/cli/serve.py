@@ -32,10 +32,25 @@ def serve(
     executor: Annotated[
         str,
         typer.Option(
-            metavar="auto|local|mp",
-            help="local: one rank, in this process; mp: a process for each rank; auto: local for one rank.",
+            metavar="auto|local|mp|ray",
+            help="local: one rank, in this process; mp: a process for each rank; ray: a Ray actor for each rank; "
+            "auto: local for one rank.",
         ),
     ] = "auto",
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            "--ray-address", metavar="auto|local|HOST:PORT", help="Ray cluster; local starts one that ends with this."
+        ),
+    ] = "auto",
+    placement_group: Annotated[
+        str | None,
+        typer.Option("--placement-group", metavar="NAMESPACE/NAME", help="Your placement group for the ranks."),
+    ] = None,
+    bundles: Annotated[
+        str | None,
+        typer.Option(metavar="I,J,...", help="Bundle of rank 0, 1, ... in your placement group, in this order."),
+    ] = None,
     staging: Annotated[
         str,
         typer.Option(
@@ -79,6 +94,7 @@ def serve(
     \b
     weightcast serve ./SmolLM2-135M-Instruct --port 8000
     weightcast serve ./Qwen3-8B --tp 4 --device cuda --host 0.0.0.0 --api-key $KEY
+    weightcast serve ./Qwen3-8B --tp 2 --device cuda --executor ray --placement-group rollout --bundles 3,2
     weightcast serve ./Qwen3-8B --host 0.0.0.0 --tls-cert engine.pem --tls-key engine.key --tls-client-ca trainers.pem
     curl http://127.0.0.1:8000/v1/models
     """
@@ -112,7 +128,17 @@ def serve(
     )
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("weightcast").setLevel(logging.INFO)
-    code = launch.serve(config, on_ready=_say_where if as_json else None)
+    on_ready = _say_where if as_json else None
+    if executor == "ray":
+        from weightcast.ray import serving
+
+        place = serving.parse_place(placement_group, bundles)
+        with serving.cluster(ray_address, namespace=place.namespace, cpus=tp):
+            code = launch.serve(config, on_ready=on_ready, make_executor=place.make_executor)
+    else:
+        if placement_group or bundles:
+            raise ConfigError("a placement group and its bundles are for --executor ray")
+        code = launch.serve(config, on_ready=on_ready)
     if code:
         raise typer.Exit(code)
 

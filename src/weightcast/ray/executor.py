@@ -146,7 +146,7 @@ class RayExecutor(FarRanks):
         self._apply_lock, self._run_lock = threading.Lock(), threading.Lock()
         self.tp_size = tp_size
         self._run_timeout_s = run_timeout_s
-        self._bundles = bundles or Bundles.create(tp_size, resource=resource, timeout_s=start_timeout_s)
+        self._bundles = bundles or Bundles.create(tp_size, resource=resource)
         if len(self._bundles.indices) != tp_size:
             raise ConfigError(f"{len(self._bundles.indices)} bundles for {tp_size} ranks")
         self.places: tuple[Place, ...] = ()

@@ -8,6 +8,7 @@ addresses.  It knows bundles and addresses; what a rank does there is no busines
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from weightcast.errors import ConfigError
 Resource = Literal["CPU", "GPU"]
 
 _HALF = 0.5
+_SLICE_S = 0.5
+PLACE_S = 60.0  # a cluster that has the room gives it at once; this is for one that is growing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Bundles:
 
     @classmethod
     def create(
-        cls, count: int, *, resource: Resource = "CPU", strategy: str = "PACK", timeout_s: float = 120.0
+        cls, count: int, *, resource: Resource = "CPU", strategy: str = "PACK", timeout_s: float = PLACE_S
     ) -> Bundles:
         """A placement group of our own with ``count`` bundles of one CPU, or of one GPU and one CPU, sorted by address.
 
@@ -56,7 +59,11 @@ class Bundles:
             raise ConfigError(f"{count} bundles: at least one rank")
         bundle = {"CPU": 1.0} if resource == "CPU" else {"CPU": 1.0, resource: 1.0}
         group = placement_group([dict(bundle) for _ in range(count)], strategy=strategy)
-        if not group.wait(timeout_s):
+        deadline = time.monotonic() + timeout_s
+        # In slices: this wait lets no signal through.
+        while not group.wait(min(_SLICE_S, max(deadline - time.monotonic(), 0.01))):
+            if time.monotonic() < deadline:
+                continue
             remove_placement_group(group)
             free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ConfigError(
@@ -124,7 +131,7 @@ class Bundles:
 
 
 def colocated(
-    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = 120.0
+    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = PLACE_S
 ) -> tuple[Bundles, tuple[Bundles, ...]]:
     """Trainers and engines in the same bundles: a half of each for either.
 
@@ -148,7 +155,7 @@ def colocated(
 
 
 def disaggregated(
-    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = 120.0
+    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = PLACE_S
 ) -> tuple[Bundles, tuple[Bundles, ...]]:
     """Trainers and engines in bundles of their own; else as ``colocated``."""
     count = num_trainers + num_engines * tp

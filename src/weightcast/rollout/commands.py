@@ -130,6 +130,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         devices: For each rank, the UUID of its GPU or ``"cpu"``.
+        hosts: For each rank, the boot id of its host.
         staging: Where a new version waits until it is committed.
         specs: Every tensor that a complete update holds.
         dtype: Of the weights.
@@ -138,6 +139,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     devices: list[str]
+    hosts: list[str]
     staging: Place
     specs: list[TensorSpec]
     dtype: str

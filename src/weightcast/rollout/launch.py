@@ -28,7 +28,6 @@ from starlette.types import ASGIApp
 from transformers import PretrainedConfig
 
 from weightcast import __version__
-from weightcast.comm.ipc import host_id
 from weightcast.comm.tls import server_context
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.receiver.agent import StagingChoice
@@ -44,7 +43,8 @@ from weightcast.wire.messages import RankInfo
 
 log = logging.getLogger("weightcast.rollout")
 
-ExecutorName = Literal["auto", "local", "mp"]
+ExecutorName = Literal["auto", "local", "mp", "ray"]
+MakeExecutor = Callable[[WorkerSettings, int], Executor]
 _DRAIN_S = 5
 
 
@@ -59,7 +59,8 @@ class ServeConfig:
         tp: Tensor-parallel ranks.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype: ``"auto"`` for the checkpoint's own, or a torch name such as ``"bfloat16"``.
-        executor: ``"local"`` (one rank, in this process), ``"mp"`` (a process per rank) or ``"auto"``.
+        executor: ``"local"`` (one rank, in this process), ``"mp"`` (a process per rank), ``"ray"`` (an actor per rank,
+            which the caller of ``serve`` makes) or ``"auto"``.
         api_key: Wanted from every caller; None asks for none.
         tls_cert: PEM file with the server's certificate (and those between it and its authority); None: plain HTTP.
         tls_key: PEM file with its private key, where that is not in ``tls_cert``.
@@ -111,7 +112,12 @@ class ServeConfig:
             raise ConfigError("TLS needs a certificate of this server", hint="pass tls_cert (--tls-cert) too")
 
 
-def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
+def serve(
+    config: ServeConfig,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    make_executor: MakeExecutor | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT; then end everything that was started.
 
     Prints one line on stderr when ready: ``serving NAME on http://HOST:PORT ...``.
@@ -119,6 +125,7 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None)
     Args:
         config: How to serve.
         on_ready: Called once it accepts requests, with its URL.
+        make_executor: Starts so many ranks of these settings, for executor ``"ray"``; see ``weightcast.ray.serving``.
 
     Returns:
         The exit code of the process: 0 after a signal, 1 if serving ended by itself.
@@ -133,7 +140,7 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None)
             trust = _trust(config)
             listener = stack.enter_context(_listen(config.host, config.port))
             model_config, settings = _settings(config)
-            engine = _start(config, model_config, settings, stack)
+            engine = _start(config, model_config, settings, make_executor, stack)
             host = f"[{config.host}]" if ":" in config.host else config.host
             url = f"{'http' if trust is None else 'https'}://{host}:{listener.getsockname()[1]}"
             ready = (
@@ -161,11 +168,19 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None)
 
 
 def _start(
-    config: ServeConfig, model_config: PretrainedConfig, settings: WorkerSettings, stack: contextlib.ExitStack
+    config: ServeConfig,
+    model_config: PretrainedConfig,
+    settings: WorkerSettings,
+    make_executor: MakeExecutor | None,
+    stack: contextlib.ExitStack,
 ) -> RolloutEngine:
     """Ranks, scheduler and receiver; what `stack` closes ends them in reverse."""
     text = Text.load(Path(config.model_dir), max_len=settings.max_len)
-    if config.executor == "mp" or config.tp > 1:
+    if config.executor == "ray":
+        if make_executor is None:
+            raise ConfigError("executor ray needs a way to make it", hint="use `weightcast serve --executor ray`")
+        executor = make_executor(settings, config.tp)
+    elif config.executor == "mp" or config.tp > 1:
         executor: Executor = MpExecutor(make_worker, config.tp, {"settings": settings})
     else:
         executor = LocalExecutor(make_worker(0, 1, "", settings=settings))
@@ -183,7 +198,8 @@ def _start(
     facts = EngineFacts(
         engine=f"weightcast {__version__}",
         model=name,
-        host_id=host_id(),
+        # Ranks on several hosts are on none that a trainer could share memory with.
+        host_id=described.hosts[0] if len(set(described.hosts)) == 1 else "",
         ranks=tuple(
             RankInfo(rank=rank, pid=pid, device=device)
             for rank, (pid, device) in enumerate(zip(executor.pids(), described.devices, strict=True))
@@ -208,7 +224,8 @@ def _settings(config: ServeConfig) -> tuple[PretrainedConfig, WorkerSettings]:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    # Ranks that are actors may live on other hosts; theirs is to say.
+    if device.startswith("cuda") and not torch.cuda.is_available() and config.executor != "ray":
         raise ConfigError(f"device {device}: torch sees no GPU here", hint="use --device cpu")
     dtype = str(config_dtype(model_config)).removeprefix("torch.") if config.dtype == "auto" else config.dtype
     parse_dtype(dtype)
@@ -220,6 +237,7 @@ def _settings(config: ServeConfig) -> tuple[PretrainedConfig, WorkerSettings]:
         max_len=max_len,
         staging=config.staging,
         threads=config.threads,
+        own_gpu=config.executor == "ray",
     )
     return model_config, settings
 

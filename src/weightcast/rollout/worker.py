@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from weightcast.comm.ipc import device_uuid
+from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.agent import StagingChoice
@@ -34,6 +34,7 @@ class WorkerSettings:
         max_len: Tokens of a sequence, prompt and answer together.
         staging: Where a new version waits until it is committed.
         threads: CPU threads of each rank; 0 divides the cores among the ranks.
+        own_gpu: Each rank sees its own GPUs and no others', so it takes the first (or N) whatever its number.
         sum_timeout_s: Limit for a sum over the ranks, in seconds; only a rank that is lost comes near it.
     """
 
@@ -44,6 +45,7 @@ class WorkerSettings:
     max_len: int
     staging: StagingChoice = "auto"
     threads: int = 0
+    own_gpu: bool = False
     sum_timeout_s: float = 120.0
 
 
@@ -65,7 +67,7 @@ class RolloutWorker:
         """
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(settings.threads or max(1, cores // tp_size))
-        device = _device(settings.device, rank)
+        device = _device(settings.device, 0 if settings.own_gpu else rank)
         # Here and not above: the process that starts the ranks imports this module to name the factory, and
         # has no use for seconds of transformers' modelling code.
         from weightcast.rollout.model import build_model
@@ -74,9 +76,11 @@ class RolloutWorker:
         dtype = parse_dtype(settings.dtype)
         self._reduce: GroupReduce | SharedMemoryReduce | None = None
         self._devices = [device_uuid(device)]
+        self._hosts = [host_id()]
         if tp_size > 1:
             store = connect(rendezvous, rank=rank, timeout_s=settings.sum_timeout_s)
             self._devices = exchange(store, "device", device_uuid(device), rank=rank, size=tp_size)
+            self._hosts = exchange(store, "host", host_id(), rank=rank, size=tp_size)
             self._reduce = join(store, rank=rank, size=tp_size, device=device, timeout_s=settings.sum_timeout_s)
         model = build_model(
             Path(settings.model_dir),
@@ -119,6 +123,7 @@ class RolloutWorker:
         parameters = list(self._model.parameters())
         return commands.Description(
             devices=self._devices,
+            hosts=self._hosts,
             staging=self._receiver.loader.staging.place,
             specs=self._model.expected_weights(),
             dtype=dtype_name(parameters[0].dtype),
