@@ -19,9 +19,8 @@ import msgspec
 from weightcast.comm.converse import converse
 from weightcast.comm.group import local_address_towards
 from weightcast.comm.http import Client
-from weightcast.comm.ipc import host_id
 from weightcast.comm.share import Shared
-from weightcast.config import Target, UpdateConfig
+from weightcast.config import Target, TransportName, UpdateConfig
 from weightcast.errors import ConfigError, VerificationFailed, WeightcastError
 from weightcast.kinds import adapter_for, recognise
 from weightcast.protocols import Exporter, Transport
@@ -31,13 +30,13 @@ from weightcast.transports.digests import SentDigests
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome
+from weightcast.transports.preflight import check_fits, choose_receivers, choose_transport
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import model_digest
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
 from weightcast.wire.messages import EngineInfo, Open, Owner
 
 LEASE_DEADLINES = 4  # a session, and a follower's patience, last this many deadlines of one wait
-_SHOWN = 6
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +97,7 @@ class Head:
         self._clients = {target.url: Client(target, timeout_s=config.timeout_s) for target in targets}
         self._transport: Transport | None = None
         self._signature: tuple[object, ...] = ()
-        self._name = ""
+        self._name: TransportName = "auto"
         self._known: dict[str, Link] = {}
         self._links: list[Link] = []
         self._excluded: set[str] = set()
@@ -125,9 +124,10 @@ class Head:
                 raise info
         links = [self._link(url, info) for url, info in healthy.items()]
         for link in links:
-            self._check_fits(link)
-        self._name = self._choose_transport(healthy)
-        self._receivers = self._choose_receivers(healthy)
+            check_fits(link, self._specs)
+        device = self._exporter.device
+        self._name = choose_transport(healthy, self._config.transport, device=device, places=self._places)
+        self._receivers = choose_receivers(healthy, self._name, device=device, places=self._places)
         self._packing = links[0].adapter.packing
         opens = 0
         for link in links:
@@ -143,57 +143,6 @@ class Head:
             ways=tuple({link.adapter.sharing for link in links}) if self._name == "ipc" else (),
             opens=opens if self._name == "ipc" else 0,
         )
-
-    def _choose_transport(self, infos: Mapping[str, EngineInfo]) -> str:
-        here = host_id()
-        same_host = all(info.host_id == here for info in infos.values())
-        asked = self._config.transport
-        for url, info in infos.items():
-            if asked != "auto" and asked not in info.transports:
-                raise ConfigError(
-                    f"{url} ({info.engine}) takes no update by {asked}, only by {', '.join(info.transports) or 'none'}",
-                    hint=info.message or "see docs/engines for the flags that it needs",
-                )
-        if asked == "ipc" and not same_host:
-            far = next(url for url, info in infos.items() if info.host_id != here)
-            raise ConfigError(
-                f"{far} runs on another host; ipc needs one host",
-                hint='use broadcast: transport="broadcast", --via broadcast',
-            )
-        devices = {rank.device for info in infos.values() for rank in info.ranks}
-        # An engine that does not tell its GPUs is taken to be colocated only if the caller says so.
-        told = "cuda" not in devices
-        name = asked
-        if asked == "auto":
-            all_ipc = same_host and told and all("ipc" in info.transports for info in infos.values())
-            name = "ipc" if all_ipc else "broadcast"
-            for url, info in infos.items():
-                if name not in info.transports:
-                    raise ConfigError(
-                        f"{url} ({info.engine}) takes no update by {name}, and not all targets can be reached by ipc",
-                        hint=info.message or 'say which: transport="ipc" or "broadcast", --via',
-                    )
-        on_gpu = self._exporter.device.type == "cuda"
-        if name == "broadcast" and any((device != "cpu") != on_gpu for device in devices):
-            raise ConfigError(
-                f"broadcast needs weights of one kind of device; the trainer's are on {self._exporter.device}, "
-                f"an engine's on {next(d for d in devices if (d != 'cpu') != on_gpu)}",
-                hint='use ipc on one host (transport="ipc", --via ipc), or weights on the engines\' kind of device',
-            )
-        if name == "broadcast" and on_gpu and self._places[0] in devices:
-            raise ConfigError(
-                f"trainer and engine share GPU {self._places[0]}, and nccl wants a GPU for each rank",
-                hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
-            )
-        return name
-
-    def _choose_receivers(self, infos: Mapping[str, EngineInfo]) -> tuple[int, ...]:
-        """The trainer ranks that fill a bucket: the head, or those on the engines' GPUs as well."""
-        devices = {rank.device for info in infos.values() for rank in info.ranks}
-        shared = "cuda" in devices or any(place in devices for place in self._places[1:])
-        if self._name == "ipc" and self._exporter.device.type == "cuda" and shared:
-            return tuple(range(len(self._places)))
-        return (0,)
 
     def begin(self, version: int) -> None:
         """A new update: all targets take part again."""
@@ -478,27 +427,6 @@ class Head:
             digest=config.digest,
             specs=specs,
         )
-
-    def _check_fits(self, link: Link) -> None:
-        url, info = link.url, link.info
-        theirs = {spec.name: spec for spec in link.adapter.specs()}
-        if not theirs:
-            return
-        ours = {spec.name: spec for spec in self._specs}
-        problems = [f"missing {name}" for name in theirs if name not in ours]
-        problems += [f"unknown to the engine: {name}" for name in ours if name not in theirs]
-        for name, spec in ours.items():
-            want = theirs.get(name)
-            if want is not None and want.shape != spec.shape:
-                problems.append(f"{name} has shape {spec.shape}, the engine's has {want.shape}")
-            elif want is not None and want.torch_dtype.is_floating_point != spec.torch_dtype.is_floating_point:
-                problems.append(f"{name} is {spec.dtype}, the engine's is {want.dtype}")
-        if problems:
-            more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
-            raise ConfigError(
-                f"these weights do not fit {url} ({info.model}): {'; '.join(problems[:6])}{more}",
-                hint="is it a checkpoint of the model that this engine serves?",
-            )
 
     def _each(self, do: Callable[[Link], object]) -> None:
         """The same on every link at once; the first failure, after all have ended."""
