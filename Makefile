@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test check engine-test gpu-test format clean
+.PHONY: setup demo test wide-test check engine-test gpu-test format clean
 
 setup: $(READY)
 
@@ -22,7 +22,11 @@ demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not gpu and not engine_full" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not engine_full and not wide" $(TEST_ARGS)
+
+# Property tests with many more cases, on one to eight ranks; tens of minutes.
+wide-test: setup
+	$(BIN)/python -m pytest -m wide $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -11,7 +11,8 @@ from weightcast.protocols import Exporter
 from weightcast.wire.layout import Packing, plan_buckets
 
 CPU = torch.device("cpu")
-ALONE = TrainerGroup.connect(CPU, timeout_s=5)
+# Not ``connect``: a rank of a job imports this too.
+ALONE = TrainerGroup(device=CPU, timeout_s=5)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
