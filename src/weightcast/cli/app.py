@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from weightcast import __version__
-from weightcast.cli import demo_command, doctor, plan, push, serve, status, verify
+from weightcast.cli import bench, demo_command, doctor, plan, push, serve, status, verify
 from weightcast.cli.options import JSON_KEY, STACK_KEY
 from weightcast.cli.render import note, say, show_error
 from weightcast.errors import WeightcastError
@@ -111,6 +111,7 @@ app.command(short_help="Do an engine's weights equal a checkpoint?")(verify.veri
 app.command(short_help="What would an update take?")(plan.plan)
 app.command(short_help="Can these engines be updated from here? What to fix")(doctor.doctor)
 app.command(short_help="What does each engine serve?")(status.status)
+app.add_typer(bench.bench, name="bench", short_help="Measure, and try to break")
 
 
 def run() -> int:
