@@ -34,6 +34,8 @@ class TorchMemory(msgspec.Struct, frozen=True, kw_only=True):
         event: For ``cuda``, handle of the event that torch recorded when it shared.
         event_sync: For ``cuda``, True if the opener has to wait for that event.
         manager: For ``shm``, the address of torch's manager of segments.
+        first_byte: Where the buffer starts in the storage; not 0 only where a ring was asked for.
+        turn: For a ring on a GPU, the handle of the event that its opener records when it has read.
     """
 
     kind: Literal["cuda", "shm"]
@@ -46,6 +48,8 @@ class TorchMemory(msgspec.Struct, frozen=True, kw_only=True):
     event: bytes = b""
     event_sync: bool = False
     manager: bytes = b""
+    first_byte: int = 0
+    turn: bytes = b""
 
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):
