@@ -40,6 +40,16 @@ class WeightcastError(Exception):
         if hint:
             self.add_note(f"hint: {hint}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Whole across a process boundary, whatever its class was built from."""
+        return _restore, (type(self), self.args, dict(self.__dict__))
+
+
+def _restore(kind: type[WeightcastError], args: tuple[object, ...], state: dict[str, object]) -> WeightcastError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class ConfigError(WeightcastError):
     """The request cannot work as asked.  Nothing has moved; every engine serves what it served."""

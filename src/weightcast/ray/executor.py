@@ -7,12 +7,10 @@ interrupts are a third.  Ray carries frames, and says when an actor is gone; wha
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from weightcast.comm.group import Rendezvous
 from weightcast.errors import ConfigError, EngineFailure
+from weightcast.ray.actors import Place, method, place, remote, why_gone
 from weightcast.ray.placement import Bundles, Resource, require_cluster
 from weightcast.receiver.executor import FarRanks, Worker, WorkerFactory, answer_message, answer_work
 from weightcast.wire.messages import Message, RankAck, decode_rank_ack, encode
@@ -29,34 +28,7 @@ _GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itse
 _STOP_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a rank came to live.
-
-    Attributes:
-        address: Of its node, as the other nodes reach it.
-        pid: Its process there.
-        gpus: The GPUs that Ray gave it, by Ray's names for them.
-    """
-
-    address: str
-    pid: int
-    gpus: tuple[str, ...]
-
-
-def place() -> Place:
-    """Where the actor that asks lives."""
-    context = ray.get_runtime_context()
-    gpus = context.get_accelerator_ids().get("GPU", [])
-    return Place(address=ray.util.get_node_ip_address(), pid=os.getpid(), gpus=tuple(map(str, gpus)))
-
-
-# Ray's annotations of these two describe what comes out as coroutines and functions; here they are actors.
-_remote: Any = ray.remote
-_method: Any = ray.method
-
-
-@_remote(concurrency_groups={"work": 1, "messages": 1, "interrupts": 1})
+@remote(concurrency_groups={"work": 1, "messages": 1, "interrupts": 1})
 class _EngineRank:
     """A worker behind frames.  Each lane has one thread; what builds the worker shares its thread with the work, since
     the current CUDA device belongs to a thread.
@@ -66,11 +38,11 @@ class _EngineRank:
         self._worker: Worker | None = None
         self._rank = 0
 
-    @_method(concurrency_group="work")
+    @method(concurrency_group="work")
     def place(self) -> Place:
         return place()
 
-    @_method(concurrency_group="work")
+    @method(concurrency_group="work")
     def build(
         self, factory: WorkerFactory, rank: int, tp_size: int, rendezvous: str, settings: Mapping[str, Any]
     ) -> bytes:
@@ -81,23 +53,23 @@ class _EngineRank:
 
         return answer_work(make)
 
-    @_method(concurrency_group="work")
+    @method(concurrency_group="work")
     def run(self, command: bytes) -> bytes:
         assert self._worker is not None
         return answer_work(functools.partial(self._worker.run, command))
 
-    @_method(concurrency_group="messages")
+    @method(concurrency_group="messages")
     def apply(self, frame: bytes) -> bytes:
         assert self._worker is not None
         return answer_message(self._worker, frame, rank=self._rank)
 
-    @_method(concurrency_group="interrupts")
+    @method(concurrency_group="interrupts")
     def interrupt(self, reason: str) -> None:
         if self._worker is not None:
             with suppress(RuntimeError, OSError):
                 self._worker.interrupt(reason)
 
-    @_method(concurrency_group="interrupts")
+    @method(concurrency_group="interrupts")
     def close(self) -> None:
         if self._worker is not None:
             with suppress(RuntimeError, OSError):
@@ -239,11 +211,3 @@ class RayExecutor(FarRanks):
         where = f" (pid {self.places[rank].pid} on {self.places[rank].address})" if self.places else ""
         how = "is gone during" if isinstance(error, RayActorError) else "could not give"
         return self._break(f"rank {rank}{where} {how} {what}: {why_gone(error)}", [rank])
-
-
-def why_gone(error: Exception) -> str:
-    """Ray's reason, without what it says about everything else that it might have been."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[:1]
-    words = reasons[0] if reasons else type(error).__name__
-    return words.partition(" Some common causes include")[0]

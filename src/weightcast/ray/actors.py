@@ -1,0 +1,127 @@
+"""What every group of actors here needs: where each lives, and one status for a call on all of them.
+
+A call gives every answer, or an error that names those that failed.  What was asked is the caller's business.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from weightcast.errors import EngineFailure, WeightcastError
+
+_GRACE_S = 15.0
+
+# Ray's annotations of these two describe what comes out as coroutines and functions; here they are actors.
+remote: Any = ray.remote
+method: Any = ray.method
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank came to live.
+
+    Attributes:
+        address: Of its node, as the other nodes reach it.
+        pid: Its process there.
+        gpus: The GPUs that Ray gave it, by Ray's names for them.
+    """
+
+    address: str
+    pid: int
+    gpus: tuple[str, ...]
+
+
+def place() -> Place:
+    """Where the actor that asks lives."""
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    return Place(address=ray.util.get_node_ip_address(), pid=os.getpid(), gpus=tuple(map(str, gpus)))
+
+
+class ActorsFailed(EngineFailure):
+    """Some of the actors failed, died or did not answer in time.
+
+    Attributes:
+        ranks: Which.
+        gone: True if one of them is dead or silent: nothing more can be asked of them together.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), hint: str | None = None, gone: bool = False) -> None:
+        super().__init__(message, ranks=ranks, hint=hint)
+        self.gone = gone
+
+
+def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
+    """The answers, in order.
+
+    After the first failure the others get fifteen seconds: they may wait for the failed one in a collective that it
+    will never enter.
+
+    Args:
+        asked: Object references.
+        names: Whose answer each is, e.g. ``"trainer rank 1 (pid 7 on 10.0.0.2)"``.
+        what: What was asked, for the error.
+        timeout_s: Deadline of the whole wait, in seconds.
+
+    Raises:
+        WeightcastError: Actors raised errors of this family and no others failed: the first one's, as it was.
+        ActorsFailed: Any other failure, with the ranks.
+    """
+    deadline = time.monotonic() + timeout_s
+    place_of = {reference: place for place, reference in enumerate(asked)}
+    answers: dict[int, Any] = {}
+    failed: dict[int, Exception] = {}
+    waiting = list(asked)
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            break
+        for reference in ready:
+            try:
+                answers[place_of[reference]] = ray.get(reference)
+            except RayError as error:
+                if not failed:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                failed[place_of[reference]] = _cause(error)
+    if not failed and not waiting:
+        return [answers[place] for place in range(len(asked))]
+    if failed and all(isinstance(error, WeightcastError) for error in failed.values()):
+        raise failed[min(failed)]
+    late = [place_of[reference] for reference in waiting]
+    hint = None
+    if failed:
+        # Those that are late wait for those that failed.
+        words = "; ".join(f"{names[place]} {_how(error)}" for place, error in sorted(failed.items()))
+        ranks = sorted(failed)
+    else:
+        words = f"{', '.join(names[place] for place in late)} did not answer within {timeout_s:g} s"
+        ranks = late
+    gone = bool(late) or any(isinstance(error, RayActorError) for error in failed.values())
+    raise ActorsFailed(f"{what}: {words}", ranks=ranks, hint=hint, gone=gone)
+
+
+def why_gone(error: Exception) -> str:
+    """Ray's reason, without what it says about everything else that it might have been."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[:1]
+    words = reasons[0] if reasons else type(error).__name__
+    return words.partition(" Some common causes include")[0]
+
+
+def _cause(error: RayError) -> Exception:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return error
+
+
+def _how(error: Exception) -> str:
+    if isinstance(error, RayActorError):
+        return f"is gone: {why_gone(error)}"
+    return f"failed: {type(error).__name__}: {error}"

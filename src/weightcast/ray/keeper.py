@@ -1,0 +1,52 @@
+"""Keeps one engine: ``python -m weightcast.ray.keeper COMMAND...``.
+
+Runs the command in a session of its own.  When the pipe on stdin closes, because the actor at its other end is done or
+has died in whatever way, the engine is asked to end and after ten seconds killed with everything that it started.  If
+the engine ends by itself, so does this process, with the same exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+_GRACE_S = 10.0
+
+
+def keep(command: Sequence[str]) -> int:
+    """Run until the engine ends or stdin does.
+
+    Returns:
+        The engine's exit code, 128 and the signal's number if a signal ended it.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        process.terminate()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            _kill(process.pid)
+
+    threading.Thread(target=watch, daemon=True).start()
+    code = process.wait()
+    _kill(process.pid)  # what the engine started and left behind
+    return code if code >= 0 else 128 - code
+
+
+def _kill(session: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # the actor's end says when
+        signal.signal(number, signal.SIG_IGN)
+    os._exit(keep(sys.argv[1:]))
