@@ -18,9 +18,9 @@ one may depend on the last answer.  It yields requests; each ``yield`` gives the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class EngineRequest:
 
 Steps: TypeAlias = "Generator[EngineRequest, bytes, Ack]"
 Sharing = Literal["weightcast", "torch"]
-Meeting = Literal["weightcast", "torch"]
+Meeting = Literal["weightcast", "torch", "nccl-id"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,7 @@ class Invitation:
         backend: ``nccl`` or ``gloo``.
         bucket_bytes: No bucket will be larger.
         timeout_s: Deadline for meeting, in seconds.
+        unique_id: NCCL's id of the group, for engines that meet by it; empty for others.
     """
 
     session: str
@@ -85,6 +86,7 @@ class Invitation:
     backend: Literal["nccl", "gloo"]
     bucket_bytes: int
     timeout_s: float
+    unique_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,7 @@ class Adapter(Protocol):
         packing: What of a bucket the engine can read.
         sharing: How a buffer is handed to its processes over ``ipc``: as our own handles, or as torch's.
         meeting: How its ranks join a group over ``broadcast``: as our receiver does, as
-            ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix.
+            ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix, or by NCCL's unique id.
         proves: Levels of proof that it can answer for, beside ``behaviour``.
         leased: True if the engine ends a session by itself when the trainer is gone, and knows whether what it keeps is
             one whole version.  We remember it for the others.
@@ -214,6 +216,15 @@ class Adapter(Protocol):
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """Log-probability of each token but the first given those before it, under the live weights."""
+        ...
+
+
+@runtime_checkable
+class Storing(Protocol):
+    """An adapter of an engine that meets by a unique id and may look for it in the group's store."""
+
+    def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
+        """What the store has to hold for it, by key."""
         ...
 
 

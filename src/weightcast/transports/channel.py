@@ -11,12 +11,14 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
 
 import torch
 
 from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_for
+from weightcast.comm.nccl import NcclGroup, NcclLibrary
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
-from weightcast.protocols import Invitation, Meeting
+from weightcast.protocols import Invitation, Meeting, Storing
 from weightcast.transports.ipc import leave_all, post_bucket
 from weightcast.transports.link import Link
 from weightcast.wire.bucket import Bucket
@@ -49,7 +51,7 @@ class Channel:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
-        self._group: WorldGroup | None = None
+        self._group: WorldGroup | NcclGroup | None = None
         self._store: Rendezvous | None = None
 
     def connect(self) -> None:
@@ -72,6 +74,13 @@ class Channel:
         for link in self._links:
             link.group_rank = rank
             rank += link.info.tp_size
+        library = NcclLibrary() if self._meeting == "nccl-id" else None
+        unique_id = library.unique_id() if library is not None else b""
+        store: Any = self._store.store  # it takes bytes, whatever its annotations say
+        for link in self._links:
+            if unique_id and isinstance(link.adapter, Storing):
+                for key, value in link.adapter.stored(unique_id).items():
+                    store.set(key, value)
         refused = threading.Event()
         joins = [
             self._pool.submit(
@@ -88,6 +97,7 @@ class Channel:
                     backend=backend_for(self._device),
                     bucket_bytes=self._bucket_bytes,
                     timeout_s=self._timeout_s,
+                    unique_id=unique_id,
                 ),
             )
             for link in self._links
@@ -95,18 +105,30 @@ class Channel:
         for join in joins:
             join.add_done_callback(lambda done: refused.set() if done.exception() is not None else None)
         try:
-            self._group = WorldGroup(
-                store=self._store.store,
-                name=name,
-                token=token,
-                rank=0,
-                world_size=rank,
-                device=self._device,
-                address=self._host,
-                timeout_s=self._timeout_s,
-                cancelled=refused,  # who refuses will never come
-                meeting=self._meeting,
-            )
+            if library is not None:
+                self._group = NcclGroup(
+                    unique_id=unique_id,
+                    name=name,
+                    rank=0,
+                    world_size=rank,
+                    device=self._device,
+                    timeout_s=self._timeout_s,
+                    cancelled=refused,
+                    library=library,
+                )
+            else:
+                self._group = WorldGroup(
+                    store=self._store.store,
+                    name=name,
+                    token=token,
+                    rank=0,
+                    world_size=rank,
+                    device=self._device,
+                    address=self._host,
+                    timeout_s=self._timeout_s,
+                    cancelled=refused,  # who refuses will never come
+                    meeting="torch" if self._meeting == "torch" else "weightcast",
+                )
             for join in joins:
                 join.result()
         except BaseException as error:

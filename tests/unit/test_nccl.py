@@ -1,0 +1,154 @@
+"""NCCL by itself, over a library of the same interface for threads of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightcast.comm.group import GroupFailed
+from weightcast.comm.nccl import UNIQUE_ID_BYTES, NcclGroup, NcclLibrary
+from weightcast.errors import ConfigError, DeadlineExceeded
+
+CPU = torch.device("cpu")
+
+
+class Lane:
+    """A stream without a GPU: what was enqueued takes a few looks to be done."""
+
+    pointer = 77
+
+    @contextmanager
+    def here(self) -> Generator[None]:
+        yield
+
+    def record(self) -> Slow:
+        return Slow()
+
+
+class Slow:
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks > 3
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> NcclLibrary:
+    path = tmp_path_factory.mktemp("nccl") / "libnccl.so"
+    source = Path(__file__).with_name("fake_nccl.c")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-pthread", "-o", path, source], check=True)
+    return NcclLibrary(str(path))
+
+
+def join(
+    library: NcclLibrary,
+    unique_id: bytes,
+    rank: int,
+    *,
+    world_size: int = 2,
+    timeout_s: float = 20.0,
+    cancelled: threading.Event | None = None,
+) -> NcclGroup:
+    return NcclGroup(
+        unique_id=unique_id,
+        name="g",
+        rank=rank,
+        world_size=world_size,
+        device=CPU,
+        timeout_s=timeout_s,
+        library=library,
+        lane=Lane(),
+        cancelled=cancelled,
+    )
+
+
+def in_threads(*calls: Callable[[], object]) -> list[Future[object]]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [pool.submit(call) for call in calls]
+
+
+def together(library: NcclLibrary, world_size: int = 2) -> list[NcclGroup]:
+    unique_id = library.unique_id()
+    calls = [lambda rank=rank: join(library, unique_id, rank, world_size=world_size) for rank in range(world_size)]
+    return [future.result() for future in in_threads(*calls)]
+
+
+def test_members_meet_by_an_id_and_get_what_rank_0_broadcasts(library: NcclLibrary) -> None:
+    assert len(library.unique_id()) == UNIQUE_ID_BYTES
+    assert library.unique_id() != library.unique_id()
+    groups = together(library, 3)
+    for size in (1, 5000, 64):
+        sent = torch.randint(0, 255, (size,), dtype=torch.uint8)
+        data = [sent.clone(), torch.zeros_like(sent), torch.zeros_like(sent)]
+        calls = [
+            lambda group=group, mine=mine: group.broadcast(mine, what="bucket 0", timeout_s=20.0)
+            for group, mine in zip(groups, data, strict=True)
+        ]
+        for future in in_threads(*calls):
+            future.result()
+        assert all(torch.equal(mine, sent) for mine in data)
+    assert all(group.alive for group in groups)
+    groups[0].close()
+    groups[0].close()
+    assert not groups[0].alive
+    with pytest.raises(GroupFailed, match="closed"):
+        groups[0].start_broadcast(torch.zeros(1, dtype=torch.uint8))
+
+
+def test_who_does_not_come_is_not_waited_for(library: NcclLibrary) -> None:
+    with pytest.raises(DeadlineExceeded, match="all 2 members"):
+        join(library, library.unique_id(), 0, timeout_s=0.1)
+
+
+def test_a_meeting_can_be_given_up(library: NcclLibrary) -> None:
+    cancelled = threading.Event()
+    threading.Timer(0.05, cancelled.set).start()
+    with pytest.raises(GroupFailed, match="cancelled"):
+        join(library, library.unique_id(), 0, cancelled=cancelled)
+
+
+def test_a_peer_that_hangs_up_ends_the_wait_with_the_librarys_words(library: NcclLibrary) -> None:
+    first, second = together(library)
+    threading.Timer(0.05, lambda: second.abort("gone")).start()
+    with pytest.raises(GroupFailed, match="remote process exited: peer hung up"):
+        first.broadcast(torch.zeros(8, dtype=torch.uint8), what="bucket 1", timeout_s=20.0)
+    assert not first.alive
+
+
+def test_a_deadline_and_an_abort_end_a_broadcast(library: NcclLibrary) -> None:
+    first, _ = together(library)
+    with pytest.raises(DeadlineExceeded, match="bucket 4"):
+        first.broadcast(torch.zeros(8, dtype=torch.uint8), what="bucket 4", timeout_s=0.05)
+    assert not first.alive
+    third, _ = together(library)
+    threading.Timer(0.05, lambda: third.abort("somebody refused")).start()
+    with pytest.raises(GroupFailed, match="somebody refused"):
+        third.broadcast(torch.zeros(8, dtype=torch.uint8), what="bucket 4", timeout_s=20.0)
+
+
+def test_a_refusal_that_is_seen_while_waiting_is_raised(library: NcclLibrary) -> None:
+    first, _ = together(library)
+
+    def look() -> None:
+        raise GroupFailed("the target said no")
+
+    started = time.monotonic()
+    with pytest.raises(GroupFailed, match="said no"):
+        first.finish(first.start_broadcast(torch.zeros(8, dtype=torch.uint8)), what="b", timeout_s=20.0, poll=look)
+    assert time.monotonic() - started < 20.0
+    first.close()
+
+
+def test_without_nccl_the_error_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no NCCL library"):
+        NcclLibrary(str(tmp_path / "none.so"))
