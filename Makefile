@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test wide-test check engine-test gpu-test format clean
+.PHONY: setup demo test wide-test fuzz check engine-test gpu-test format clean
 
 setup: $(READY)
 
@@ -27,6 +27,15 @@ test: setup
 # Property tests with many more cases, on one to eight ranks; tens of minutes.
 wide-test: setup
 	$(BIN)/python -m pytest -m wide $(TEST_ARGS)
+
+# Inputs to every decoder and requests to every route that nobody of ours would send; minutes.
+FUZZ_INPUTS   ?= 1000000
+FUZZ_REQUESTS ?= 300
+fuzz: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
+	$(BIN)/python -m tests.fuzz.decoders --count $(FUZZ_INPUTS)
+	$(BIN)/python -m tests.fuzz.decoders --guided --count $(FUZZ_INPUTS)
+	$(BIN)/python -m tests.fuzz.surface --count $(FUZZ_REQUESTS)
 
 check: setup
 	$(BIN)/ruff check .

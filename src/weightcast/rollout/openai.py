@@ -16,6 +16,7 @@ from weightcast.rollout.requests import Answer
 from weightcast.rollout.text import Text
 
 MAX_PROMPTS = 1024
+_MOST = (1 << 31) - 1  # of anything that counts tokens or names one: what the ranks are told has to fit 64 bits
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -28,10 +29,10 @@ class Sampled(BaseModel):
     n: int = Field(default=1, ge=1, le=128)
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, ge=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, le=_MOST)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=256)] | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: dict[str, Any] | None = None

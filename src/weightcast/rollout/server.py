@@ -47,6 +47,10 @@ MAX_BODY_BYTES = 16 << 20
 _OPEN_ROUTES = frozenset({"/health"})
 _Result = TypeVar("_Result")
 _REFUSED: dict[str, Any] = {"description": "Refused; the answer says why, in OpenAI's shape"}
+_WHOLE_OR_STREAM: dict[str, Any] = {
+    "description": "The answer, whole or (with stream) as events",
+    "content": {"text/event-stream": {"schema": {"title": "Events"}}},
+}
 # What FastAPI would answer with 422 we answer with 400, as OpenAI does.
 _REFUSALS: dict[int | str, dict[str, Any]] = {code: _REFUSED for code in (400, 409, 413, 422, 503, 504)}
 
@@ -137,9 +141,9 @@ def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
         return await call.answer(request, _ChatShape(engine, body))
 
     app.get("/v1/models", summary="The model that is served")(models)
-    refusals = {404: _REFUSED, **_REFUSALS}
-    app.post("/v1/completions", summary="Continue prompts", responses=refusals)(completions)
-    app.post("/v1/chat/completions", summary="Answer a conversation", responses=refusals)(chat)
+    answers: dict[int | str, dict[str, Any]] = {200: _WHOLE_OR_STREAM, 404: _REFUSED, **_REFUSALS}
+    app.post("/v1/completions", summary="Continue prompts", responses=answers)(completions)
+    app.post("/v1/chat/completions", summary="Answer a conversation", responses=answers)(chat)
 
 
 def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:

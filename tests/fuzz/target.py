@@ -1,0 +1,83 @@
+"""What every input must leave as it was: this process, the messages that go round, and the engine behind them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.unit.test_receiver_engine import Bench
+from weightcast.comm import http
+from weightcast.errors import WireError
+from weightcast.wire.messages import Join, Open, Readback, decode, decode_ack, decode_info, decode_rank_ack, encode
+
+_DECODERS: tuple[Callable[[bytes], Any], ...] = (decode, decode_ack, decode_rank_ack, decode_info)
+_FAR_AWAY = 1e18  # a deadline
+
+
+@dataclass(slots=True)
+class Target:
+    """A real engine's floor with a small model, and how often what happened.
+
+    Attributes:
+        counts: Inputs, decoded messages by kind, messages that the engine took and refused.
+    """
+
+    bench: Bench = field(default_factory=Bench)
+    counts: Counter[str] = field(default_factory=Counter[str])
+    _before: Any = None
+    _digests: Any = None
+
+    def __post_init__(self) -> None:
+        self._before = self.bench.engine.info()
+        self._digests = self.bench.tell(Readback()).resident
+
+    def feed(self, data: bytes) -> None:
+        """One input; raises if it does what no input may do."""
+        self.counts["inputs"] += 1
+        for read in _DECODERS:
+            try:
+                message = read(data)
+            except WireError:
+                continue
+            assert read(encode(message)) == message, data
+            self.counts[f"decoded {type(message).__name__}"] += 1
+            # A Join makes connections to wherever it says; it is decoded and not followed.
+            if read is decode and not isinstance(message, Join):
+                self._tell(message)
+        with suppress(EOFError, httpx.ReadTimeout):
+            http._read_frame(iter([data[:3], data[3:]]), _FAR_AWAY)
+        assert isinstance(http._words(data), str)
+
+    def check(self) -> None:
+        """Nothing has changed, down to the bits of every parameter."""
+        assert self.bench.engine.info() == self._before
+        assert self.bench.tell(Readback()).resident == self._digests
+        assert not self.bench.hooks.paused
+
+    def close(self) -> None:
+        self.bench.close()
+
+    def _tell(self, message: Any) -> None:
+        engine = self.bench.engine
+        ack = engine.apply(message)
+        self.counts["taken" if ack.ok else "refused"] += 1
+        assert ack.ok or ack.error
+        assert not ack.failed_ranks, ack.error
+        if isinstance(message, Open) and ack.ok:
+            self.counts["sessions"] += 1
+        elif engine.state == "updating" and self.counts["inputs"] % 50 == 0:
+            # A session that an input has opened sees some more inputs, and ends.
+            session = engine._session
+            assert session is not None
+            engine.lease_lost(session.open.session)
+
+    def end_session(self) -> None:
+        """Before a check: an open session is the one change that an input may make."""
+        session = self.bench.engine._session
+        if session is not None:
+            self.bench.engine.lease_lost(session.open.session)
