@@ -29,7 +29,7 @@ from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.digests import SentDigests
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link
-from weightcast.transports.outcome import Outcome
+from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import check_fits, choose_receivers, choose_transport
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import model_digest
@@ -217,6 +217,7 @@ class Head:
             self._sent_digest = model_digest(received) if received else None
             with self._phase("commit"):
                 self._each(lambda link: self._commit_one(link, kept))
+                check_alike(self._links)
         except WeightcastError as error:
             return self._fail(error)
         self._phases["load"] = max(link.load_s for link in self._links)
@@ -235,17 +236,17 @@ class Head:
         for link in self._links:
             outcome = self._outcomes[link.url]
             if why_not:
-                outcome.message = why_not
+                outcome.add(why_not)
                 continue
             try:
                 theirs = converse(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
                 off = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
             except (WeightcastError, ValueError) as error:
-                outcome.message = f"could not compare behaviour: {error}"
+                outcome.add(f"could not compare behaviour: {error}")
                 continue
             if off <= tolerance:
                 outcome.proof = "behaviour"
-                outcome.message = f"log-probabilities agree within {off:.2g}"
+                outcome.add(f"log-probabilities agree within {off:.2g}")
             else:
                 failed = VerificationFailed(
                     f"{link.url} keeps what was sent, but answers otherwise: log-probabilities are off by {off:.3g} "
@@ -451,9 +452,9 @@ class Head:
         outcome = self._outcomes[link.url]
         outcome.resident(link, ack, expected)
         level = "resident" if wanted else self._config.verify
-        if level != "none" and level not in link.adapter.proves and not outcome.message:
+        if level != "none" and level not in link.adapter.proves and self._config.verify != "behaviour":
             can = 'it answers with log-probabilities: verify="behaviour"'
-            outcome.message = f"{link.info.engine} cannot prove that the new weights are {level}; {can}"
+            outcome.add(f"{link.info.engine} cannot prove that the new weights are {level}; {can}")
 
     def _report(self) -> UpdateReport:
         unsure = [url for url, outcome in self._outcomes.items() if outcome.committed is None or outcome.failed]

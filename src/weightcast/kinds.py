@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from weightcast.comm.http import Client
 from weightcast.engines.native.kind import NativeKind
+from weightcast.engines.sglang.kind import SglangKind
+from weightcast.engines.vllm.kind import VllmExtensionKind, VllmKind
 from weightcast.errors import ConfigError
 from weightcast.fleet.probe import probe
 from weightcast.protocols import Adapter, Kind
 from weightcast.wire.messages import EngineInfo
 
-KINDS: tuple[Kind, ...] = (NativeKind(),)
+KINDS: tuple[Kind, ...] = (NativeKind(), SglangKind(), VllmKind(), VllmExtensionKind())
 
 
 def recognise(client: Client, *, timeout_s: float | None = None) -> EngineInfo:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from weightcast.comm.converse import converse, send_plain
 from weightcast.comm.http import Client, Lease
 from weightcast.comm.share import Shared
-from weightcast.errors import DeadlineExceeded, TargetError, WeightcastError, WireError
+from weightcast.errors import DeadlineExceeded, TargetError, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, EngineRequest, Steps
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
@@ -52,6 +52,7 @@ class Link:
     sent: int = 0
     silent: bool = False
     mixed: bool = False
+    opened: Ack | None = None
     closed: Ack | None = None
     committed: Ack | None = None
     _lease: Lease | None = field(default=None, repr=False)
@@ -75,12 +76,13 @@ class Link:
         self.load_s = self.verify_s = 0.0
         self.peak_extra_bytes = self.sent = 0
         self.silent = False
-        self.closed = self.committed = None
+        self.opened = self.closed = self.committed = None
+        self._check_version(message)
         # Without a lease nothing tells the engine of the end but we, even if it went wrong half way through opening.
         self.session = "" if self.adapter.leased else message.session
-        ack = self._converse(self.adapter.open(message), message.timeout_s)
+        self.opened = self._converse(self.adapter.open(message), message.timeout_s)
         self.session = message.session
-        return ack
+        return self.opened
 
     def ask(self, steps: Steps, *, timeout_s: float) -> Ack:
         """Send a step's requests and read the answer; its costs are added up.
@@ -140,6 +142,16 @@ class Link:
             with suppress(WeightcastError):
                 self._lease.close()
             self._lease = None
+
+    def _check_version(self, message: Open) -> None:
+        """Engines with our receiver refuse this themselves; the others take what comes."""
+        served = self.info.version
+        if not self.adapter.leased and served is not None and message.version < served and not message.allow_older:
+            raise TargetRejected(
+                f"{self.url}: version {message.version} is older than {served}, which is served",
+                url=self.url,
+                hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
+            )
 
     def _converse(self, steps: Steps, timeout_s: float) -> Ack:
         try:

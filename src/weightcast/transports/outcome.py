@@ -5,7 +5,7 @@ The checks compare what a target answered with what was sent; they ask nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +41,10 @@ class Outcome:
     committed: Ack | None = None
     peak_extra_bytes: int = 0
     message: str = ""
+
+    def add(self, words: str) -> None:
+        """Something more that is worth knowing."""
+        self.message = f"{words}; {self.message}" if self.message else words
 
     def received(self, link: Link, ack: Ack, sent: Mapping[str, str]) -> None:
         """What arrived is what was sent.
@@ -79,6 +83,7 @@ class Outcome:
             VerificationFailed: It keeps something else.
         """
         self.committed = ack
+        self.message = ack.message
         self.peak_extra_bytes = link.peak_extra_bytes
         if not expected:
             return
@@ -128,3 +133,29 @@ class Outcome:
             not_updated=ack.not_updated if ack is not None else (),
             message=message,
         )
+
+
+def check_alike(links: Sequence[Link]) -> None:
+    """Engines that held the same weights before, and were sent the same, must hold the same now.
+
+    Asks their own checksums, which compare only among themselves.  It finds an engine that has not loaded what its
+    siblings have; it says nothing of what all of them have got wrong alike.
+
+    Raises:
+        VerificationFailed: One holds something else than its siblings.
+    """
+    alike: dict[tuple[str, int, str], Link] = {}
+    for link in links:
+        before = link.opened.checksum if link.opened is not None else ""
+        after = link.committed.checksum if link.committed is not None else ""
+        if not before or not after:
+            continue
+        first = alike.setdefault((link.info.engine, link.info.tp_size, before), link)
+        assert first.committed is not None
+        if first.committed.checksum != after:
+            raise VerificationFailed(
+                f"{link.url} and {first.url} held the same weights and were sent the same, and now hold different ones",
+                url=link.url,
+                names=(),
+                hint="one of the two is wrong: their own checksums of all weights differ",
+            )

@@ -283,6 +283,9 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         verify_s: Seconds the slowest rank spent on digests.
         stall_s: After Commit: seconds in which the engine generated nothing.
         peak_extra_bytes: Most extra memory of any rank since the session opened.
+        message: What else is worth knowing.
+        checksum: After Commit: an engine's own digest of all that it keeps, which compares only with those of engines
+            of its kind, version and size; empty if it has none.
     """
 
     ok: bool
@@ -304,6 +307,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     verify_s: float = 0.0
     stall_s: float = 0.0
     peak_extra_bytes: int = 0
+    message: Text = ""
+    checksum: Digest = ""
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

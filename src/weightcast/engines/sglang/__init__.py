@@ -1,0 +1,1 @@
+"""SGLang as its project ships it."""
