@@ -23,10 +23,11 @@ from weightcast.comm.share import Shared
 from weightcast.config import Target, TransportName, UpdateConfig
 from weightcast.errors import ConfigError, VerificationFailed, WeightcastError
 from weightcast.kinds import adapter_for, recognise
-from weightcast.protocols import Exporter, Transport
+from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.report import UpdateReport
 from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.digests import SentDigests
+from weightcast.transports.disk import DiskTransport
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, check_alike
@@ -54,6 +55,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         packing: After connecting: what all targets can read.
         ways: After connecting: how buffers are shared over ``ipc``.
         opens: After connecting: how many processes will open a buffer in torch's way.
+        ring_opens: After connecting: how many will open the storage of all buffers.
         score: The trainer's forward pass is wanted next.
     """
 
@@ -68,6 +70,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     packing: Packing = Packing()
     ways: tuple[str, ...] = ()
     opens: int = 0
+    ring_opens: int = 0
     score: bool = False
 
     @staticmethod
@@ -126,22 +129,30 @@ class Head:
         for link in links:
             check_fits(link, self._specs)
         device = self._exporter.device
-        self._name = choose_transport(healthy, self._config.transport, device=device, places=self._places)
+        self._name = choose_transport(
+            healthy,
+            self._config.transport,
+            device=device,
+            places=self._places,
+            shared_folder=self._config.disk_folder is not None,
+        )
         self._receivers = choose_receivers(healthy, self._name, device=device, places=self._places)
         self._packing = links[0].adapter.packing
-        opens = 0
+        opens: dict[Sharing, int] = {"weightcast": 0, "torch": 0, "ring": 0}
         for link in links:
             link.adapter.check(self._specs, transport=self._name, bucket_bytes=self._config.bucket_bytes)
             self._packing = self._packing.also(link.adapter.packing)
-            if link.adapter.sharing == "torch":
-                link.opens = slice(opens, opens + link.info.tp_size)
-                opens += link.info.tp_size
+            link.sharing = link.adapter.sharing
+            first = opens[link.sharing]
+            opens[link.sharing] += link.info.tp_size
+            link.opens = slice(first, opens[link.sharing])
         return Decision(
             transport=self._name,
             receivers=self._receivers,
             packing=self._packing,
-            ways=tuple({link.adapter.sharing for link in links}) if self._name == "ipc" else (),
-            opens=opens if self._name == "ipc" else 0,
+            ways=tuple({link.sharing for link in links}) if self._name == "ipc" else (),
+            opens=opens["torch"] if self._name == "ipc" else 0,
+            ring_opens=opens["ring"] if self._name == "ipc" else 0,
         )
 
     def begin(self, version: int) -> None:
@@ -378,7 +389,7 @@ class Head:
     def _check_still_fits(self, link: Link) -> None:
         """Is an engine that was away, or restarted, one that the buckets were planned for?"""
         opens = len(range(1 << 30)[link.opens])
-        shares = self._name == "ipc" and link.adapter.sharing == "torch"
+        shares = self._name == "ipc" and link.adapter.sharing != "weightcast"
         if self._packing.also(link.adapter.packing) != self._packing or (shares and opens != link.info.tp_size):
             raise ConfigError(
                 f"{link.url} is another engine than the buckets were planned for: {link.info.engine}, "
@@ -397,6 +408,11 @@ class Head:
             self._transport.close()
         if self._name == "ipc":
             self._transport = IpcTransport(self._links, timeout_s=self._config.timeout_s)
+        elif self._name == "disk":
+            folder = self._config.disk_folder
+            self._transport = DiskTransport(
+                self._links, specs=self._specs, folder=folder, timeout_s=self._config.timeout_s
+            )
         else:
             host = self._config.rendezvous_host or self._address()
             self._transport = BroadcastTransport(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weightcast.comm.http import Client
+from weightcast.engines.lmdeploy.kind import LmdeployKind
 from weightcast.engines.native.kind import NativeKind
 from weightcast.engines.sglang.kind import SglangKind
 from weightcast.engines.vllm.kind import VllmExtensionKind, VllmKind
@@ -11,7 +12,7 @@ from weightcast.fleet.probe import probe
 from weightcast.protocols import Adapter, Kind
 from weightcast.wire.messages import EngineInfo
 
-KINDS: tuple[Kind, ...] = (NativeKind(), SglangKind(), VllmKind(), VllmExtensionKind())
+KINDS: tuple[Kind, ...] = (NativeKind(), SglangKind(), LmdeployKind(), VllmKind(), VllmExtensionKind())
 
 
 def recognise(client: Client, *, timeout_s: float | None = None) -> EngineInfo:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class EngineRequest:
 
 
 Steps: TypeAlias = "Generator[EngineRequest, bytes, Ack]"
-Sharing = Literal["weightcast", "torch"]
+Sharing = Literal["weightcast", "torch", "ring"]
 Meeting = Literal["weightcast", "torch", "nccl-id"]
 
 
@@ -152,7 +152,8 @@ class Adapter(Protocol):
 
     Attributes:
         packing: What of a bucket the engine can read.
-        sharing: How a buffer is handed to its processes over ``ipc``: as our own handles, or as torch's.
+        sharing: How a buffer is handed to its processes over ``ipc``: as our own handles, or as torch's, to one
+            buffer or to the storage of all (``comm/share.py``).
         meeting: How its ranks join a group over ``broadcast``: as our receiver does, as
             ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix, or by NCCL's unique id.
         proves: Levels of proof that it can answer for, beside ``behaviour``.
@@ -225,6 +226,15 @@ class Storing(Protocol):
 
     def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
         """What the store has to hold for it, by key."""
+        ...
+
+
+@runtime_checkable
+class FromFolder(Protocol):
+    """What an adapter can say as well, if its engine loads checkpoint folders while it runs; for ``disk``."""
+
+    def load_folder(self, session: str, folder: str) -> Steps:
+        """All weights lie in ``model.safetensors`` of this folder, which goes away after the answer."""
         ...
 
 

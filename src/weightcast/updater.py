@@ -18,7 +18,7 @@ from weightcast import errors
 from weightcast.comm.ipc import device_uuid
 from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
-from weightcast.comm.share import Shared, SharedSlot
+from weightcast.comm.share import Shared, SharedSlot, make_slots
 from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, TargetError, UpdateFailed, WeightcastError
 from weightcast.exporters.bucketize import bucketize
@@ -75,7 +75,7 @@ class WeightUpdater:
             targets: The engines; plain URLs will do.
             progress: Called on the head with (bytes sent, bytes in all) after each bucket.
             **options: The fields of ``UpdateConfig``: transport, bucket_bytes, pause, verify, digest, timeout_s,
-                on_failure, wire_dtype, allow_older, rendezvous_host.
+                on_failure, wire_dtype, allow_older, rendezvous_host, disk_folder.
 
         Raises:
             ConfigError: It cannot work as asked; nothing has moved.
@@ -98,7 +98,7 @@ class WeightUpdater:
 
     @property
     def transport(self) -> str:
-        """``"ipc"`` or ``"broadcast"``, as asked or as chosen."""
+        """``"ipc"``, ``"broadcast"`` or ``"disk"``, as asked or as chosen."""
         return self._chosen.transport
 
     def update(self, *, version: int) -> UpdateReport:
@@ -238,18 +238,20 @@ class WeightUpdater:
             size = max(layout.size_bytes for layout in self._layouts)
             count = min(_NUM_SLOTS, len(self._layouts))
             ways = self._chosen.ways or ("weightcast",)
-            self._slots = [SharedSlot(max(size, 1), self._exporter.device, ways) for _ in range(count)]
+            self._slots = make_slots(count, max(size, 1), self._exporter.device, ways)
         slots = [slot.data for slot in self._slots] if receives else None
         buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
             if self._group.broadcast_bytes(go, timeout_s=self._config.timeout_s * LEASE_DEADLINES) != b"go":
                 return
+            slot = self._slots[layout.index % len(self._slots)] if receives else None
+            if slot is not None:
+                slot.reclaim()
             started = time.monotonic()
             bucket = next(buckets)
             if head is not None:
                 head.add_phase("gather", time.monotonic() - started)
-            slot = self._slots[layout.index % len(self._slots)] if receives else None
             shared = self._gather_shared(slot)
             if head is not None:
                 assert bucket is not None
@@ -259,9 +261,10 @@ class WeightUpdater:
 
     def _gather_shared(self, slot: SharedSlot | None) -> list[Shared]:
         """Handles of all filled buffers, on the head."""
-        if self._chosen.transport != "ipc":
+        chosen = self._chosen
+        if not chosen.ways:
             return []
-        mine = msgspec.json.encode(slot.share(opens=self._chosen.opens)) if slot is not None else b""
+        mine = msgspec.json.encode(slot.share(opens=chosen.opens, ring_opens=chosen.ring_opens)) if slot else b""
         gathered = self._group.gather_bytes(mine) or []
         return [_shared.decode(item) for item in gathered if item]
 

@@ -8,8 +8,10 @@ that engine reads.  It knows neither envelope nor engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Collection, Generator
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +20,10 @@ import torch
 from weightcast.comm.ipc import SharedBuffer, device_uuid
 from weightcast.errors import ConfigError
 from weightcast.wire.messages import MemoryHandle
+
+_ALIGNMENT_BYTES = 512  # more than any dtype needs; what torch's own allocator gives
+_LAST_READ_S = 5.0
+_redirecting = threading.Lock()
 
 
 class TorchMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +64,74 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         memory: For our receiver; None if none asked for it.
         torch: For stock engines, one for each process that will open it.
+        ring: Likewise, but of the storage that holds every buffer in turn, for engines that keep it mapped.
     """
 
     memory: MemoryHandle | None = None
     torch: tuple[TorchMemory, ...] = ()
+    ring: tuple[TorchMemory, ...] = ()
+
+
+class Ring:
+    """One storage for all the buffers that are filled in turn: an engine maps it once and finds every bucket in it.
+
+    On a GPU an engine that opened it says by an event when it has read, since its answers do not wait for that: nothing
+    may be written, and nothing freed, before.
+    """
+
+    def __init__(self, count: int, size_bytes: int, device: torch.device) -> None:
+        """Allocate.
+
+        Args:
+            count: How many buffers.
+            size_bytes: Of each.
+            device: Where.
+        """
+        self._size_bytes = size_bytes
+        self._stride = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._device = device
+        self._segment = _Segment(count * self._stride) if device.type == "cpu" else None
+        if self._segment is not None:
+            self._data = self._segment.data
+        else:
+            self._data = torch.empty(count * self._stride, dtype=torch.uint8, device=device)
+        self._exports: list[TorchMemory] = []
+        self._turns: list[Any] = []
+
+    def slot(self, index: int) -> torch.Tensor:
+        """One of the buffers, uint8."""
+        return self._data[index * self._stride :][: self._size_bytes]
+
+    def share(self, index: int, *, opens: int) -> tuple[TorchMemory, ...]:
+        """Handles to the storage, and where in it this buffer is, filled."""
+        first = index * self._stride
+        if self._segment is not None:
+            return tuple(msgspec.structs.replace(self._segment.share(), first_byte=first) for _ in range(opens))
+        while len(self._exports) < opens:
+            events: Any = torch.cuda.Event
+            turn = events(interprocess=True)
+            turn.record(torch.cuda.current_stream(self._device))
+            self._turns.append(turn)
+            self._exports.append(msgspec.structs.replace(_share_cuda(self._data), turn=turn.ipc_handle()))
+        # What is posted is filled.  The event is the reader's alone: recorded here, it would hide that one still reads.
+        torch.cuda.current_stream(self._device).synchronize()
+        return tuple(msgspec.structs.replace(memory, first_byte=first) for memory in self._exports[:opens])
+
+    def reclaim(self) -> None:
+        """Whatever the current stream writes from here on, it writes after all readers have read."""
+        for turn in self._turns:
+            turn.wait(torch.cuda.current_stream(self._device))
+
+    def close(self) -> None:
+        """Let go when all readers have read; safe to call twice."""
+        deadline = time.monotonic() + _LAST_READ_S
+        while not all(turn.query() for turn in self._turns) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._turns.clear()
+        self._exports.clear()
+        self._data = torch.empty(0, dtype=torch.uint8)
+        if self._segment is not None:
+            self._segment.close()
 
 
 class SharedSlot:
@@ -71,43 +141,57 @@ class SharedSlot:
         data: The buffer, uint8.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device, ways: Collection[str]) -> None:
+    def __init__(
+        self, size_bytes: int, device: torch.device, ways: Collection[str], *, ring: Ring | None = None, index: int = 0
+    ) -> None:
         """Allocate it.
 
         Args:
             size_bytes: Its size.
             device: Where.
-            ways: ``weightcast``, ``torch`` or both.  Both at once on a CPU cost a second buffer and a copy.
+            ways: ``weightcast``, ``torch``, ``ring`` or several.  Each more than one costs a second buffer and a copy,
+                but for ``torch`` on a GPU.
+            ring: The one that it is a part of.
+            index: Which part.
 
         Raises:
             ConfigError: There is not enough memory, or it cannot be shared.
         """
-        self._ours = SharedBuffer(size_bytes, device) if device.type == "cuda" or "torch" not in ways else None
-        self._segment: _Segment | None = None
-        if device.type == "cpu" and "torch" in ways:
-            self._segment = _Segment(size_bytes)
-            if "weightcast" in ways:
-                self._ours = SharedBuffer(size_bytes, device)
-        if self._ours is not None:
+        self._device = device
+        self._ring = ring
+        self._index = index
+        self._memory = "weightcast" in ways
+        self._segment = _Segment(size_bytes) if device.type == "cpu" and "torch" in ways else None
+        needed = self._memory or (ring is None and self._segment is None)
+        self._ours = SharedBuffer(size_bytes, device) if needed else None
+        if ring is not None:
+            self.data = ring.slot(index)
+        elif self._ours is not None:
             self.data = self._ours.data
         else:
             assert self._segment is not None
             self.data = self._segment.data
-        self._device = device
-        self._memory = "weightcast" in ways
         self._exports: list[TorchMemory] = []
 
-    def share(self, *, opens: int) -> Shared:
+    def reclaim(self) -> None:
+        """Make the current stream wait until the buffer may be written again."""
+        if self._ring is not None:
+            self._ring.reclaim()
+
+    def share(self, *, opens: int, ring_opens: int = 0) -> Shared:
         """Handles to what the buffer holds now.
 
         Args:
             opens: How many processes will open it in torch's way.
+            ring_opens: How many will open the ring that it is a part of.
         """
-        if self._segment is not None and self._ours is not None:
-            self._segment.data.copy_(self.data)
+        for copy in (self._ours, self._segment):
+            if copy is not None and copy.data is not self.data:
+                copy.data.copy_(self.data)
         return Shared(
             memory=self._ours.handle() if self._memory and self._ours is not None else None,
             torch=self._share_with_torch(opens) if opens else (),
+            ring=self._ring.share(self._index, opens=ring_opens) if self._ring is not None and ring_opens else (),
         )
 
     def _share_with_torch(self, opens: int) -> tuple[TorchMemory, ...]:
@@ -128,6 +212,14 @@ class SharedSlot:
             self._ours.close()
         if self._segment is not None:
             self._segment.close()
+        if self._ring is not None:
+            self._ring.close()
+
+
+def make_slots(count: int, size_bytes: int, device: torch.device, ways: Collection[str]) -> list[SharedSlot]:
+    """Buffers to be filled in turn, and closed together; see ``SharedSlot``."""
+    ring = Ring(count, size_bytes, device) if "ring" in ways else None
+    return [SharedSlot(size_bytes, device, ways, ring=ring, index=index) for index in range(count)]
 
 
 class _Segment:
@@ -136,7 +228,8 @@ class _Segment:
     def __init__(self, size_bytes: int) -> None:
         storages: Any = torch.UntypedStorage
         try:
-            self._storage: Any = storages._new_using_filename_cpu(size_bytes)
+            with _no_words():
+                self._storage: Any = storages._new_using_filename_cpu(size_bytes)
         except RuntimeError as error:
             raise ConfigError(
                 f"no shared segment of {size_bytes} bytes: {error}",
@@ -162,15 +255,33 @@ class _Segment:
             self._name = b""
 
 
+@contextmanager
+def _no_words() -> Generator[None]:
+    """Torch may start its manager of segments here, which lives as long as any engine that opened one.
+
+    It would keep this process's standard error open as long: whoever reads that from a pipe would wait for the engine.
+    """
+    with _redirecting:
+        mine, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 2)
+            yield
+        finally:
+            os.dup2(mine, 2)
+            os.close(mine)
+            os.close(nowhere)
+
+
 def _share_cuda(data: torch.Tensor) -> TorchMemory:
+    """A handle to a tensor's part of its storage, as to a storage of its own."""
     storage: Any = data.untyped_storage()
-    _, handle, size_bytes, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    _, handle, _, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
     return TorchMemory(
         kind="cuda",
         device=device_uuid(data.device),
-        size_bytes=size_bytes,
+        size_bytes=data.numel(),
         handle=handle,
-        offset_bytes=offset,
+        offset_bytes=offset + data.storage_offset(),
         ref_counter=counter,
         ref_counter_offset=counter_offset,
         event=event,

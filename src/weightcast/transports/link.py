@@ -13,7 +13,7 @@ from weightcast.comm.converse import converse, send_plain
 from weightcast.comm.http import Client, Lease
 from weightcast.comm.share import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetRejected, WeightcastError, WireError
-from weightcast.protocols import Adapter, EngineRequest, Steps
+from weightcast.protocols import Adapter, EngineRequest, Sharing, Steps
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 _ABORT_S = 30.0
@@ -32,6 +32,7 @@ class Link:
         info: What it said of itself when it was probed.
         group_rank: Rank of its first engine rank in the broadcast group.
         session: Id of the session that is open there; empty without one.
+        sharing: How buffers are handed to it over ``ipc``.
         opens: Which of torch's handles to a buffer are this target's.
         sent: Buckets that it has taken over.
         mixed: True if its live weights may be parts of two versions and it does not know that itself.
@@ -44,6 +45,7 @@ class Link:
     adapter: Adapter
     info: EngineInfo
     group_rank: int = 1
+    sharing: Sharing = "weightcast"
     opens: slice = field(default_factory=lambda: slice(0, 0))
     session: str = ""
     load_s: float = 0.0
@@ -69,6 +71,8 @@ class Link:
 
     def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
         """The handles that are for this target."""
+        if self.sharing == "ring":
+            return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
         return [Shared(memory=buffer.memory, torch=buffer.torch[self.opens]) for buffer in buffers]
 
     def open(self, message: Open) -> Ack:

@@ -29,7 +29,7 @@ class LmdeployAdapter:
     """One server: a block of attention-TP ranks behind one URL."""
 
     packing = Packing(alignment_bytes=1, one_dtype=True, slices=False, gapless=True)
-    sharing: Sharing = "torch"
+    sharing: Sharing = "ring"
     meeting: Meeting = "torch"
     proves: frozenset[Literal["received", "resident"]] = frozenset()
     leased = False
@@ -201,7 +201,7 @@ class LmdeployAdapter:
         return [self._memory_of(rank.rank, rank.device, shared) for rank in self._info.ranks]
 
     def _memory_of(self, rank: int, device: str, shared: Sequence[Shared]) -> TorchMemory:
-        offered = [item.torch[rank] for item in shared if rank < len(item.torch)]
+        offered = [item.ring[rank] for item in shared if rank < len(item.ring)]
         on_host = [memory for memory in offered if memory.kind == "shm"]
         if on_host:
             return on_host[0]
