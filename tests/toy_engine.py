@@ -138,6 +138,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", type=int, default=96)
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     # With the protocol named, asyncio switches Nagle off; without it every answer waits 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", args.port))
+    listener.bind((args.host, args.port))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
 
     def say() -> None:
