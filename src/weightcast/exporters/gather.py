@@ -161,6 +161,10 @@ class Gatherer:
         self._steps.clear()
         self._group = group
 
+    def boxes(self, number: int) -> list[Box]:
+        """The distinct parts that the ranks hold of a tensor; known after ``prepare``."""
+        return [part.box for part in self._parts[number]]
+
     def fill(
         self,
         bucket: Bucket | None,

@@ -11,43 +11,27 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from weightcast.comm.local import TrainerGroup
 from weightcast.errors import ConfigError
-from weightcast.exporters import casting
+from weightcast.exporters import casting, lora
 from weightcast.exporters.families import family_named, family_of
-from weightcast.exporters.gather import Gatherer, Held, Stored, slices
+from weightcast.exporters.gather import Gatherer, Held
 from weightcast.exporters.mapping import Family, arrange
-from weightcast.exporters.names import check_names, is_wrapper, strip_wrappers
-from weightcast.exporters.sharding import ShardOf, stored_part, whole_shape
+from weightcast.exporters.names import check_names, is_wrapper
+from weightcast.exporters.placed import PlacedTensors
+from weightcast.exporters.quantise import Fp8Blocks, Quantiser
+from weightcast.exporters.sharding import ShardOf
 from weightcast.protocols import Shard
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import Box
-from weightcast.wire.layout import MAX_DIMS, BucketLayout, TensorSpec, dtype_name
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor hangs: asked for by attribute, since optimizers and FSDP2 replace tensors.
-
-    Its name and its whole shape are as they were when the exporter was made.
-    """
-
-    module: nn.Module
-    attribute: str
-    name: str
-    shape: tuple[int, ...]
+from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 
 class ModuleExporter:
@@ -55,7 +39,8 @@ class ModuleExporter:
 
     Names and layouts are those of a Hugging Face checkpoint: which table turns the trainer's into those is found by
     ``model.config.model_type``.  Tied weights are listed once, under the first of their names.  Non-persistent buffers
-    are not listed.  Every rank of the job builds one from its own part of the same model.
+    are not listed.  LoRA adapters, as PEFT makes them, are merged into what is sent and left alone where they are.
+    Every rank of the job builds one from its own part of the same model.
 
     Args:
         model: Plain, ``fully_shard``-ed, tensor or expert parallel (DTensor parameters), in a ``torch.compile``, DDP or
@@ -66,6 +51,7 @@ class ModuleExporter:
         family: A table of names and layouts, or the name of one (``"plain"``: names as they are); None finds it.
         shard_of: Where in the whole tensor a plain, not DTensor, parameter of this rank lies, for trainers that shard
             without DTensor; see ``weightcast.exporters.sharding``.
+        quantise: Which weights travel as 8-bit floats with scales; None for none of them.
 
     Attributes:
         family: The table that is used.
@@ -82,78 +68,53 @@ class ModuleExporter:
         names: Callable[[str], str] | None = None,
         family: Family | str | None = None,
         shard_of: ShardOf | None = None,
+        quantise: Fp8Blocks | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self._model = model
-        self._shard_of = shard_of
-        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._reshard()
-        self._places: list[_Place] = []
-        self._parts: dict[int, tuple[Box, torch.Tensor] | None] = {}
-        self._device = torch.device("cpu")
-        dtypes = self._collect()
-        if not self._places:
-            raise ConfigError("the model has no parameters and no persistent buffers")
-        stored = [(place.name, place.shape) for place in self._places]
+        self._tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.name_of)
+        self._merger = lora.Merger(model, self._tensors)
         config = _config_of(model)
         if isinstance(family, str):
             family = family_named(family)
-        self.family = family or family_of(config, stored)
-        self._arranged = arrange(stored, self.family, config)
+        self.family = family or family_of(config, self._tensors.stored)
+        self._arranged = arrange(self._tensors.stored, self.family, config)
         kept = re.compile(self.family.keeps_dtype) if self.family.keeps_dtype else None
         specs: list[TensorSpec] = []
         for tensor in self._arranged:
-            own = {dtypes[segment.source] for segment in tensor.segments}
+            own = {self._tensors.places[segment.source].dtype for segment in tensor.segments}
             if len(own) > 1:
                 raise ConfigError(f"{tensor.name} is made of tensors of several dtypes: {', '.join(map(str, own))}")
             wanted = None if kept is not None and kept.fullmatch(tensor.name) else wire_dtype
             dtype = casting.wire_dtype(own.pop(), wanted)
             name = names(tensor.name) if names is not None else tensor.name
             specs.append(TensorSpec(name=name, dtype=dtype_name(dtype), shape=tensor.shape))
-        check_names(spec.name for spec in specs)
-        self._specs = tuple(specs)
-        self._gatherer = Gatherer(self._specs, self._local)
-
-    def _collect(self) -> list[torch.dtype]:
-        """Find every tensor of the model; the dtype of each."""
-        dtypes: list[torch.dtype] = []
-        seen: set[int] = set()
-        device_bytes: Counter[torch.device] = Counter()
-        for path, module in self._model.named_modules():
-            if isinstance(module, FullyShardedDataParallel):
-                raise ConfigError("the model is sharded with FSDP1", hint="shard it with torch's fully_shard (FSDP2)")
-            prefix = strip_wrappers(self._model, path)
-            for attribute, tensor in _own_tensors(module):
-                if id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                _check_tensor(name, tensor)
-                part = stored_part(name, tensor, self._shard_of)
-                if part is not None:
-                    device_bytes[part[1].device] += part[1].nbytes
-                shape = whole_shape(name, tensor, self._shard_of)
-                self._places.append(_Place(module, attribute, name, shape))
-                dtypes.append(tensor.dtype)
-        if device_bytes:
-            self._device = device_bytes.most_common(1)[0][0]
-        return dtypes
+        self._quantiser = Quantiser(specs, self._local, quantise) if quantise is not None else None
+        self._specs = tuple(specs) if self._quantiser is None else self._quantiser.specs
+        check_names(spec.name for spec in self._specs)
+        self._gatherer = Gatherer(self._specs, self._local if self._quantiser is None else self._quantiser.local)
+        self._number = {spec.name: number for number, spec in enumerate(self._specs)}
 
     @property
     def device(self) -> torch.device:
         """Where the weights live: the device with most of their bytes."""
-        return self._device
+        return self._tensors.device
 
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, in the order of the model's ``state_dict``, those of a stacked one together."""
         return self._specs
 
     def shards(self) -> Iterator[Shard]:
-        """What this rank holds, in the order of ``specs``; the model's own memory.  No communication."""
-        with self._looking():
+        """What this rank holds, in the order of ``specs``; the model's own memory.  No communication.
+
+        Raises:
+            ConfigError: Values are computed on the way (quantised, adapters merged), so nobody holds them.
+        """
+        with self._tensors.looking():
             for number, spec in enumerate(self._specs):
-                for held in self._local(number):
-                    assert held.memory is not None
+                for held in self._local(number) if self._quantiser is None else self._quantiser.local(number):
+                    if held.memory is None:
+                        raise ConfigError(f"{spec.name} is computed on its way, so no rank holds it")
                     yield Shard(spec=spec, box=held.box, tensor=held.memory)
 
     def prepare(self, group: TrainerGroup) -> None:
@@ -163,14 +124,21 @@ class ModuleExporter:
             ConfigError: The ranks do not hold one and the same model; the same on every rank.
             TrainerRankFailed: A rank is gone or did not take part in time.
         """
-        with self._looking():
-            self._gatherer.prepare(group)
+        with self._tensors.looking():
+            self._prepare(group)
+
+    def _prepare(self, group: TrainerGroup) -> None:
+        self._merger.prepare(group)
+        if self._quantiser is not None:
+            self._quantiser.prepare(group)
+        self._gatherer.prepare(group)
 
     def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
         """Write the layout's tensors, gathered and cast, into the bucket of every receiver.  Collective.
 
         When it returns the bucket is complete, on the host's clock too, and the model's memory is no longer read.
-        Beside the bucket it takes at most the bucket's size divided by the number of ranks (1 MiB at least).
+        Beside the bucket it takes at most the bucket's size divided by the number of ranks (1 MiB at least); where
+        values are computed on the way, the adapters of the bucket's weights and some 64 MiB more.
         On a GPU it follows what the current stream did before.
 
         Args:
@@ -182,8 +150,20 @@ class ModuleExporter:
             ConfigError: The layout is not of this model, or the model was sharded anew.
             TrainerRankFailed: Another rank failed; the message names it.
         """
-        with self._looking():
-            self._gatherer.fill(bucket, layout, group)
+        with self._tensors.looking():
+            self._prepare(group)
+            try:
+                self._merger.begin(layout, self._sources(layout), group)
+                if self._quantiser is not None:
+                    self._quantiser.begin(layout, group)
+                self._gatherer.fill(bucket, layout, group)
+            except BaseException as error:
+                group.abort(f"{type(error).__name__}: {error}")  # the others are about to wait for this rank
+                raise
+            finally:
+                self._merger.end()
+                if self._quantiser is not None:
+                    self._quantiser.end()
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first given those before it, by the model's own forward pass.
@@ -212,56 +192,35 @@ class ModuleExporter:
                 logits = logits.full_tensor()
             log_p = torch.log_softmax(logits[0, :-1].float(), dim=-1)
             chosen = log_p.gather(-1, tokens[0, 1:, None].to(log_p.device))[:, 0]
-        self._reshard()
+        self._tensors.reshard()
         return chosen.tolist()
 
     def _local(self, number: int) -> list[Held]:
-        """What this rank holds of a travelling tensor."""
+        """What this rank holds of a tensor, before it is quantised."""
         found: list[Held] = []
         for segment in self._arranged[number].segments:
-            part = self._part(segment.source)
+            part = self._tensors.part(segment.source)
             box = segment.target_box(part[0]) if part is not None else None
             if part is not None and box is not None:
-                view = part[1][slices(segment.source_box(box), part[0].offset)]
-                found.append(Stored(box, segment.view(view)))
+                found.append(self._merger.held(segment.source, segment, box, part))
         return found
 
-    def _part(self, source: int) -> tuple[Box, torch.Tensor] | None:
-        """What this rank holds of a stored tensor."""
-        if source not in self._parts:
-            place = self._places[source]
-            tensor = getattr(place.module, place.attribute)
-            shape = whole_shape(place.name, tensor, self._shard_of)
-            if shape != place.shape:
-                raise ConfigError(
-                    f"{place.name} has shape {shape} and had {place.shape} when the exporter was made",
-                    hint="make a new exporter when the model's structure changes",
-                )
-            self._parts[source] = stored_part(place.name, tensor, self._shard_of)
-        return self._parts[source]
-
-    @contextmanager
-    def _looking(self) -> Generator[None]:
-        """Look at each stored tensor once, since hundreds of experts are in one, and anew the next time."""
-        self._reshard()
-        self._parts.clear()
-        try:
-            yield
-        finally:
-            self._parts.clear()
-
-    def _reshard(self) -> None:
-        """FSDP2 leaves parameters gathered after some forward passes; what it shows then is not the shard."""
-        for module in self._fsdp_modules:
-            module.reshard()
+    def _sources(self, layout: BucketLayout) -> list[int]:
+        """Numbers of the stored tensors that a bucket is made of; none if no adapter is merged anyway."""
+        if not self._merger:
+            return []
+        numbers = [self._number[slot.spec.name] for slot in layout.slots if slot.spec.name in self._number]
+        if self._quantiser is not None:
+            numbers = [self._quantiser.source(number) for number in numbers]
+        return sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
 
     def _forward_device(self) -> torch.device:
         """Where inputs go: with parameters offloaded to the host, FSDP2 computes on the mesh's device."""
-        for place in self._places:
-            tensor = getattr(place.module, place.attribute)
+        for number in range(len(self._tensors.places)):
+            tensor = self._tensors.tensor(number)
             if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cuda":
                 return torch.device("cuda", torch.cuda.current_device())
-        return self._device
+        return self._tensors.device
 
 
 def _config_of(model: nn.Module) -> Any:
@@ -270,35 +229,6 @@ def _config_of(model: nn.Module) -> Any:
     while module is not None and not hasattr(module, "config"):
         module = getattr(module, "_orig_mod", None) or (module.module if is_wrapper(module) else None)
     return getattr(module, "config", None)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's parameters and persistent buffers, without those of its children."""
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    # torch has no public way to ask which buffers are persistent, short of building the whole state dict.
-    hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-    for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
-        if attribute not in hidden:
-            yield attribute, tensor
-
-
-def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        raise ConfigError(f"{name} is on the meta device", hint="give the model its weights before exporting them")
-    if is_lazy(tensor):
-        raise ConfigError(f"{name} is a lazy parameter without a shape", hint="run one forward pass first")
-    if tensor.layout != torch.strided:
-        raise ConfigError(f"{name} is {tensor.layout}, and only dense tensors can be sent")
-    if tensor.dim() > MAX_DIMS:
-        raise ConfigError(f"{name} has {tensor.dim()} dimensions, and at most {MAX_DIMS} can be sent")
-    dtype_name(tensor.dtype)
-    # A subclass with a dispatch of its own (quantised, nested, ...) is not what its storage holds.
-    if not isinstance(tensor, DTensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
-        raise ConfigError(f"{name} is a {type(tensor).__name__}, whose bytes are not its values")
-
-
-def _dispatch(kind: type[torch.Tensor]) -> object:
-    return getattr(kind, "__torch_dispatch__", None)
 
 
 @contextmanager

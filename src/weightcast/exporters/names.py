@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -18,19 +19,35 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def strip_wrappers(model: nn.Module, path: str) -> str:
-    """A module's path without the segments that ``torch.compile``, checkpointing, DDP and the like put into it.
+    """A module's path without what ``torch.compile``, checkpointing, DDP, PEFT and the like put into it.
 
     Args:
         model: Where the path starts.
         path: As ``named_modules`` gives it.
     """
     kept: list[str] = []
-    module: nn.Module | None = model
+    module: Any = model
+    inside = ""  # the wrapper that the path has just entered
     for segment in path.split(".") if path else ():
-        if not (segment in _WRAPPERS or (segment == "module" and is_wrapper(module))):
+        wrapped = segment in _WRAPPERS or (segment == "module" and is_wrapper(module))
+        if segment == "base_layer":
+            wrapped = is_adapted(module)
+        elif segment == "base_model":  # PEFT's model has one, in which "model" is the model itself
+            wrapped = hasattr(module, "peft_config")
+        elif inside == "base_model":
+            wrapped = segment == "model"
+        elif (segment == "modules_to_save" and hasattr(module, "original_module")) or inside == "modules_to_save":
+            wrapped = True
+        if not wrapped:
             kept.append(segment)
+        inside = segment if wrapped else ""
         module = getattr(module, segment, None)
     return ".".join(kept)
+
+
+def is_adapted(module: object) -> bool:
+    """True if a module is another one with LoRA adapters, as PEFT makes them."""
+    return all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B"))
 
 
 def is_wrapper(module: object) -> bool:

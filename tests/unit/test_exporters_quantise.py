@@ -1,0 +1,168 @@
+"""Block-quantised exports, bit for bit those of a reference that is written another way; real gloo ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.unit import families
+from tests.unit.exports import ALONE, CPU, export, raw
+from tests.unit.ranks import Ranks
+from weightcast.comm.local import TrainerGroup
+from weightcast.errors import ConfigError
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.quantise import Fp8Blocks
+
+
+def reference(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block by block, one after the other."""
+    x = x.float()
+    rows, columns = x.shape
+    q = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(math.ceil(rows / block), math.ceil(columns / block))
+    for r in range(scales.shape[0]):
+        for c in range(scales.shape[1]):
+            part = x[r * block : (r + 1) * block, c * block : (c + 1) * block]
+            most = max(abs(float(part.min())), abs(float(part.max())))
+            scale = torch.tensor(most) / 448 if most else torch.tensor(1.0)
+            scales[r, c] = scale
+            q[r * block : (r + 1) * block, c * block : (c + 1) * block] = (part / scale).to(torch.float8_e4m3fn)
+    return q, scales
+
+
+def quantised(name: str, x: torch.Tensor, block: int) -> dict[str, bytes]:
+    matrices = x if x.dim() > 2 else x[None]
+    parts = [reference(matrix, block) for matrix in matrices]
+    q, scales = (torch.stack(found) if x.dim() > 2 else found[0] for found in zip(*parts, strict=True))
+    return {name: raw(q), f"{name}_scale_inv": raw(scales)}
+
+
+def test_a_model_is_quantised_as_the_reference_does(tmp_path):
+    model = families.make("qwen3_moe", hidden_size=160, moe_intermediate_size=136).to(torch.bfloat16)
+    want: dict[str, bytes] = {}
+    kept: list[str] = []
+    for name, tensor in families.written(model, tmp_path).items():
+        if "_proj" in name:
+            want |= quantised(name, tensor, 128)
+        else:
+            want[name] = raw(tensor)
+            kept.append(name)
+    assert {"lm_head.weight", "model.norm.weight", "model.layers.0.mlp.gate.weight"} < set(kept)
+    got = export(ModuleExporter(model, quantise=Fp8Blocks()), ALONE, bucket_bytes=11_000)
+    assert set(got) == set(want)
+    assert [name for name in got if got[name] != want[name]] == []
+
+
+def test_nothing_is_quantised_unless_asked_for():
+    specs = ModuleExporter(families.make("qwen3")).specs()
+    assert {spec.dtype for spec in specs} == {"float32"}
+
+
+def test_values_come_back_within_the_format_s_precision():
+    model = nn.Module()
+    model.up_proj = nn.Linear(300, 200, bias=False)
+    with torch.no_grad():
+        model.up_proj.weight[:128, :128] *= 1000
+        model.up_proj.weight[128:, :128] = 0
+    exporter = ModuleExporter(model, quantise=Fp8Blocks())
+    assert [spec.name for spec in exporter.specs()] == ["up_proj.weight", "up_proj.weight_scale_inv"]
+    got = export(exporter)
+    q = torch.frombuffer(bytearray(got["up_proj.weight"]), dtype=torch.float8_e4m3fn).view(200, 300)
+    scales = torch.frombuffer(bytearray(got["up_proj.weight_scale_inv"]), dtype=torch.float32).view(2, 3)
+    back = q.float() * scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    torch.testing.assert_close(back, model.up_proj.weight.detach(), rtol=2**-4, atol=float(scales[0, 1]) * 2**-9)
+    assert torch.equal(back[128:, :128], torch.zeros(72, 128))
+
+
+def test_a_quantised_export_has_no_shards():
+    model = nn.Module()
+    model.up_proj = nn.Linear(3, 2, bias=False)
+    with pytest.raises(ConfigError, match=r"up_proj\.weight is computed"):
+        list(ModuleExporter(model, quantise=Fp8Blocks()).shards())
+
+
+# -- sharded
+
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+_groups: list[TrainerGroup] = []
+
+
+def export_case(case: dict) -> list[str]:
+    mesh = case["mesh"]
+    if mesh not in _meshes:
+        _meshes[mesh] = init_device_mesh("cpu", mesh)
+    if _groups and _groups[0]._failure is not None:
+        _groups.clear()
+    if not _groups:
+        _groups.append(TrainerGroup.connect(CPU, timeout_s=15))
+    group = _groups[0]
+    group.receivers = tuple(rank for rank in case["receivers"] if rank < dist.get_world_size()) or (0,)
+    torch.manual_seed(case["seed"])
+    model = nn.Module()
+    want: dict[str, bytes] = {}
+    for number, (shape, dims) in enumerate(case["tensors"]):
+        whole = (torch.randn(shape) * 10).to(case["dtype"])
+        placed = distribute_tensor(
+            whole, _meshes[mesh], [Replicate() if d is None else Shard(d) for d in dims], src_data_rank=None
+        )
+        model.register_parameter(f"t{number}", nn.Parameter(placed, requires_grad=False))
+        want |= quantised(f"t{number}", whole.to(case["wire_dtype"] or case["dtype"]), case["block"])
+    quantise = Fp8Blocks(match=".*", block=case["block"])
+    exporter = ModuleExporter(model, wire_dtype=case["wire_dtype"], quantise=quantise)
+    wrong: list[str] = []
+    for _ in range(2):
+        got = export(exporter, group, bucket_bytes=case["bucket_bytes"])
+        assert set(got) == (set(want) if group.rank in group.receivers else set())
+        wrong += [name for name in got if got[name] != want[name]]
+    return wrong
+
+
+@st.composite
+def cases(draw, mesh_shapes) -> dict:
+    mesh = draw(st.sampled_from(mesh_shapes))
+    tensors = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 11), min_size=2, max_size=3)))
+        dims = st.one_of(st.none(), st.integers(0, len(shape) - 1))
+        tensors.append((shape, tuple(draw(st.lists(dims, min_size=len(mesh), max_size=len(mesh))))))
+    return {
+        "mesh": mesh,
+        "tensors": tensors,
+        "block": draw(st.sampled_from([1, 3, 4])),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        "wire_dtype": draw(st.sampled_from([None, torch.bfloat16])),
+        "receivers": tuple(sorted(draw(st.sets(st.integers(0, math.prod(mesh) - 1), min_size=1)))),
+        "bucket_bytes": draw(st.sampled_from([600, 1 << 16])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+# A failure leaves ranks that wait for each other until a deadline, so none is shrunk.
+ONCE = (Phase.explicit, Phase.generate)
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@settings(max_examples=15, deadline=None, database=None, derandomize=True, phases=ONCE)
+@given(case=cases([(4,), (2, 2)]))
+def test_shards_that_cut_through_blocks_change_nothing(four, case):
+    assert four.run(export_case, case) == [[]] * 4
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1200)
+@settings(max_examples=400, deadline=None, database=None, phases=ONCE)
+@given(case=cases([(4,), (2, 2), (1, 4), (4, 1)]))
+def test_many_shards_that_cut_through_blocks_change_nothing(four, case):
+    assert four.run(export_case, case) == [[]] * 4
