@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from weightcast.errors import ConfigError
 
-TransportName = Literal["auto", "ipc", "broadcast"]
+TransportName = Literal["auto", "ipc", "broadcast", "disk"]
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
@@ -80,7 +80,8 @@ class UpdateConfig:
 
     Attributes:
         transport: ``"ipc"`` (same host: CUDA IPC or shared memory), ``"broadcast"`` (a process group
-            across both worlds: nccl or gloo) or ``"auto"`` (ipc where every target is on this host).
+            across both worlds: nccl or gloo), ``"disk"`` (a checkpoint folder, for engines that load one while they
+            run) or ``"auto"`` (ipc where every target is on this host, else broadcast).
         bucket_bytes: Size of one bucket.  A trainer rank uses at most two of them, whatever the model.
         pause: What happens to requests that are running at the moment of the switch.
         verify: Highest level of proof wanted; the report says which was reached on each target.
@@ -91,6 +92,8 @@ class UpdateConfig:
         allow_older: Accept a version lower than the one an engine serves (a trainer resumed from a checkpoint).
         behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
         rendezvous_host: Address of this process that engines can reach; None asks the routing table.
+        disk_folder: For ``"disk"``: where, under the same path for trainer and engines; None takes the folder for
+            temporary files, for engines on this host.
     """
 
     transport: TransportName = "auto"
@@ -104,6 +107,7 @@ class UpdateConfig:
     allow_older: bool = False
     behaviour_tolerance: float = 0.1
     rendezvous_host: str | None = None
+    disk_folder: str | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -38,9 +38,9 @@ def push(
     via: Annotated[
         str,
         typer.Option(
-            metavar="auto|ipc|broadcast",
-            help="ipc: shared memory on one host; broadcast: a process group; auto: ipc where every engine is on this "
-            "host.",
+            metavar="auto|ipc|broadcast|disk",
+            help="ipc: shared memory on one host; broadcast: a process group; disk: a checkpoint folder, for engines "
+            "that load one while they run; auto: ipc where every engine is on this host, else broadcast.",
         ),
     ] = "auto",
     engine: EngineKind = "auto",
@@ -81,6 +81,12 @@ def push(
     rendezvous: Annotated[
         str | None,
         typer.Option(metavar="HOST", help="Address of this machine that engines can reach; for broadcast."),
+    ] = None,
+    disk_folder: Annotated[
+        str | None,
+        typer.Option(
+            "--disk-folder", metavar="DIR", help="For --via disk: a folder that the engines see under the same path."
+        ),
     ] = None,
     as_json: Json = False,
     traceback: Traceback = False,
@@ -123,6 +129,7 @@ def push(
             allow_older=allow_older,
             wire_dtype=dtype,
             rendezvous_host=rendezvous,
+            disk_folder=disk_folder,
             progress=advance,
         )
         try:

@@ -19,7 +19,7 @@ from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_f
 from weightcast.comm.nccl import NcclGroup, NcclLibrary
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
-from weightcast.transports.ipc import leave_all, post_bucket
+from weightcast.transports.ipc import leave_all, tell
 from weightcast.transports.link import Link
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import GROUP_FAILED
@@ -150,10 +150,10 @@ class Channel:
         index = bucket.layout.index
         posts: list[Future[None]] = [
             self._pool.submit(
-                post_bucket,
+                tell,
                 link,
                 link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=()),
-                index=index,
+                what=f"bucket {index}",
                 timeout_s=self._timeout_s,
             )
             for link in self._links

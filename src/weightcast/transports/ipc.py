@@ -51,10 +51,10 @@ class IpcTransport(Pumped):
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         posts = {
             self._pool.submit(
-                post_bucket,
+                tell,
                 link,
                 link.adapter.bucket(link.session, bucket.layout, group=None, shared=link.shared(shared)),
-                index=bucket.layout.index,
+                what=f"bucket {bucket.layout.index}",
                 timeout_s=self._timeout_s,
             ): link
             for link in self._links
@@ -66,11 +66,11 @@ class IpcTransport(Pumped):
             raise first
 
 
-def post_bucket(link: Link, steps: Steps, *, index: int, timeout_s: float) -> None:
-    """Post one bucket to one target and read its answer.
+def tell(link: Link, steps: Steps, *, what: str, timeout_s: float) -> None:
+    """Tell one target of new weights, a bucket or a folder, and read its answer.
 
     Raises:
-        TargetRejected, TargetLost: Named, with the bucket, and half updated where the engine does not stage.
+        TargetRejected, TargetLost: Named, with what it was, and half updated where the engine does not stage.
     """
     half = not link.stages
     link.touch()
@@ -79,11 +79,11 @@ def post_bucket(link: Link, steps: Steps, *, index: int, timeout_s: float) -> No
         link.sent += 1
     except DeadlineExceeded as error:
         raise TargetLost(
-            f"{link.url}: no answer to bucket {index} within {timeout_s:g} s", url=link.url, half_updated=half
+            f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half
         ) from error
     except TargetRejected as error:
         raise TargetRejected(
-            f"{link.url} refused bucket {index} after {link.sent} buckets: {error}",
+            f"{link.url} refused {what} after {link.sent} buckets: {error}",
             url=link.url,
             half_updated=half,
             hint=error.hint,
@@ -91,7 +91,7 @@ def post_bucket(link: Link, steps: Steps, *, index: int, timeout_s: float) -> No
         ) from error
     except TargetError as error:
         raise TargetLost(
-            f"{link.url}: lost at bucket {index} after {link.sent} buckets: {error}", url=link.url, half_updated=half
+            f"{link.url}: lost at {what} after {link.sent} buckets: {error}", url=link.url, half_updated=half
         ) from error
 
 

@@ -46,7 +46,12 @@ def check_fits(link: Link, specs: Sequence[TensorSpec]) -> None:
 
 
 def choose_transport(
-    infos: Mapping[str, EngineInfo], asked: TransportName, *, device: torch.device, places: Sequence[str]
+    infos: Mapping[str, EngineInfo],
+    asked: TransportName,
+    *,
+    device: torch.device,
+    places: Sequence[str],
+    shared_folder: bool = False,
 ) -> TransportName:
     """The transport that was asked for, or the best that reaches every engine.
 
@@ -55,6 +60,7 @@ def choose_transport(
         asked: What the caller wants.
         device: Where the trainer's weights are.
         places: UUID of each trainer rank's device, the head's first.
+        shared_folder: The caller named a folder for ``disk``.
 
     Raises:
         ConfigError: An engine cannot be reached that way.
@@ -78,6 +84,11 @@ def choose_transport(
         raise ConfigError(
             f"{far} runs on another host; ipc needs one host",
             hint='use broadcast: transport="broadcast", --via broadcast',
+        )
+    if name == "disk" and not same_host and not shared_folder:
+        raise ConfigError(
+            "an engine runs on another host, and would not find a folder among this host's temporary files",
+            hint="name one that all hosts see under the same path: disk_folder, --disk-folder",
         )
     on_gpu = device.type == "cuda"
     if name == "broadcast" and any((there != "cpu") != on_gpu for there in devices):

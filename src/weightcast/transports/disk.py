@@ -1,0 +1,201 @@
+"""A checkpoint folder that the engines load: for engines that cannot be reached in any other way.
+
+Buckets are written one behind the other into one safetensors file, so the model is never whole in memory; the folder
+gets its name when the file is complete, and goes away when the engines have answered.  Trainer and engines must see it
+under the same path.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from weightcast.comm.share import Shared
+from weightcast.errors import ConfigError
+from weightcast.protocols import FromFolder
+from weightcast.transports.ipc import tell
+from weightcast.transports.link import Link
+from weightcast.transports.pump import Pumped
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import TensorSpec, total_bytes
+
+_STORED = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class DiskTransport(Pumped):
+    """One folder for all targets."""
+
+    name = "disk"
+
+    def __init__(
+        self, links: Sequence[Link], *, specs: Sequence[TensorSpec], folder: str | None, timeout_s: float
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+            links: The targets; their adapters are ``FromFolder``.
+            specs: What will be sent, in order.
+            folder: Where, as trainer and engines see it; None takes the folder for temporary files.
+            timeout_s: Deadline of a target's answer, in seconds.
+
+        Raises:
+            ConfigError: It is no folder, or there is not enough room in it.
+        """
+        super().__init__(self._write)
+        self._links = list(links)
+        self._specs = tuple(specs)
+        self._root = Path(folder or tempfile.gettempdir()).absolute()
+        self._timeout_s = timeout_s
+        try:
+            free_bytes = shutil.disk_usage(self._root).free
+        except OSError as error:
+            raise ConfigError(f"{self._root}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
+        if free_bytes < total_bytes(specs):
+            raise ConfigError(
+                f"{self._root} has {free_bytes} bytes left, the weights have {total_bytes(specs)}",
+                hint="choose another folder: disk_folder, --disk-folder",
+            )
+        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
+        self._lock = threading.Lock()
+        self._folder: Path | None = None
+        self._file: BinaryIO | None = None
+        self._left_bytes = 0
+        self._closed = False
+
+    def connect(self) -> None:
+        """Begin a new file.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        self._discard()
+        header = _header(self._specs)
+        self._left_bytes = total_bytes(self._specs)
+        folder = self._root / f".weightcast-{secrets.token_hex(8)}.part"
+        try:
+            folder.mkdir()
+            file = (folder / "model.safetensors").open("wb")
+            file.write(header)
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
+        with self._lock:
+            self._folder, self._file = folder, file
+
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
+        """As ``Transport.send``."""
+        self._pump.put(bucket, ())
+
+    def drain(self) -> None:
+        """Finish the file, have it loaded by every target, and remove it.
+
+        Raises:
+            TargetError: As ``transports.ipc.tell``; the first, after all have answered.
+            ConfigError: The file could not be written.
+        """
+        super().drain()
+        try:
+            folder = str(self._publish())
+            posts = [self._pool.submit(self._load, link, folder) for link in self._links]
+            first: BaseException | None = None
+            for done in as_completed(posts):
+                first = first or done.exception()
+            if first is not None:
+                raise first
+        finally:
+            self._discard()
+
+    def abort(self, reason: str) -> None:
+        """Nobody waits for a file; what there is of it goes away."""
+        self._discard()
+
+    def close(self) -> None:
+        """As ``Transport.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pump.close()
+        self._discard()
+        self._pool.shutdown(wait=True)
+
+    def _write(self, bucket: Bucket, _: tuple[Shared, ...]) -> None:
+        with self._lock:
+            file = self._file
+            if file is None:
+                return  # given up in the meantime
+            data = bucket.data[: bucket.layout.size_bytes].cpu()
+            try:
+                for slot in bucket.layout.slots:
+                    file.write(memoryview(data[slot.offset_bytes : slot.end_bytes].numpy()))
+                    self._left_bytes -= slot.size_bytes
+            except OSError as error:
+                raise ConfigError(f"{self._folder}: {error.strerror or error}") from error
+
+    def _publish(self) -> Path:
+        with self._lock:
+            assert self._file is not None, "connect() comes first"
+            assert self._folder is not None
+            assert self._left_bytes == 0, "some of the weights were not sent"
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())  # a shared file system shows it elsewhere only after this
+                self._file.close()
+                self._file = None
+                done = self._root / self._folder.name.removeprefix(".").removesuffix(".part")
+                self._folder = self._folder.rename(done)
+            except OSError as error:
+                raise ConfigError(f"{self._folder}: {error.strerror or error}") from error
+            return self._folder
+
+    def _load(self, link: Link, folder: str) -> None:
+        adapter = link.adapter
+        assert isinstance(adapter, FromFolder), "an engine without this way does not say that it has it"
+        tell(link, adapter.load_folder(link.session, folder), what=f"the folder {folder}", timeout_s=self._timeout_s)
+
+    def _discard(self) -> None:
+        with self._lock:
+            folder, file = self._folder, self._file
+            self._folder = self._file = None
+            if file is not None:
+                with suppress(OSError):
+                    file.close()
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    """The beginning of a safetensors file with these tensors end to end, in this order."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        table[spec.name] = {
+            "dtype": _STORED[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": (end, end + spec.size_bytes),
+        }
+        end += spec.size_bytes
+    text = msgspec.json.encode(table)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
