@@ -8,9 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.models import FusedModel, differing, specs_of, state, weights_of
 from tests.unit.sessions import Sender
@@ -21,7 +18,7 @@ from weightcast.receiver import engine as module
 from weightcast.receiver.engine import EngineFacts, ReceiverEngine
 from weightcast.receiver.staging import Place
 from weightcast.wire.digest import model_digest, tensor_digest
-from weightcast.wire.messages import Ack, Join, Leave, Message, Owner, RankAck, RankInfo, Readback
+from weightcast.wire.messages import Ack, Join, Leave, Message, RankAck, RankInfo, Readback
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -576,138 +573,3 @@ def test_strangers_do_not_wait_for_a_message_under_way(bench):
             thread.join(10)
         assert len(answers) == 4
         assert not any(ack.ok for ack in answers)
-
-
-# -- any order of anything
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Messages in any order: the engine always serves whole versions, or says that it does not."""
-
-    staging: Place = "device"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bench = Bench(staging=self.staging)
-        self.version = 0
-        self.quarantined = False
-        self.sender: Sender | None = None
-        self.sent = 0
-        self.closed = False
-        self.failed = False
-
-    def teardown(self) -> None:
-        self.bench.close()
-
-    def over(self) -> None:
-        half = self.staging == "none" and self.sent > 0
-        self.quarantined = self.quarantined or half
-        self.sender = None
-
-    @rule(step=st.integers(-1, 2), allow_older=st.booleans(), steps=st.integers(0, 8), honest=st.booleans())
-    def open(self, step: int, allow_older: bool, steps: int, honest: bool) -> None:
-        """Open a session and go some way with it."""
-        version = max(0, self.version + step)
-        sender = Sender(weights_of(version), version=version, allow_older=allow_older, bucket_bytes=1000)
-        ack = self.bench.engine.apply(sender.open)
-        fits = self.sender is None and (version >= self.version or allow_older)
-        assert ack.ok == fits, ack.error
-        if fits:
-            self.sender, self.sent, self.closed, self.failed = sender, 0, False, False
-            self.go_on(steps, honest)
-
-    @rule()
-    def open_for_another_model(self) -> None:
-        ack = self.bench.engine.apply(Sender({"w": torch.zeros(1)}, version=self.version + 1).open)
-        assert not ack.ok
-
-    @precondition(lambda self: self.sender is not None)
-    @rule(ahead=st.sampled_from([0, 0, 0, 0, 1]))
-    def announce(self, ahead: int) -> None:
-        assert self.sender is not None
-        index = self.sent + ahead
-        if index >= len(self.sender.layouts):
-            return
-        ack = self.bench.engine.apply(self.sender.announce(index))
-        fits = not ahead and not self.closed and not self.failed
-        assert ack.ok == fits, ack.error
-        self.sent += fits
-
-    @precondition(lambda self: self.sender is not None)
-    @rule(count=st.sampled_from([0, 0, 0, -1]))
-    def close(self, count: int) -> None:
-        assert self.sender is not None
-        ack = self.bench.engine.apply(self.sender.close(max(0, self.sent + count)))
-        complete = self.sent == len(self.sender.layouts)
-        right_count = max(0, self.sent + count) == self.sent
-        assert ack.ok == (complete and right_count and not self.failed), ack.error
-        self.failed = self.failed or (right_count and not complete)
-        self.closed = self.closed or ack.ok
-
-    @precondition(lambda self: self.sender is not None)
-    @rule(honest=st.sampled_from([True, True, False]))
-    def commit(self, honest: bool) -> None:
-        assert self.sender is not None
-        expected = self.sender.digests()[1]
-        if not honest:
-            expected["scale"] = "0" * 16
-        ack = self.bench.engine.apply(self.sender.commit(expected))
-        fits = self.closed and not self.failed
-        assert ack.ok == (fits and honest), ack.error
-        if fits and honest:
-            self.version, self.quarantined, self.sender = self.sender.open.version, False, None
-        elif fits:
-            self.over()
-
-    def go_on(self, steps: int, honest: bool) -> None:
-        """What a trainer would do next."""
-        for _ in range(steps):
-            if self.sender is None:
-                return
-            if self.closed:
-                self.commit(honest)
-            elif self.sent == len(self.sender.layouts):
-                self.close(0)
-            else:
-                self.announce(0)
-
-    @precondition(lambda self: self.sender is not None)
-    @rule(lost=st.booleans())
-    def end(self, lost: bool) -> None:
-        assert self.sender is not None
-        if lost:
-            self.bench.engine.lease_lost(self.sender.session)
-        else:
-            assert self.bench.engine.apply(self.sender.abort()).ok
-        self.over()
-
-    @rule()
-    def shout(self) -> None:
-        stranger = Sender(weights_of(9), version=9, owner=Owner(host="elsewhere", pid=2))
-        for message in (stranger.announce(0), stranger.close(), stranger.commit()):
-            assert not self.bench.engine.apply(message).ok
-        for message in (stranger.abort(), Leave(), Leave(group="g"), Readback()):
-            assert self.bench.engine.apply(message).ok
-
-    @invariant()
-    def whole_or_said_so(self) -> None:
-        info = self.bench.engine.info()
-        half = self.staging == "none" and self.sender is not None and self.sent > 0
-        assert info.version == self.version
-        assert info.state == ("quarantined" if self.quarantined else "updating" if self.sender else "serving")
-        assert (info.session_owner is None) == (self.sender is None)
-        still = self.quarantined or (self.staging == "none" and self.sender is not None)
-        assert self.bench.hooks.paused == still
-        if not self.quarantined and not half:
-            assert self.bench.serves(self.version)
-
-
-class AnyOrderUnstaged(AnyOrder):
-    staging: Place = "none"
-
-
-_limits = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = _limits
-TestAnyOrderUnstaged = AnyOrderUnstaged.TestCase
-TestAnyOrderUnstaged.settings = _limits
