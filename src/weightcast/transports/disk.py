@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import torch
 
 from weightcast.comm.share import Shared
 from weightcast.errors import ConfigError
@@ -83,6 +84,7 @@ class DiskTransport(Pumped):
         self._folder: Path | None = None
         self._file: BinaryIO | None = None
         self._left_bytes = 0
+        self._staged = bytearray()  # torch gives no plain bytes of a tensor, least of all of one on a GPU
         self._closed = False
 
     def connect(self) -> None:
@@ -145,10 +147,14 @@ class DiskTransport(Pumped):
             file = self._file
             if file is None:
                 return  # given up in the meantime
-            data = bucket.data[: bucket.layout.size_bytes].cpu()
+            size_bytes = bucket.layout.size_bytes
+            if len(self._staged) < size_bytes:
+                self._staged = bytearray(size_bytes)
+            torch.frombuffer(self._staged, dtype=torch.uint8)[:size_bytes].copy_(bucket.data[:size_bytes])
+            data = memoryview(self._staged)
             try:
                 for slot in bucket.layout.slots:
-                    file.write(memoryview(data[slot.offset_bytes : slot.end_bytes].numpy()))
+                    file.write(data[slot.offset_bytes : slot.end_bytes])
                     self._left_bytes -= slot.size_bytes
             except OSError as error:
                 raise ConfigError(f"{self._folder}: {error.strerror or error}") from error
