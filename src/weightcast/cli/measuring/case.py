@@ -1,0 +1,270 @@
+"""One case: methods and limits take turns in the same processes, and one JSON object says what came of it.
+
+First each method alone: every setting of its sweep is prepared, warmed up, watched for memory and tried; the fastest
+setting stays. Then those take turns, limits among them, in an order that moves on by one each round. So nothing is
+compared that did not run within seconds of each other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weightcast.cli.measuring.limits import bounds
+from weightcast.cli.measuring.machine import facts
+from weightcast.cli.measuring.rig import Layout, MeasuringFailed, Method, Rig, Turn, WrongWeights
+from weightcast.cli.measuring.shapes import model_shape
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A method with the settings that it may choose from.
+
+    Attributes:
+        name: Of the family, in tables.
+        settings: One method each; their names must differ.
+        ours: True for weightcast; the others are peers.
+    """
+
+    name: str
+    settings: tuple[Method, ...]
+    ours: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How often and how long.
+
+    Attributes:
+        warm: Turns before any that count.
+        tries: Turns for each setting of a sweep.
+        turns: Timed turns of each method.
+        turn_s: Deadline of one step of a turn.
+        budget_s: No round starts after that many seconds.
+    """
+
+    warm: int = 2
+    tries: int = 2
+    turns: int = 10
+    turn_s: float = 120.0
+    budget_s: float = 600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    contender: Contender
+    method: Method
+    tried: dict[str, float] = field(default_factory=dict[str, float])
+    watched: dict[str, Any] = field(default_factory=dict[str, Any])
+    prepare_s: float = 0.0
+    first_s: float = 0.0
+    turns: list[Turn] = field(default_factory=list[Turn])
+
+
+def run_case(
+    layout: Layout,
+    contenders: Sequence[Contender],
+    plan: Plan,
+    *,
+    not_run: dict[str, str] | None = None,
+    say: Say = lambda _: None,
+) -> dict[str, Any]:
+    """Measure.
+
+    Args:
+        layout: Who is where.
+        contenders: What takes turns.
+        plan: How often and how long.
+        not_run: Contenders that cannot run here, with the reason.
+        say: Told what happens.
+
+    Returns:
+        The result as plain JSON; ``ok`` is False if a method failed or ended with wrong weights.
+    """
+    run = _Run(layout, plan, say, dict(not_run or {}))
+    try:
+        entries = [entry for contender in contenders if (entry := run.choose(contender)) is not None]
+        limits = [
+            _Entry(contender=Contender(name=method.name, settings=()), method=method) for method in bounds(layout)
+        ]
+        run.take_turns([*limits, *entries])
+    finally:
+        run.close()
+    return run.result(limits, entries)
+
+
+class _Run:
+    def __init__(self, layout: Layout, plan: Plan, say: Say, not_run: dict[str, str]) -> None:
+        self._layout, self._plan, self._say = layout, plan, say
+        self._not_run = not_run
+        self._failed: dict[str, str] = {}
+        self._rig: Rig | None = None
+        self._until = time.monotonic() + plan.budget_s
+
+    def choose(self, contender: Contender) -> _Entry | None:
+        """Try every setting; the fastest."""
+        best: _Entry | None = None
+        tried: dict[str, float] = {}
+        for method in contender.settings:
+            if time.monotonic() > self._until:
+                if best is None:
+                    self._not_run[contender.name] = "no time was left"
+                break
+            self._say(f"{contender.name}: {method.options}")
+            entry = _Entry(contender=contender, method=method)
+            try:
+                rig = self._at()
+                entry.prepare_s = rig.prepare(method, timeout_s=self._plan.turn_s)
+                entry.first_s = rig.turn(method, timeout_s=self._plan.turn_s)[0].usable_s
+                _, entry.watched = rig.turn(method, timeout_s=self._plan.turn_s, watch=True)
+                turns = [rig.turn(method, timeout_s=self._plan.turn_s)[0] for _ in range(self._plan.tries)]
+                rig.drop(method)
+            except MeasuringFailed as error:
+                self._fail(method, error)
+                continue
+            tried[method.name] = min(turn.usable_s for turn in turns)
+            if best is None or tried[method.name] < tried[best.method.name]:
+                best = entry
+        if best is not None:
+            best.tried = tried
+        return best
+
+    def take_turns(self, entries: Sequence[_Entry]) -> None:
+        """Round after round; an entry that fails is out, and the others go on with new processes."""
+        prepared: set[str] = set()
+        done = 0
+        while done < self._plan.warm + self._plan.turns:
+            if done > self._plan.warm and time.monotonic() > self._until:
+                self._say(f"time is up after {done - self._plan.warm} rounds")
+                break
+            alive = [entry for entry in entries if entry.method.name not in self._failed]
+            if self._rig is None:
+                prepared = set()
+            turn_of = done % max(1, len(alive))
+            for entry in [*alive[turn_of:], *alive[:turn_of]]:
+                try:
+                    rig = self._at()
+                    if entry.method.name not in prepared:
+                        took = rig.prepare(entry.method, timeout_s=self._plan.turn_s)
+                        entry.prepare_s = entry.prepare_s or took
+                        prepared.add(entry.method.name)
+                    turn, _ = rig.turn(entry.method, timeout_s=self._plan.turn_s)
+                except MeasuringFailed as error:
+                    self._fail(entry.method, error)
+                    break
+                if done >= self._plan.warm:
+                    entry.turns.append(turn)
+            else:
+                done += 1
+                continue
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._rig is not None:
+            self._rig.close()
+            self._rig = None
+
+    def result(self, limits: Sequence[_Entry], entries: Sequence[_Entry]) -> dict[str, Any]:
+        """As JSON."""
+        shape = model_shape(self._layout.model)
+        floors = {entry.method.name.removeprefix("limit: "): _figures(entry) for entry in limits if entry.turns}
+        floor = _floor(self._layout, floors)
+        rows = [_row(entry, floor) for entry in entries if entry.turns]
+        peers = {row["name"]: row["usable_s"]["median"] for row in rows if not row["ours"]}
+        best = min(peers, key=lambda name: peers[name], default=None)
+        for row in rows:
+            if row["ours"] and best is not None:
+                row["best_peer"] = best
+                row["times_best_peer"] = peers[best] / row["usable_s"]["median"]
+        return {
+            "what": "updates beside limits",
+            "ok": not self._failed and any(row["ours"] for row in rows),
+            "machine": facts(),
+            "case": {
+                **asdict(self._layout),
+                "bytes": shape.size_bytes,
+                "tensors": len(shape.places),
+                "parameters": len(shape.residents),
+            },
+            "plan": asdict(self._plan),
+            "floor_s": floor,
+            "limits": floors,
+            "methods": rows,
+            "failed": self._failed,
+            "not_run": self._not_run,
+        }
+
+    def _at(self) -> Rig:
+        if self._rig is None:
+            self._rig = Rig(self._layout)
+        return self._rig
+
+    def _fail(self, method: Method, error: MeasuringFailed) -> None:
+        self._say(f"{method.name} failed: {error}")
+        self._failed[method.name] = str(error)
+        if self._rig is None:
+            return
+        if isinstance(error, WrongWeights):
+            self._rig.drop(method)
+        else:
+            self._rig.kill()
+            self._rig = None
+
+
+def _floor(layout: Layout, floors: dict[str, dict[str, Any]]) -> float | None:
+    """Seconds below which no update in this layout can be, from what was measured beside it."""
+    if layout.placement == "disaggregated":
+        names = ["broadcast"]
+    elif layout.device == "cpu":
+        names = ["shared memory"]
+    else:
+        names = ["device copy", "all-gather"]
+    found = [floors[name]["usable_s"]["median"] for name in names if name in floors]
+    return max(found, default=None)
+
+
+def _row(entry: _Entry, floor: float | None) -> dict[str, Any]:
+    method = entry.method
+    figures = _figures(entry)
+    return {
+        "name": entry.contender.name,
+        "ours": entry.contender.ours,
+        "emulated": list(method.emulated),
+        "settings": method.options,
+        "tried": entry.tried,
+        "prepare_s": entry.prepare_s,
+        "first_s": entry.first_s,
+        **figures,
+        "times_limit": figures["usable_s"]["median"] / floor if floor else None,
+        "watched": entry.watched,
+        "equal_bit_for_bit": True,  # a turn that ends with wrong weights ends the method
+    }
+
+
+def _figures(entry: _Entry) -> dict[str, Any]:
+    extra: dict[str, float] = {}
+    for key in dict.fromkeys(key for turn in entry.turns for key in turn.extra):
+        extra[key] = statistics.median(turn.extra[key] for turn in entry.turns if key in turn.extra)
+    return {
+        "turns": len(entry.turns),
+        "usable_s": _spread([turn.usable_s for turn in entry.turns]),
+        "returned_s": _spread([turn.returned_s for turn in entry.turns]),
+        "stall_s": _spread([turn.stall_s for turn in entry.turns]),
+        "phases": extra,
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "min": ordered[0],
+        "p95": ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)],
+        "max": ordered[-1],
+    }

@@ -1,0 +1,58 @@
+"""Memory and launches of one turn, watched at a price: a sampling thread and a profiler."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from weightcast.comm.memory import PeakMemory
+
+_SAMPLE_S = 0.002
+
+
+class Peak:
+    """From ``start`` to ``stop``. On a GPU all memory of the device counts, whoever has it; on a CPU this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._before = self._least = 0
+        self._memory: PeakMemory | None = None
+        self._profile: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            self._before = self._least = torch.cuda.mem_get_info(self._device)[0]
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread.start()
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            self._profile = torch.profiler.profile(activities=activities)
+            self._profile.__enter__()
+        else:
+            self._memory = PeakMemory(self._device).__enter__()
+
+    def stop(self) -> dict[str, int]:
+        """End; what was seen."""
+        if self._memory is not None:
+            self._memory.__exit__(None, None, None)
+            return {"peak_extra_bytes": self._memory.extra_bytes}
+        assert self._profile is not None
+        assert self._thread is not None
+        self._profile.__exit__(None, None, None)
+        self._stop.set()
+        self._thread.join()
+        kernels = copies = 0
+        for event in self._profile.events() or ():
+            name = str(event.name)
+            kernels += name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))
+            copies += name.startswith(("cudaMemcpy", "cudaMemcpyBatch"))
+        return {"peak_extra_bytes": self._before - self._least, "launches": kernels, "copies": copies}
+
+    def _sample(self) -> None:
+        while not self._stop.wait(_SAMPLE_S):
+            self._least = min(self._least, torch.cuda.mem_get_info(self._device)[0])

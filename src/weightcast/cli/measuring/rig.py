@@ -1,0 +1,491 @@
+"""Trainer processes and engine processes that stay, and methods of updating that take turns in them.
+
+A *method* has two halves, one for each kind of process, found by name in the child: ``module:Class``. The rig starts
+the processes once, so that every method has the same ones, the same weights and the same machine at nearly the same
+moment. It keeps the clock: a turn starts when the first trainer process is told to, and ends when the last engine
+process says that its live parameters are complete, its device synchronised.
+
+Deadlines: whoever does not answer in time is killed with all the others, and the turn has failed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weightcast.cli.measuring.decoding import Decoding
+from weightcast.cli.measuring.peak import Peak
+from weightcast.cli.measuring.raw import Pipe, RawGroup, stamp, store_for, synchronize
+from weightcast.cli.measuring.shapes import ModelShape, model_shape
+from weightcast.cli.measuring.synthetic import Engine, Pattern, key_of, nested
+from weightcast.errors import WeightcastError
+
+Placement = Literal["colocated", "disaggregated"]
+
+
+class MeasuringFailed(WeightcastError):
+    """A measured process failed or hung; the processes are gone."""
+
+
+class WrongWeights(MeasuringFailed):
+    """An update ended, but not with what was sent. The processes live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Who is where.
+
+    Attributes:
+        model: Name of a model shape.
+        placement: ``colocated``: engine i on trainer i's device. ``disaggregated``: on devices of their own.
+        trainers: Trainer processes; the weights are sharded over them by rows.
+        engines: Engine processes; each keeps the whole model.
+        device: ``cpu`` or ``cuda``.
+        threads: Of torch, in each process on a CPU.
+        generate: Engines generate all the time, so that a stall can be seen and not only computed.
+    """
+
+    model: str
+    placement: Placement
+    trainers: int
+    engines: int
+    device: Literal["cpu", "cuda"]
+    threads: int = 1
+    generate: bool = False
+
+    def device_of(self, role: str, rank: int) -> torch.device:
+        """Of one process."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        first = self.trainers if role == "engine" and self.placement == "disaggregated" else 0
+        return torch.device("cuda", first + rank)
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """What a half finds in its process.
+
+    Attributes:
+        layout: Who is where.
+        rank: This process among those of its role.
+        device: Its device.
+        shape: The model.
+        pipes: To the processes of the other role, by rank.
+        store_port: Where groups meet.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    shape: ModelShape
+    pipes: list[Pipe]
+    store_port: int
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+
+    def group(self, name: str, *, rank: int, size: int) -> RawGroup:
+        """A group of plain torch."""
+        return RawGroup(port=self.store_port, name=name, rank=rank, size=size, device=self.device)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to what the result says beside the seconds."""
+        self.counts[what] = self.counts.get(what, 0) + number
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerSide(Side):
+    """A trainer process: ``model`` has the checkpoint's names; DTensors if there is more than one trainer."""
+
+    model: nn.Module
+    version: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineSide(Side):
+    """An engine process: ``engine`` has the live parameters, ``decoding`` generates with them meanwhile."""
+
+    engine: Engine
+    decoding: Decoding
+
+
+class Half(Protocol):
+    """One side's part of a method. Made once; ``prepare`` before its turns, ``close`` after them."""
+
+    def prepare(self) -> None:
+        """What is done once: groups, buffers, registrations."""
+        ...
+
+    def update(self, version: int) -> dict[str, float] | None:
+        """One turn. Returns when this side is done; what it returns is kept beside the seconds.
+
+        An engine's half may say ``usable_at`` (seconds of ``time.monotonic``) if its weights were complete earlier.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A way of updating, or a limit.
+
+    Attributes:
+        name: In tables.
+        trainer: ``module:Class`` of the trainer's half.
+        engine: Likewise.
+        options: Keyword arguments of both.
+        emulated: What of it is ours and not the named project's own code.
+        writes: False for limits, which move bytes and change no weights.
+        pauses: True if an engine must hold still all the time; the rig then does that.
+    """
+
+    name: str
+    trainer: str
+    engine: str
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    emulated: tuple[str, ...] = ()
+    writes: bool = True
+    pauses: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one turn took.
+
+    Attributes:
+        usable_s: Until the last engine's live parameters were complete.
+        returned_s: Until the last trainer process went on.
+        stall_s: Longest time in which an engine generated nothing.
+        extra: What the halves said, largest first.
+    """
+
+    usable_s: float
+    returned_s: float
+    stall_s: float
+    extra: dict[str, float]
+
+
+class Rig:
+    """The processes. A context manager."""
+
+    def __init__(self, layout: Layout, *, start_s: float = 300.0) -> None:
+        self.layout = layout
+        self.version = 0
+        self._store = store_for(layout.trainers + layout.engines)
+        context = multiprocessing.get_context("spawn")
+        mesh = [[context.Pipe() for _ in range(layout.engines)] for _ in range(layout.trainers)]
+        self._processes: list[tuple[str, int, BaseProcess, Connection]] = []
+        for role, count in (("engine", layout.engines), ("trainer", layout.trainers)):
+            for rank in range(count):
+                mine, theirs = context.Pipe()
+                ends = [row[rank][1] for row in mesh] if role == "engine" else [pair[0] for pair in mesh[rank]]
+                process = context.Process(
+                    target=_work, args=(role, rank, layout, self._store.port, theirs, ends), daemon=False
+                )
+                process.start()
+                theirs.close()
+                self._processes.append((role, rank, process, mine))
+        try:
+            self._ask("hello", timeout_s=start_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self, method: Method, *, timeout_s: float) -> float:
+        """Make the halves; seconds that it took."""
+        started = time.monotonic()
+        self._ask("prepare", method, timeout_s=timeout_s)
+        return time.monotonic() - started
+
+    def drop(self, method: Method, *, timeout_s: float = 60.0) -> None:
+        """Close the halves."""
+        self._ask("drop", method.name, timeout_s=timeout_s)
+
+    def turn(self, method: Method, *, timeout_s: float, watch: bool = False) -> tuple[Turn, dict[str, Any]]:
+        """New weights at the trainers, poison at the engines, one update, and a look at every bit.
+
+        Args:
+            method: Whose turn.
+            timeout_s: Deadline of each step.
+            watch: Also measure memory and count launches, which costs time: such a turn's seconds mean nothing.
+
+        Returns:
+            What it took, and what was watched.
+
+        Raises:
+            MeasuringFailed: A process failed or hung.
+            WrongWeights: It ended with others than were sent.
+        """
+        self.version += 1
+        version = self.version
+        if method.writes:
+            self._ask("fill", version, timeout_s=timeout_s)
+        self._tell("engine", "update", method.name, version, method.pauses, watch)
+        self._hear("engine", timeout_s)  # they listen
+        self._tell("trainer", "update", method.name, version, method.pauses, watch)
+        trainers = self._hear("trainer", timeout_s)
+        engines = self._hear("engine", timeout_s)
+        if method.writes:
+            for rank, wrong in enumerate(self._ask("check", version, only="engine", timeout_s=timeout_s)):
+                if wrong:
+                    raise WrongWeights(
+                        f"{method.name}: engine {rank} keeps {len(wrong)} wrong tensors: {', '.join(wrong[:4])}"
+                    )
+        started = min(answer["started"] for answer in trainers)
+        extra: dict[str, float] = {}
+        watched: dict[str, Any] = {}
+        for role, answers in (("trainer", trainers), ("engine", engines)):
+            for answer in answers:
+                for key, value in answer["extra"].items():
+                    extra[key] = max(extra.get(key, value), value)
+                for key, value in answer["watched"].items():
+                    watched[f"{role}_{key}"] = max(watched.get(f"{role}_{key}", 0), value)
+        return (
+            Turn(
+                usable_s=max(answer["usable_at"] for answer in engines) - started,
+                returned_s=max(answer["ended"] for answer in trainers) - started,
+                stall_s=max(answer["stall_s"] for answer in engines),
+                extra={key: value for key, value in extra.items() if key != "usable_at"},
+            ),
+            watched,
+        )
+
+    def close(self) -> None:
+        """End the processes; those that do not are killed."""
+        with suppress(MeasuringFailed):
+            self._ask("end", timeout_s=30.0)
+        for _, _, process, _ in self._processes:
+            process.join(10.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for _, _, process, connection in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(10.0)
+            connection.close()
+        self._processes.clear()
+
+    def _ask(self, *command: Any, only: str = "", timeout_s: float) -> list[Any]:
+        self._tell(only, *command)
+        return self._hear(only, timeout_s)
+
+    def _tell(self, only: str, *command: Any) -> None:
+        for role, rank, _, connection in self._processes:
+            if not only or role == only:
+                try:
+                    connection.send(command)
+                except OSError:
+                    self.kill()
+                    raise MeasuringFailed(f"{role} process {rank} is gone") from None
+
+    def _hear(self, only: str, timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        answers: list[Any] = []
+        waiting = [item for item in self._processes if not only or item[0] == only]
+        failed = ""
+        while waiting and not failed:
+            for item in list(waiting):
+                role, rank, _, connection = item
+                if connection.poll(0.0005):
+                    try:
+                        ok, value = connection.recv()
+                    except (EOFError, OSError):
+                        ok, value = False, "the process died"
+                    if not ok:
+                        failed = f"{role} process {rank}: {value}"
+                        break
+                    answers.append((role, rank, value))
+                    waiting.remove(item)
+            if time.monotonic() > deadline:
+                role, rank = waiting[0][:2] if waiting else ("?", 0)
+                failed = failed or f"{role} process {rank} did not answer within {timeout_s:g} s"
+        if failed:
+            self.kill()
+            raise MeasuringFailed(failed)
+        return [value for _, _, value in sorted(answers, key=lambda answer: answer[:2])]
+
+
+def _work(role: str, rank: int, layout: Layout, store_port: int, driver: Connection, ends: list[Connection]) -> None:
+    device = layout.device_of(role, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(layout.threads)
+    try:
+        worker = _Worker(role, rank, layout, device, store_port, ends)
+        while True:
+            command, *arguments = driver.recv()
+            answer = getattr(worker, f"do_{command}")(driver, *arguments)
+            driver.send((True, answer))
+            if command == "end":
+                break
+    except (EOFError, BrokenPipeError):
+        pass  # the driver is gone; there is nobody to tell
+    except BaseException as error:  # noqa: BLE001  whatever it was, the driver says it; nobody reads this process
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        with suppress(OSError):
+            driver.send((False, f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})"))
+    # Groups of methods that failed may hold threads inside torch; there is nothing left to save here.
+    os._exit(0)
+
+
+class _Worker:
+    def __init__(
+        self, role: str, rank: int, layout: Layout, device: torch.device, store_port: int, ends: list[Connection]
+    ) -> None:
+        shape = model_shape(layout.model)
+        self._pattern = Pattern(device)
+        self._halves: dict[str, Half] = {}
+        common: dict[str, Any] = dict(
+            layout=layout,
+            rank=rank,
+            device=device,
+            shape=shape,
+            pipes=[Pipe(end) for end in ends],
+            store_port=store_port,
+        )
+        if role == "engine":
+            engine = Engine(shape, device)
+            decoding = Decoding(engine, enabled=layout.generate)
+            self._side: Side = EngineSide(**common, engine=engine, decoding=decoding)
+        else:
+            self._local: list[tuple[torch.Tensor, int]] = []
+            _start_trainers(rank, layout, store_port)
+            self._side = TrainerSide(**common, model=self._make_model(shape, layout, rank, device))
+
+    def do_hello(self, driver: Connection) -> None:
+        synchronize(self._side.device)
+
+    def do_prepare(self, driver: Connection, method: Method) -> None:
+        path = method.engine if isinstance(self._side, EngineSide) else method.trainer
+        module, _, name = path.partition(":")
+        half: Half = getattr(importlib.import_module(module), name)(self._side, **method.options)
+        half.prepare()
+        synchronize(self._side.device)
+        self._halves[method.name] = half
+
+    def do_drop(self, driver: Connection, name: str) -> None:
+        half = self._halves.pop(name, None)
+        if half is not None:
+            half.close()
+        del half
+        if self._side.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def do_fill(self, driver: Connection, version: int) -> None:
+        side = self._side
+        if isinstance(side, EngineSide):
+            side.engine.poison(self._pattern, version)
+        else:
+            for number, (tensor, first_word) in enumerate(self._local):
+                self._pattern.fill(tensor, key=key_of(version, number), first_word=first_word)
+        synchronize(side.device)
+
+    def do_check(self, driver: Connection, version: int) -> list[str]:
+        assert isinstance(self._side, EngineSide)
+        return self._side.engine.wrong(self._pattern, version)
+
+    def do_update(self, driver: Connection, name: str, version: int, pauses: bool, watch: bool) -> dict[str, Any]:
+        side, half = self._side, self._halves[name]
+        watched: dict[str, int] = {}
+        peak = Peak(side.device) if watch else None
+        engine = side if isinstance(side, EngineSide) else None
+        before = dict(side.counts)
+        pipes = [(pipe.messages, pipe.sent_bytes) for pipe in side.pipes]
+        if peak is not None:
+            peak.start()
+        if engine is not None:
+            engine.decoding.start()
+            if pauses:
+                engine.decoding.pause()
+            driver.send((True, None))
+        started = time.monotonic()
+        extra = half.update(version) or {}
+        ended = stamp(side.device)
+        stall_s = 0.0
+        if engine is not None:
+            if pauses:
+                engine.decoding.resume()
+            stall_s = engine.decoding.stop()
+        if peak is not None:
+            watched |= peak.stop()
+            watched |= {key: value - before.get(key, 0) for key, value in side.counts.items()}
+            for pipe, (messages, sent) in zip(side.pipes, pipes, strict=True):
+                watched["messages"] = watched.get("messages", 0) + pipe.messages - messages
+                watched["metadata_bytes"] = watched.get("metadata_bytes", 0) + pipe.sent_bytes - sent
+        return {
+            "started": started,
+            "ended": ended,
+            "usable_at": extra.pop("usable_at", ended),
+            "stall_s": stall_s,
+            "extra": extra,
+            "watched": watched,
+        }
+
+    def do_end(self, driver: Connection) -> None:
+        for half in self._halves.values():
+            half.close()
+        self._halves.clear()
+
+    def _make_model(self, shape: ModelShape, layout: Layout, rank: int, device: torch.device) -> nn.Module:
+        """The checkpoint's names; rows shared out over the trainers as FSDP2 does."""
+        parameters: dict[str, nn.Parameter] = {}
+        mesh = None
+        if layout.trainers > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            mesh = init_device_mesh(layout.device, (layout.trainers,))
+        for place in shape.places:
+            rows = place.shape[0]
+            first, count = 0, rows
+            if mesh is not None:
+                step = -(-rows // layout.trainers)
+                first = min(rank * step, rows)
+                count = min(step, rows - first)
+            local = torch.zeros((count, *place.shape[1:]), dtype=torch.bfloat16, device=device)
+            row_words = local[0].numel() if count else 0
+            self._local.append((local, first * row_words))
+            value: torch.Tensor = local
+            if mesh is not None:
+                from torch.distributed.tensor import DTensor, Shard
+
+                stride = torch.empty(place.shape, device="meta").stride()
+                value = DTensor.from_local(
+                    local, mesh, [Shard(0)], run_check=False, shape=torch.Size(place.shape), stride=stride
+                )
+            parameters[place.name] = nn.Parameter(value, requires_grad=False)
+        return nested(parameters)
+
+
+def _start_trainers(rank: int, layout: Layout, store_port: int) -> None:
+    """What every training job has: a default group of its ranks."""
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if layout.device == "cuda" else "gloo",
+        store=dist.PrefixStore("trainers", store),
+        rank=rank,
+        world_size=layout.trainers,
+        device_id=layout.device_of("trainer", rank) if layout.device == "cuda" else None,
+    )
