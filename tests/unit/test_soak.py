@@ -1,0 +1,162 @@
+"""The judges of a soak can find something: wrong answers, growing processes, every kind of trouble."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from weightcast.cli.soaking.leaks import Sample, Series, buffers_of
+from weightcast.cli.soaking.load import Answer, Judge
+from weightcast.cli.soaking.run import Result
+from weightcast.cli.soaking.trainer import Order
+from weightcast.cli.soaking.versions import Versions, make_tiny_model
+from weightcast.comm.ipc import SharedBuffer
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder)
+    return Versions(folder)
+
+
+@pytest.fixture
+def judge(versions: Versions) -> Iterator[Judge]:
+    judge = Judge(versions, {1: "abort", 2: "in_place", 3: "retract", 4: "wait", 5: "in_place"})
+    yield judge
+    judge.finish()
+
+
+def generate(versions: Versions, prompt: list[int], spans: list[tuple[int, int]], keep: bool) -> Answer:
+    """What an engine would answer whose weights change in the middle."""
+    model: Any = versions.model
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    cache: Any = None
+    for version, count in spans:
+        versions.set(version)
+        if not keep:
+            cache = None
+        for _ in range(count):
+            fed = [*prompt, *tokens] if cache is None else tokens[-1:]
+            with torch.no_grad():
+                output = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            row = output.logits[0, -1].float().log_softmax(-1)
+            tokens.append(int(row.argmax()))
+            logprobs.append(float(row.max()))
+    return Answer(prompt=prompt, tokens=tokens, logprobs=logprobs, spans=spans)
+
+
+def test_versions_are_the_same_everywhere_and_differ(versions):
+    first = versions.digests(3)
+    assert versions.digests(0) != first
+    assert versions.digests(3) == first
+    assert all(versions.digests(4)[name] != digest for name, digest in first.items() if "norm" not in name)
+
+
+@pytest.mark.parametrize(
+    ("spans", "keep"),
+    [([(0, 6)], False), ([(1, 4), (2, 5)], True), ([(2, 4), (3, 5)], False), ([(1, 3), (5, 4)], True)],
+)
+def test_an_honest_answer_stands(versions, judge, spans, keep):
+    assert judge.verdict(generate(versions, [5, 6, 7], spans, keep)) == ""
+
+
+def test_answers_that_no_version_explains_are_found(versions, judge):
+    one = generate(versions, [5, 6, 7], [(1, 8)], False)
+    assert "off by" in judge.verdict(dataclasses.replace(one, spans=[(2, 8)]))
+    assert "off by" in judge.verdict(dataclasses.replace(one, logprobs=[value + 0.1 for value in one.logprobs]))
+    assert "off by" in judge.verdict(dataclasses.replace(one, tokens=[*one.tokens[:4], 9, *one.tokens[5:]]))
+    assert "spans" in judge.verdict(dataclasses.replace(one, spans=[(1, 7)]))
+    assert "count up" in judge.verdict(dataclasses.replace(one, spans=[(3, 4), (1, 4)]))
+    # One weight of another version is a mixture too.
+    versions.set(1)
+    other = Versions.__new__(Versions)
+    other.model, other.current, other._first = versions.model, 1, versions._first
+    with torch.no_grad():
+        next(parameter for name, parameter in other.model.named_parameters() if "q_proj" in name).add_(0.3)
+    mixed = generate(other, [5, 6, 7], [(1, 8)], False)
+    versions.current = -1
+    assert "off by" in judge.verdict(mixed)
+
+
+def test_a_cache_that_was_kept_where_it_should_not_be_is_found(versions, judge):
+    kept = generate(versions, [5, 6, 7, 8, 9], [(2, 10), (3, 10)], True)
+    assert "off by" in judge.verdict(kept)
+
+
+def series(fds: list[int], rss: list[int]) -> Series:
+    made = Series(name="p", pid=1)
+    made.samples = [
+        Sample(update=index, fds=one, threads=1, rss_bytes=other)
+        for index, (one, other) in enumerate(zip(fds, rss, strict=True))
+    ]
+    return made
+
+
+def test_what_grows_is_found_and_what_warms_up_is_not():
+    flat, steady = [20] * 100, [1 << 28] * 100
+    assert not series(flat, steady).leaks
+    assert not series([*range(20), *[20] * 80], [*[1 << 20] * 20, *[1 << 28] * 80]).leaks
+    assert series(list(range(100)), steady).leaks
+    assert series(flat, [(1 << 28) + 100_000 * index for index in range(100)]).leaks
+    assert round(series(flat, [1000 * index for index in range(100)]).slope_bytes) == 1000
+
+
+def test_buffers_that_are_held_are_counted():
+    before = buffers_of(os.getpid())
+    buffer = SharedBuffer(4096, torch.device("cpu"))
+    assert buffers_of(os.getpid()) == before + 1
+    buffer.close()
+    assert buffers_of(os.getpid()) == before
+
+
+def test_a_process_is_sampled():
+    mine = Series(name="me", pid=os.getpid())
+    mine.take(1)
+    assert mine.samples[0].rss_bytes > 1 << 20
+    Series(name="nobody", pid=2**22 + 1).take(1)
+
+
+def test_every_kind_of_trouble_spoils_the_result():
+    good = Result(
+        updates=1,
+        attempts=1,
+        seconds=1.0,
+        faults={},
+        transports={},
+        modes={},
+        engines_started=1,
+        trainers_started=1,
+        answers=1,
+        answers_dropped=0,
+        answers_checked=1,
+        answers_spanning=0,
+        hangs=0,
+        mixed=0,
+        failures=0,
+        leaked_processes=0,
+        leaked_segments=0,
+        leaked_buffers=0,
+        leaked_fds=0,
+        slope_bytes_per_update=0,
+        growing=[],
+        details=[],
+    )
+    assert good.ok
+    for name in ("hangs", "mixed", "failures", "leaked_processes", "leaked_segments", "leaked_buffers"):
+        assert not msgspec.structs.replace(good, **{name: 1}).ok
+    assert not msgspec.structs.replace(good, growing=["p"]).ok
+    assert not msgspec.structs.replace(good, answers_checked=0).ok
+
+
+def test_orders_survive_the_pipe():
+    order = Order(version=1, urls=["http://h:1"], transport="ipc", pause="wait", abort_at=0.5)
+    assert msgspec.json.decode(msgspec.json.encode(order), type=Order) == order
