@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from weightcast.errors import ConfigError
 
-TransportName = Literal["auto", "ipc", "broadcast", "disk"]
+TransportName = Literal["auto", "ipc", "broadcast", "disk", "checkpoint-engine"]
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
@@ -81,7 +81,8 @@ class UpdateConfig:
     Attributes:
         transport: ``"ipc"`` (same host: CUDA IPC or shared memory), ``"broadcast"`` (a process group
             across both worlds: nccl or gloo), ``"disk"`` (a checkpoint folder, for engines that load one while they
-            run) or ``"auto"`` (ipc where every target is on this host, else broadcast).
+            run), ``"checkpoint-engine"`` (that project's wire, same host, for engines that have its receiver) or
+            ``"auto"`` (ipc where every target is on this host, else broadcast).
         bucket_bytes: Size of one bucket.  A trainer rank uses at most two of them, whatever the model.
         pause: What happens to requests that are running at the moment of the switch.
         verify: Highest level of proof wanted; the report says which was reached on each target.

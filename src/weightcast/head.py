@@ -26,12 +26,13 @@ from weightcast.kinds import adapter_for, recognise
 from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.report import UpdateReport
 from weightcast.transports.broadcast import BroadcastTransport
+from weightcast.transports.checkpoint_engine import CheckpointEngineTransport
 from weightcast.transports.digests import SentDigests
 from weightcast.transports.disk import DiskTransport
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, check_alike
-from weightcast.transports.preflight import check_fits, choose_receivers, choose_transport
+from weightcast.transports.preflight import SHARED_MEMORY, check_fits, choose_receivers, choose_transport
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import model_digest
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
@@ -142,17 +143,18 @@ class Head:
         for link in links:
             link.adapter.check(self._specs, transport=self._name, bucket_bytes=self._config.bucket_bytes)
             self._packing = self._packing.also(link.adapter.packing)
-            link.sharing = link.adapter.sharing
+            link.sharing = "ring" if self._name == "checkpoint-engine" else link.adapter.sharing
             first = opens[link.sharing]
             opens[link.sharing] += link.info.tp_size
             link.opens = slice(first, opens[link.sharing])
+        shares = self._name in SHARED_MEMORY
         return Decision(
             transport=self._name,
             receivers=self._receivers,
             packing=self._packing,
-            ways=tuple({link.sharing for link in links}) if self._name == "ipc" else (),
-            opens=opens["torch"] if self._name == "ipc" else 0,
-            ring_opens=opens["ring"] if self._name == "ipc" else 0,
+            ways=tuple({link.sharing for link in links}) if shares else (),
+            opens=opens["torch"] if shares else 0,
+            ring_opens=opens["ring"] if shares else 0,
         )
 
     def begin(self, version: int) -> None:
@@ -389,7 +391,7 @@ class Head:
     def _check_still_fits(self, link: Link) -> None:
         """Is an engine that was away, or restarted, one that the buckets were planned for?"""
         opens = len(range(1 << 30)[link.opens])
-        shares = self._name == "ipc" and link.adapter.sharing != "weightcast"
+        shares = self._name in SHARED_MEMORY and link.sharing != "weightcast"
         if self._packing.also(link.adapter.packing) != self._packing or (shares and opens != link.info.tp_size):
             raise ConfigError(
                 f"{link.url} is another engine than the buckets were planned for: {link.info.engine}, "
@@ -408,6 +410,8 @@ class Head:
             self._transport.close()
         if self._name == "ipc":
             self._transport = IpcTransport(self._links, timeout_s=self._config.timeout_s)
+        elif self._name == "checkpoint-engine":
+            self._transport = CheckpointEngineTransport(self._links, timeout_s=self._config.timeout_s)
         elif self._name == "disk":
             folder = self._config.disk_folder
             self._transport = DiskTransport(

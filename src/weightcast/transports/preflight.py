@@ -16,6 +16,7 @@ from weightcast.transports.link import Link
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import EngineInfo
 
+SHARED_MEMORY: tuple[TransportName, ...] = ("ipc", "checkpoint-engine")
 _SHOWN = 6
 
 
@@ -79,10 +80,10 @@ def choose_transport(
                 f"{url} ({info.engine}) takes no update by {name}, only by {', '.join(info.transports) or 'none'}",
                 hint=info.message or "see docs/engines for the flags that it needs; say which way with --via",
             )
-    if name == "ipc" and not same_host:
+    if name in SHARED_MEMORY and not same_host:
         far = next(url for url, info in infos.items() if info.host_id != here)
         raise ConfigError(
-            f"{far} runs on another host; ipc needs one host",
+            f"{far} runs on another host; {name} needs one host",
             hint='use broadcast: transport="broadcast", --via broadcast',
         )
     if name == "disk" and not same_host and not shared_folder:
@@ -111,6 +112,6 @@ def choose_receivers(
     """The trainer ranks that fill a bucket: the head alone, or all where others sit on the engines' GPUs."""
     devices = {rank.device for info in infos.values() for rank in info.ranks}
     colocated = "cuda" in devices or any(place in devices for place in places[1:])
-    if transport == "ipc" and device.type == "cuda" and colocated:
+    if transport in SHARED_MEMORY and device.type == "cuda" and colocated:
         return tuple(range(len(places)))
     return (0,)

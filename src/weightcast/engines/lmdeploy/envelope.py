@@ -7,15 +7,14 @@ tensor has, and plain data; nothing of LMDeploy's is imported or named.  Indices
 from __future__ import annotations
 
 from weightcast.comm import opcodes
-from weightcast.comm.opcodes import boolean, integer, integers, listing, mapping, namespace, raw, sequence, text
+from weightcast.comm.opcodes import boolean, integer, integers, listing, mapping, namespace, raw, text
+from weightcast.comm.reduced import reduced_storage
 from weightcast.comm.share import TorchMemory
 from weightcast.errors import ConfigError
 from weightcast.wire.layout import DTYPES, BucketLayout
 
 # "No more buckets": a list, read as one only where the request names no load format.
 END = opcodes.pickled_base64(listing([]))
-
-_REBUILD = opcodes.name("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
 
 
 def bucket_payload(layout: BucketLayout, memory: TorchMemory, *, handle: bool) -> str:
@@ -36,7 +35,7 @@ def bucket_payload(layout: BucketLayout, memory: TorchMemory, *, handle: bool) -
             [
                 ("name", text(slot.spec.name)),
                 ("shape", integers(slot.spec.shape)),
-                ("dtype", _dtype(dtype)),
+                ("dtype", opcodes.name("torch", dtype)),
                 ("start_idx", integer((memory.first_byte + slot.offset_bytes) // itemsize)),
                 ("end_idx", integer((memory.first_byte + slot.end_bytes) // itemsize)),
                 ("numel", integer(slot.spec.numel)),
@@ -46,7 +45,7 @@ def bucket_payload(layout: BucketLayout, memory: TorchMemory, *, handle: bool) -
     ]
     content = [("metadata", listing(entries)), ("require_clone", boolean(False))]
     if handle:
-        content.append(("flattened_tensor", _tensor(memory, dtype)))
+        content.append(("flattened_tensor", reduced_storage(memory, dtype)))
         if memory.turn:
             content.append(("event_ipc_handle", raw(memory.turn)))
     return opcodes.pickled_base64(mapping(content))
@@ -75,33 +74,3 @@ def check_readable(layout: BucketLayout, memory: TorchMemory) -> str:
             f"{memory.size_bytes}"
         )
     return dtypes[0]
-
-
-def _tensor(memory: TorchMemory, dtype: str) -> bytes:
-    """The whole storage as one flat tensor: function and arguments, of which LMDeploy replaces the seventh, the device.
-
-    A segment of host memory is put in the same places; no LMDeploy reads it, but what stands in for one on a CPU does.
-    """
-    cuda = memory.kind == "cuda"
-    arguments = [
-        opcodes.name("torch", "Tensor"),
-        integers((memory.size_bytes // DTYPES[dtype].itemsize,)),
-        integers((1,)),
-        integer(0),
-        opcodes.name("torch.storage", "TypedStorage"),
-        _dtype(dtype),
-        integer(0),
-        raw(memory.handle),
-        integer(memory.size_bytes),
-        integer(memory.offset_bytes),
-        boolean(False),
-        raw(memory.ref_counter if cuda else memory.manager),
-        integer(memory.ref_counter_offset),
-        raw(memory.event) if memory.event else opcodes.NONE,
-        boolean(memory.event_sync),
-    ]
-    return sequence([_REBUILD, sequence(arguments)])
-
-
-def _dtype(name: str) -> bytes:
-    return opcodes.name("torch", name)

@@ -125,6 +125,8 @@ def _what_it_takes(status: Answer, refusal: int) -> tuple[list[str], list[str]]:
         messages.append(_RAY)
     if status.get("checkpoint_engine_version"):
         transports.append("checkpoint-engine")
+        if refusal == 500:
+            messages.append("or go by checkpoint-engine, which any executor takes: --via checkpoint-engine")
     return transports, messages
 
 

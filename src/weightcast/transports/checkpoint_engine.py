@@ -1,0 +1,310 @@
+"""Buckets over checkpoint-engine's wire, which LMDeploy (with any executor) and SGLang understand.
+
+An engine is told, in one request that it answers only at the end, a ZeroMQ address for each of its GPUs.  There each
+of its ranks gets a storage to map, then one table of tensors after the other, each answered when it was loaded, and
+then twice nothing: to unmap, and to finish.  The messages are pickles, and are made nowhere but here; the answers are
+text.  Everything goes through memory of this host.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol, cast
+
+from weightcast.comm import opcodes
+from weightcast.comm.opcodes import integer, integers, listing, mapping, text
+from weightcast.comm.reduced import reduced_storage
+from weightcast.comm.share import Shared, TorchMemory
+from weightcast.errors import ConfigError, TargetLost, TargetRejected, WeightcastError
+from weightcast.protocols import Steps
+from weightcast.transports.link import Link
+from weightcast.transports.pump import Pumped
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
+
+_POLL_MS = 20
+_FAREWELL_S = 10.0
+_WHOLE_UPDATE_S = 86400.0  # of the request that lasts as long as the update; each step has a deadline of its own
+_NOTHING = opcodes.pickled(opcodes.NONE)
+
+
+class TakesHandles(Protocol):
+    """An adapter whose engine speaks this wire."""
+
+    def handles(self, addresses: dict[str, str]) -> Steps:
+        """Where each GPU finds its sender; answered when that one has said that all is over."""
+        ...
+
+
+class CheckpointEngineTransport(Pumped):
+    """Same host, any executor."""
+
+    name = "checkpoint-engine"
+
+    def __init__(self, links: Sequence[Link], *, timeout_s: float) -> None:
+        """Nothing is sent yet.
+
+        Raises:
+            ConfigError: pyzmq is not installed.
+        """
+        super().__init__(self._send_one)
+        self._context = _zmq().Context()
+        self._feeds = [Feed(link, self._context, timeout_s=timeout_s) for link in links]
+        self._pool = ThreadPoolExecutor(max_workers=max(1, len(links)), thread_name_prefix="weightcast-feed")
+        self._closed = False
+
+    def connect(self) -> None:
+        """Nothing to create: engines are told where to ask with the first bucket."""
+
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
+        """As ``Transport.send``."""
+        self._pump.put(bucket, tuple(shared))
+
+    def drain(self) -> None:
+        """As ``Transport.drain``; engines unmap and finish."""
+        super().drain()
+        self._each(lambda feed: feed.finish())
+
+    def abort(self, reason: str) -> None:
+        """As ``Transport.abort``."""
+        for feed in self._feeds:
+            feed.give_up()
+        self.settle()
+        self._each(lambda feed: feed.part(reason))
+
+    def close(self) -> None:
+        """As ``Transport.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        self.abort("closed")
+        self._pump.close()
+        self._pool.shutdown(wait=True)
+        self._context.term()
+
+    def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
+        self._each(lambda feed: feed.take(bucket.layout, feed.link.shared(shared)))
+
+    def _each(self, do: Callable[[Feed], None]) -> None:
+        errors = [future.exception() for future in [self._pool.submit(do, feed) for feed in self._feeds]]
+        for error in errors:
+            if error is not None:
+                raise error
+
+
+class Feed:
+    """One engine during one update: a socket for each of its ranks, and the request that it answers last.
+
+    Thread rule: one thread at a time, but for ``give_up``.
+    """
+
+    def __init__(self, link: Link, context: Any, *, timeout_s: float) -> None:
+        self.link = link
+        self._context = context
+        self._timeout_s = timeout_s
+        self._sockets: list[Any] = []
+        self._owed: set[int] = set()  # ranks that have not answered the last message
+        self._answer: Future[None] | None = None
+        self._given_up = threading.Event()
+
+    def take(self, layout: BucketLayout, shared: Sequence[Shared]) -> None:
+        """Hand over a bucket; returns when every rank has loaded it.
+
+        Raises:
+            TargetRejected: A rank, or the engine, refused, in its own words.
+            TargetLost: One fell silent.
+        """
+        what = f"bucket {layout.index}"
+        if not self._sockets:
+            self._begin(memory_of_ranks(self.link, shared), what)
+        first = memory_of_ranks(self.link, shared)[0].first_byte
+        self._ask(opcodes.pickled(table(layout, first)), what)
+        self.link.sent += 1
+
+    def finish(self) -> None:
+        """No more buckets: unmap, finish, and the engine's own word that all is well.
+
+        Raises:
+            TargetRejected, TargetLost: As ``take``.
+        """
+        if not self._sockets:
+            return
+        self._ask(_NOTHING, "letting go of the buffer")
+        self._ask(_NOTHING, "finishing the update")
+        self._wait(lambda: self._answer is None or self._answer.done(), "the end of the update")
+        self._look_for_refusal()
+        self._hang_up()
+
+    def give_up(self) -> None:
+        """Whoever waits raises now; from any thread."""
+        self._given_up.set()
+
+    def part(self, reason: str) -> None:
+        """End the conversation so that no rank waits for more; safe to call twice."""
+        farewell = opcodes.pickled(opcodes.call(opcodes.name("builtins", "RuntimeError"), text(reason[:4096])))
+        deadline = time.monotonic() + _FAREWELL_S
+        waiting = set(range(len(self._sockets)))
+        while waiting and time.monotonic() < deadline and not self._ended():
+            for rank in sorted(waiting):
+                # A rank that owes an answer cannot be told before it has given it.
+                if rank in self._owed and self._sockets[rank].poll(_POLL_MS, _zmq().POLLIN):
+                    self._sockets[rank].recv()
+                    self._owed.discard(rank)
+                if rank not in self._owed and self._sockets[rank].poll(_POLL_MS, _zmq().POLLOUT):
+                    self._sockets[rank].send(farewell)
+                    waiting.discard(rank)
+        self._hang_up(linger_ms=1000)
+        self._given_up.clear()
+
+    def _begin(self, memories: Sequence[TorchMemory], what: str) -> None:
+        zmq = _zmq()
+        token = secrets.token_hex(8)
+        addresses: dict[str, str] = {}
+        for rank in self.link.info.ranks:
+            # An abstract name: nothing is left in the file system, whoever dies.
+            address = f"ipc://@weightcast-{token}-{rank.rank}.sock"
+            socket = self._context.socket(zmq.REQ)
+            socket.bind(address)
+            self._sockets.append(socket)
+            addresses[f"GPU-{rank.device}"] = address
+        self.link.touch()
+        self._answer = answer = Future[None]()
+        steps = cast(TakesHandles, self.link.adapter).handles(addresses)
+
+        def ask() -> None:
+            try:
+                self.link.ask(steps, timeout_s=_WHOLE_UPDATE_S)
+            except BaseException as error:  # noqa: BLE001  raised again by whoever waits for the answer
+                answer.set_exception(error)
+            else:
+                answer.set_result(None)
+
+        # A daemon: it waits for an engine that may never answer, and must not keep this process.
+        threading.Thread(target=ask, name="weightcast-handles", daemon=True).start()
+        handles = [opcodes.pickled(reduced_storage(memory, "uint8")) for memory in memories]
+        self._tell(handles, what)
+
+    def _ask(self, message: bytes, what: str) -> None:
+        self._tell([message] * len(self._sockets), what)
+
+    def _tell(self, messages: Sequence[bytes], what: str) -> None:
+        """The same step on every rank: they may wait for each other in it."""
+        zmq = _zmq()
+        for socket, message in zip(self._sockets, messages, strict=True):
+            self._wait(lambda socket=socket: bool(socket.poll(_POLL_MS, zmq.POLLOUT)), what)
+            socket.send(message)
+        self._owed = set(range(len(self._sockets)))
+        for rank, socket in enumerate(self._sockets):
+            self._wait(lambda socket=socket: bool(socket.poll(_POLL_MS, zmq.POLLIN)), what)
+            words = socket.recv().decode(errors="replace").strip()
+            self._owed.discard(rank)
+            if words:
+                raise TargetRejected(
+                    f"{self.link.url} refused {what} after {self.link.sent} buckets: rank {rank}: "
+                    f"{words.splitlines()[-1][:2000]}",
+                    url=self.link.url,
+                    half_updated=True,
+                )
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not ready():
+            self._look_for_refusal()
+            if self._given_up.is_set():
+                raise TargetLost(f"{self.link.url}: given up at {what}", url=self.link.url, half_updated=True)
+            if time.monotonic() > deadline:
+                self.link.silent = True
+                raise TargetLost(
+                    f"{self.link.url}: no answer to {what} within {self._timeout_s:g} s",
+                    url=self.link.url,
+                    half_updated=True,
+                )
+            time.sleep(0.0005)
+
+    def _ended(self) -> bool:
+        return self._answer is not None and self._answer.done()
+
+    def _look_for_refusal(self) -> None:
+        if not self._ended():
+            return
+        assert self._answer is not None
+        error = self._answer.exception()
+        if isinstance(error, WeightcastError):
+            status = error.status if isinstance(error, TargetRejected) else None
+            kind = TargetRejected if status is not None else TargetLost
+            raise kind(
+                f"{self.link.url} ended the update after {self.link.sent} buckets: {error}",
+                url=self.link.url,
+                half_updated=True,
+                hint=error.hint,
+            )
+        if error is not None:
+            raise error
+
+    def _hang_up(self, *, linger_ms: int = 0) -> None:
+        for socket in self._sockets:
+            with suppress(_zmq().ZMQError):
+                socket.close(linger_ms)
+        self._sockets.clear()
+        self._owed.clear()
+        self._answer = None
+
+
+def table(layout: BucketLayout, first_byte: int) -> bytes:
+    """What is in a bucket, as checkpoint-engine's receiver reads it; offsets count from the storage's first byte.
+
+    Raises:
+        ConfigError: A tensor is cut, which the receiver could not put together.
+    """
+    entries: list[bytes] = []
+    for slot in layout.slots:
+        if not slot.whole:
+            raise ConfigError(
+                f"bucket {layout.index} has a part of {slot.spec.name}; checkpoint-engine takes whole ones"
+            )
+        entries.append(
+            mapping(
+                [
+                    ("name", text(slot.spec.name)),
+                    ("shape", integers(slot.spec.shape)),
+                    ("dtype", opcodes.name("torch", slot.spec.dtype)),
+                    ("offset", integer(first_byte + slot.offset_bytes)),
+                ]
+            )
+        )
+    return listing(entries)
+
+
+def memory_of_ranks(link: Link, shared: Sequence[Shared]) -> list[TorchMemory]:
+    """The storage of each engine rank: the one on its GPU, or host memory.
+
+    Raises:
+        ConfigError: No trainer rank is on its GPU.
+    """
+    found: list[TorchMemory] = []
+    for rank in link.info.ranks:
+        offered = [item.ring[rank.rank] for item in shared if rank.rank < len(item.ring)]
+        mine = [memory for memory in offered if memory.kind == "shm" or memory.device == rank.device]
+        if not mine:
+            raise ConfigError(
+                f"{link.url}: no trainer rank has filled a buffer on GPU {rank.device} of rank {rank.rank}",
+                hint="checkpoint-engine's wire needs a trainer rank on each of the engine's GPUs; use broadcast",
+            )
+        found.append(mine[0])
+    return found
+
+
+def _zmq() -> Any:
+    try:
+        import zmq
+    except ImportError:
+        raise ConfigError(
+            "checkpoint-engine's wire needs pyzmq, which is not installed",
+            hint="pip install 'weightcast[checkpoint-engine]'",
+        ) from None
+    return zmq

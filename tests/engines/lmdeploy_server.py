@@ -1,0 +1,76 @@
+"""LMDeploy's rig (``lmdeploy_rig.py``) in a process of its own, in LMDeploy's environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.engines.environment import engine_python
+from tests.harness import wait_for
+
+VERSIONS = ("0.18.0", "0.16.0")
+START_S = 150.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Rig:
+    """A running one."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    client: httpx.Client = field(repr=False)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """What LMDeploy's own model generates."""
+        return [
+            self.post("/rig_generate", input_ids=list(prompt), max_tokens=count)["output_ids"] for prompt in prompts
+        ]
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self.client.post(self.url + path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json() if answer.content else None
+
+    def get(self, path: str) -> Any:
+        return self.client.get(self.url + path).raise_for_status().json()
+
+    def calls(self) -> list[str]:
+        """What it did to events, buffers, graphs and caches since it was last asked."""
+        return self.post("/rig_calls")["calls"]
+
+
+@contextmanager
+def rig(folder: Path, logs: Path, *options: str, version: str = VERSIONS[0]) -> Iterator[Rig]:
+    """Serve a folder; ended on the way out."""
+    log = logs / f"rig-{len(list(logs.glob('rig-*.log')))}.log"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    script = Path(__file__).parent / "lmdeploy_rig.py"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [engine_python(f"lmdeploy-{version}-cpu"), script, folder, *options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+    headers = {"authorization": f"Bearer {options[options.index('--key') + 1]}"} if "--key" in options else {}
+    client = httpx.Client(timeout=60.0, trust_env=False, headers=headers)
+
+    def port() -> str | None:
+        assert process.poll() is None, log.read_text()[-4000:]
+        return next((line.split()[1] for line in log.read_text().splitlines() if line.startswith("ready ")), None)
+
+    try:
+        url = f"http://127.0.0.1:{wait_for(port, 'the rig to be ready', timeout_s=START_S)}"
+        yield Rig(url=url, process=process, client=client)
+    finally:
+        process.kill()
+        process.wait()
+        client.close()
