@@ -16,6 +16,9 @@ import subprocess
 import sys
 import tomllib
 import venv
+import zipfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,23 +32,48 @@ def engine_python(name: str) -> Path:
         name: Of a list beside this file, without ``.txt``.
     """
     text = (LISTS / f"{name}.txt").read_text()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightcast" / "engines"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache / f"{name}-py{version}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    python = folder / "bin" / "python"
-    ready = folder / ".ready"
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs at once make it once
-        if not ready.exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    with _made_once(f"{name}-py{version}-{hashlib.sha256(text.encode()).hexdigest()[:8]}") as (folder, ready):
+        python = folder / "bin" / "python"
+        if not ready:
             venv.create(folder, with_pip=True)
             lines = [line for line in text.splitlines() if line and not line.startswith("#")]
             for step in "\n".join(lines).split("---\n"):
                 pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
                 subprocess.run([*pip, *step.split()], check=True)
-            ready.touch()
     return python
+
+
+def engine_sources(package: str, version: str) -> Path:
+    """A folder with the Python files of another version, for a ``PYTHONPATH``; the wheel is loaded once, not kept."""
+    with _made_once(f"{package}-{version}-sources") as (folder, ready):
+        if not ready:
+            folder.mkdir()
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            subprocess.run(
+                [*pip, "--only-binary=:all:", "--dest", str(folder / "wheel"), f"{package}=={version}"], check=True
+            )
+            (wheel,) = (folder / "wheel").glob("*.whl")
+            with zipfile.ZipFile(wheel) as content:
+                content.extractall(folder, [name for name in content.namelist() if name.endswith(".py")])
+            shutil.rmtree(folder / "wheel")
+    return folder
+
+
+@contextmanager
+def _made_once(name: str) -> Generator[tuple[Path, bool]]:
+    """A folder in the user's cache, and whether it is complete; it counts as complete when the block has ended."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightcast" / "engines"
+    folder = cache / name
+    ready = folder / ".ready"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs at once make it once
+        was_ready = ready.exists()
+        if not was_ready:
+            shutil.rmtree(folder, ignore_errors=True)
+        yield folder, was_ready
+        ready.touch()
 
 
 def package_path(folder: Path) -> str:

@@ -113,10 +113,12 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
         answered, info = _ask(client)
         checks = [*answered]
         if info is not None:
-            checks += [_state(info), *_sharing(info), _staging(info), _memory(info, size_bytes)]
-            if "broadcast" in info.transports:
+            checks += [_state(info), *(_sharing(info) if _ours(info) else _stock(info))]
+            checks += [_staging(info), _memory(info, size_bytes)]
+            if _ours(info) and "broadcast" in info.transports:
                 checks += _meeting(client, info, host=host, timeout_s=timeout_s)
-            checks.append(_ways(checks, info))
+            if _ours(info):
+                checks.append(_ways(checks, info))
     finally:
         client.close()
     engine = ""
@@ -145,8 +147,35 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
     return [
         reached,
         Check(name="key", level="ok", text="accepted" if client.target.api_key is not None else "none needed"),
-        Check(name="receiver", level="ok", text=f"{info.engine} speaks protocol {info.protocol}, as this process does"),
+        Check(
+            name="receiver",
+            level="ok",
+            text=f"{info.engine} speaks protocol {info.protocol}, as this process does"
+            if _ours(info)
+            else f"none: {info.engine} is spoken to in its own language ({info.kind})",
+        ),
     ], info
+
+
+def _ours(info: EngineInfo) -> bool:
+    return info.kind == "native"
+
+
+def _stock(info: EngineInfo) -> Iterator[Check]:
+    """An engine without our receiver takes what it was started for, and its kind knows what to set for the rest."""
+    ways = ", ".join(info.transports)
+    yield Check(
+        name="transports",
+        level="ok" if ways else "fail",
+        text=f"as it was started, it takes {ways or 'no update'}; not tried",
+        hint=info.message or None,
+    )
+    if "cuda" in {rank.device for rank in info.ranks}:
+        yield Check(
+            name="ipc",
+            level="ok",
+            text="it does not tell its GPUs: ipc only on request (--via ipc), from trainer ranks on the same GPUs",
+        )
 
 
 def _failed(name: str, error: WeightcastError, hint: str) -> Check:
@@ -211,6 +240,13 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
 
 
 def _staging(info: EngineInfo) -> Check:
+    if info.staging == "none" and not _ours(info):
+        return Check(
+            name="staging",
+            level="warn",
+            text="none, and no proof of what it keeps: an update that fails half way quarantines it",
+            hint='put the receiver into it where there is a plug-in (docs/engines), or prove with verify="behaviour"',
+        )
     if info.staging == "none":
         return Check(
             name="staging",

@@ -101,7 +101,8 @@ class VllmAdapter:
         body = {
             "names": [slot.spec.name for slot in layout.slots],
             "dtype_names": [slot.spec.dtype for slot in layout.slots],
-            "shapes": [list(slot.spec.shape) for slot in layout.slots],
+            # The versions that want packed here cannot view a scalar; their loaders take one element for one.
+            "shapes": [list(slot.spec.shape or ((1,) if self._old_form else ())) for slot in layout.slots],
             **self._old_form,
         }
         if group is None:
@@ -188,9 +189,12 @@ class VllmAdapter:
 
     def _shut_down(self) -> Generator[EngineRequest, bytes, None]:
         """Let go of the group before; an open session, of a trainer that is gone, is in its way."""
-        if not (yield from whatever(post("/shutdown_weight_transfer_engine"))):
+        shutdown = post("/shutdown_weight_transfer_engine")
+        try:
+            yield from if_there(shutdown)
+        except TargetRejected:
             yield from whatever(post("/finish_weight_update"))
-            yield from whatever(post("/shutdown_weight_transfer_engine"))
+            yield from whatever(shutdown)
 
 
 def refuse_stale_cache(message: Open, facts: Facts, engine: str) -> None:

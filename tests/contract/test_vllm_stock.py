@@ -1,0 +1,111 @@
+"""What our adapter says to stock vLLM, through the engine's own routes, worker methods, info classes and packing.
+
+Three versions: the newest, the one that runs on a CPU, and one whose forms are older.  ``vllm_rig.py`` runs in each.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.environment import ROOT, engine_python, engine_sources
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+UNIQUE_ID = base64.b64encode(bytes(range(128, 256))).decode()
+UPDATES = ["update_weights"] * 3
+OLD = ("0.25.1",)
+
+
+@pytest.fixture(scope="module", params=["0.33.0", "0.32.0", "0.25.1"])
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What the rig printed, and under which version."""
+    version: str = request.param
+    python = engine_python("vllm-0.32.0-cpu")
+    path = [] if version == "0.32.0" else [str(engine_sources("vllm", version))]
+    if version in OLD:  # it imports ray and does not use it here
+        path.append(str(tmp_path_factory.mktemp("stand-ins")))
+        (Path(path[-1]) / "ray.py").write_text("")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*path, str(ROOT / "src")]),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    rig = Path(__file__).with_name("vllm_rig.py")
+    done = subprocess.run([python, rig], capture_output=True, text=True, env=environment, check=False, timeout=500)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RIG ")]
+    assert lines, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return version, json.loads(lines[-1][4:])
+
+
+def of(said: tuple[str, dict[str, Any]], case: str) -> dict[str, Any]:
+    found = said[1][case]
+    assert "error" not in found, found["error"]
+    return found
+
+
+def test_buckets_arrive_through_the_backend_nccl(said: tuple[str, dict[str, Any]]) -> None:
+    found = of(said, "nccl")
+    old = said[0] in OLD
+    version = "default" if old else "7"
+    assert found["first"] == {"equal": True, "buckets": 3, "version": 7, "engine_version": version}
+    assert found["second"]["equal"]
+    (joined,) = found["joined"]
+    assert (joined["rank_offset"], joined["world_size"]) == (3, 5)
+    if old:
+        assert (joined["master_address"], joined["master_port"]) == ("10.0.0.1", 4567)
+    else:
+        assert joined["nccl_unique_id_b64"] == UNIQUE_ID
+        assert joined["master_address"] is None
+        assert (joined["packed"], joined["packed_buffer_size_bytes"]) == (True, 600)
+    inits = ["init_weight_transfer_engine"] * (3 if old else 1)  # an older form for each refusal
+    shutdown = [] if old else ["shutdown_weight_transfer_engine"]
+    update = ["start_weight_update", *UPDATES, "finish_weight_update", "resume"]
+    assert found["said"] == ["pause abort True", *shutdown, *inits, *update, "pause keep False", *update]
+
+
+def test_buckets_arrive_through_the_backend_ipc_in_buffers_that_are_used_again(
+    said: tuple[str, dict[str, Any]],
+) -> None:
+    found = of(said, "ipc")
+    assert found["first"]["equal"]
+    assert found["second"]["equal"]
+    inits = ["init_weight_transfer_engine"] * (2 if said[0] in OLD else 1)
+    update = ["start_weight_update", *UPDATES, "finish_weight_update", "resume"]
+    assert found["said"] == ["pause abort True", *inits, *update, "pause keep True", *update]
+
+
+def test_a_session_that_a_trainer_has_left_open_is_in_nobodys_way(said: tuple[str, dict[str, Any]]) -> None:
+    assert of(said, "left_open")["equal"]
+
+
+def test_an_update_that_is_given_up_leaves_the_old_version_or_a_paused_engine(
+    said: tuple[str, dict[str, Any]],
+) -> None:
+    found = of(said, "aborted")
+    assert found["before"] == "serving"
+    assert found["said"][-2:] == ["finish_weight_update", "resume"]
+    assert (found["after"], found["stays_paused"]) == ("quarantined", True)
+    assert found["again"]["equal"]
+
+
+def test_a_handle_of_another_gpu_is_refused_in_vllms_own_words(said: tuple[str, dict[str, Any]]) -> None:
+    found = of(said, "refused")
+    assert found["status"] == 500
+    assert "IPC handle not found for GPU UUID" in found["words"]
+
+
+def test_the_id_in_the_store_is_an_object_of_vllms_class(said: tuple[str, dict[str, Any]]) -> None:
+    assert of(said, "by_store") == {"class": True, "same": True, "as_pickled": True}
+
+
+def test_vllms_own_producer_packs_a_bucket_as_we_do(said: tuple[str, dict[str, Any]]) -> None:
+    assert of(said, "chunks") == {"same": True}
