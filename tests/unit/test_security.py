@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+import subprocess
+import sys
 import threading
+from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -570,3 +573,44 @@ def test_an_open_session_is_never_named_by_the_engine(made):
     answers.append(made.engine.apply(Sender(weights_of(2)).open))
     assert isinstance(sender.open, Open)
     assert not any(sender.session in encode(answer).decode() for answer in answers)
+
+
+def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
+    from weightcast.plugins.vllm.endpoints import Endpoints
+
+    endpoints = Endpoints()
+    app = FastAPI()
+    endpoints.attach_router(app)
+    path = "/weightcast/info"
+    assert Call(app, "GET", path, [], {}).status == 503  # it is still starting, and has nothing to tell
+    monkeypatch.setenv("VLLM_API_KEY", "other")
+    monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
+    asyncio.run(endpoints.init_state(None, None, Namespace(api_key=[KEY])))
+    for header in ("", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY[:-1]}"):
+        for method, route in (("GET", "info"), ("POST", "apply"), ("POST", "open"), ("GET", "digests")):
+            call = Call(app, method, f"/weightcast/{route}", [b"x"] * 3, {"authorization": header})
+            assert (route, call.status, call.chunks_read) == (route, 401, 0)
+    for key in (KEY, "other"):
+        assert Call(app, "GET", path, [], {"authorization": f"Bearer {key}"}).status == 503
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_open_a_buffer_and_the_same_user_can():
+    buffer = SharedBuffer(4096, torch.device("cpu"))
+    path = f"/proc/{os.getpid()}/fd/{buffer.handle().fd}"
+    code = f"open({path!r}, 'r+b')"
+    same = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    # The interpreter of a virtual environment may lie where another user cannot go.
+    other = subprocess.run(
+        ["/bin/sh", "-c", f"exec 3<{path}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+    )
+    assert same.returncode == 0, same.stderr
+    assert other.returncode != 0
+    assert "ermission denied" in other.stderr
+    buffer.close()
