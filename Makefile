@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test wide-test fuzz check engine-test gpu-test format clean
+.PHONY: setup demo test wide-test fuzz check engine-test example-test gpu-test format clean
 
 setup: $(READY)
 
@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not gpu and not engine_full and not wide" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not engine_full and not wide and not example" $(TEST_ARGS)
 
 # Property tests with many more cases, on one to eight ranks; tens of minutes.
 wide-test: setup
@@ -46,6 +46,11 @@ check: setup
 # Real engines on this machine's CPU.  Their environments are made once, under the user's cache folder.
 engine-test: setup
 	$(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
+
+# The programs of examples/: a few steps of each with a tiny model, then each whole with SmolLM2 until the reward has
+# risen; a quarter of an hour on two cores.
+example-test: setup
+	$(BIN)/python -m pytest -m example tests/e2e/test_examples.py $(TEST_ARGS)
 
 # On a machine with GPUs, with any Python that has torch and the packages of the extra `dev`.
 gpu-test:
