@@ -128,7 +128,7 @@ def export_case(case: dict) -> list[str]:
     model = Model(case)
     want = export(ModuleExporter(model, wire_dtype=case["wire_dtype"]), ALONE, packing=case["packing"])
     options = shard(model, case)
-    gather._MIN_SCRATCH_BYTES = case["scratch_bytes"]
+    gather.MIN_SCRATCH_BYTES = case["scratch_bytes"]
     exporter = ModuleExporter(model, wire_dtype=case["wire_dtype"], **options)
     receivers = tuple(rank for rank in case["receivers"] if rank < dist.get_world_size()) or (0,)
     group = group_of(receivers)

@@ -49,7 +49,9 @@ def test_every_row_travels_once_and_in_order(tensors, packing, spare):
     for slot in slots:
         assert slot.first_row == seen.get(slot.spec.name, 0)
         seen[slot.spec.name] = slot.first_row + slot.num_rows
-    assert list(seen) == [spec.name for spec in tensors]
+    dtypes = list(dict.fromkeys(spec.dtype for spec in tensors))
+    order = sorted(tensors, key=lambda spec: dtypes.index(spec.dtype)) if packing.one_dtype else tensors
+    assert list(seen) == [spec.name for spec in order]
     assert all(seen[spec.name] == spec.num_rows for spec in tensors)
     assert sum(slot.size_bytes for slot in slots) == total_bytes(tensors)
 
@@ -88,6 +90,25 @@ def test_a_bucket_too_small_is_refused_and_the_error_says_what_is_enough(tensors
     assert enough > bucket_bytes
     culprit = next(spec for spec in tensors if spec.name in str(caught.value).split())
     assert plan_buckets([culprit], bucket_bytes=enough, packing=packing)
+
+
+def test_all_tensors_that_are_too_large_are_counted_and_the_largest_is_named():
+    tensors = [TensorSpec(name=f"t{size}", dtype="float32", shape=(size,)) for size in (50, 300, 10, 200)]
+    with pytest.raises(ConfigError, match=r"t300 has 1200 bytes .* a bucket of 400, nor do 1 other\n") as caught:
+        plan_buckets(tensors, bucket_bytes=400, packing=Packing(one_dtype=True, slices=False))
+    assert caught.value.hint == "use bucket_bytes=1200 or more"
+    assert len(plan_buckets(tensors, bucket_bytes=1200, packing=Packing(one_dtype=True, slices=False))) == 3
+
+
+def test_norms_in_float32_do_not_break_buckets_of_one_dtype():
+    # As many buckets as two dtypes need, not one for each change of dtype.
+    tensors = [
+        TensorSpec(name=f"{number}", dtype="float32" if number % 2 else "bfloat16", shape=(8,)) for number in range(40)
+    ]
+    layouts = plan_buckets(
+        tensors, bucket_bytes=1 << 20, packing=Packing(alignment_bytes=1, one_dtype=True, gapless=True)
+    )
+    assert [len(layout.slots) for layout in layouts] == [20, 20]
 
 
 def test_tensors_that_fit_are_not_cut():

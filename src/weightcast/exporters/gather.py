@@ -28,7 +28,7 @@ from weightcast.wire.digest import Box
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 # Below this a scratch buffer only costs round trips.
-_MIN_SCRATCH_BYTES = 1 << 20
+MIN_SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT_BYTES = 64
 
 
@@ -268,7 +268,7 @@ class Gatherer:
 
     def _plan(self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...]) -> _Steps:
         steps = _Steps(layout, receivers)
-        budget_bytes = max(layout.size_bytes // group.world_size, _MIN_SCRATCH_BYTES)
+        budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
         budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
         load: Counter[int] = Counter()
         used: Counter[int] = Counter()

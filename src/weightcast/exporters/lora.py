@@ -26,8 +26,8 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import Box
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, dtype_name, plan_buckets
 
-# Elements that are computed at once: 16 MiB of float32.
-CHUNK_ELEMENTS = 4 << 20
+# Elements that are computed at once: 4 MiB of float32.
+CHUNK_ELEMENTS = 1 << 20
 
 _ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
 _PEFT_PREFIX = "base_model.model."

@@ -138,7 +138,7 @@ class ModuleExporter:
 
         When it returns the bucket is complete, on the host's clock too, and the model's memory is no longer read.
         Beside the bucket it takes at most the bucket's size divided by the number of ranks (1 MiB at least); where
-        values are computed on the way, the adapters of the bucket's weights and some 64 MiB more.
+        values are computed on the way, the adapters of the bucket's weights and 16 MiB more.
         On a GPU it follows what the current stream did before.
 
         Args:

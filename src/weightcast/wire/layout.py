@@ -218,7 +218,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Packing) -> list[BucketLayout]:
-    """Fill buckets with tensors in the order given.
+    """Fill buckets with tensors in the order given, one dtype after the other where a bucket may carry one only.
 
     Args:
         specs: The tensors of one update.
@@ -239,14 +239,12 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Pac
             buckets.append(BucketLayout(index=len(buckets), slots=tuple(slots), size_bytes=end))
         slots, end = [], 0
 
+    specs = list(specs)
+    _check_fits(specs, bucket_bytes, packing)
+    if packing.one_dtype:  # or a model whose norms are float32 would have a bucket for each of them
+        order = {dtype: number for number, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
+        specs.sort(key=lambda spec: order[spec.dtype])
     for spec in specs:
-        smallest = spec.row_bytes if packing.slices else spec.size_bytes
-        if smallest > bucket_bytes:
-            part = "one row of " if packing.slices and spec.num_rows > 1 else ""
-            raise ConfigError(
-                f"{part}{spec.name} has {smallest} bytes and does not fit into a bucket of {bucket_bytes}",
-                hint=f"use bucket_bytes={smallest} or more",
-            )
         if slots and packing.one_dtype and slots[-1].spec.dtype != spec.dtype:
             flush()
         row = 0
@@ -272,6 +270,25 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Pac
             flush()
     flush()
     return buckets
+
+
+def _check_fits(specs: Sequence[TensorSpec], bucket_bytes: int, packing: Packing) -> None:
+    """Refuse tensors that are too large, all at once: the number that is named is enough for every one of them."""
+
+    def smallest(spec: TensorSpec) -> int:
+        return spec.row_bytes if packing.slices else spec.size_bytes
+
+    large = [spec for spec in specs if smallest(spec) > bucket_bytes]
+    if large:
+        largest = max(large, key=smallest)
+        part = "one row of " if packing.slices and largest.num_rows > 1 else ""
+        others = len(large) - 1
+        more = f", nor do {others} other{'s' if others > 1 else ''}" if others else ""
+        raise ConfigError(
+            f"{part}{largest.name} has {smallest(largest)} bytes and does not fit into a bucket of "
+            f"{bucket_bytes}{more}",
+            hint=f"use bucket_bytes={smallest(largest)} or more",
+        )
 
 
 def total_bytes(specs: Sequence[TensorSpec]) -> int:
