@@ -209,7 +209,7 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("T")
 
 
-def num_fds(pid: int) -> int:
+def num_fds(pid: int | str) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 

@@ -13,16 +13,17 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 
 from weightcast.comm.converse import converse
 from weightcast.comm.group import local_address_towards
-from weightcast.comm.http import Client
 from weightcast.comm.share import Shared
 from weightcast.config import Target, TransportName, UpdateConfig
 from weightcast.errors import ConfigError, VerificationFailed, WeightcastError
-from weightcast.kinds import adapter_for, recognise
+from weightcast.fleet.roster import Current, Roster
+from weightcast.kinds import adapter_for
 from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.report import UpdateReport
 from weightcast.transports.broadcast import BroadcastTransport
@@ -38,7 +39,8 @@ from weightcast.wire.digest import model_digest
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
 from weightcast.wire.messages import EngineInfo, Open, Owner
 
-LEASE_DEADLINES = 4  # a session, and a follower's patience, last this many deadlines of one wait
+LEASE_DEADLINES = 4  # a session lasts this many deadlines of one wait without a word
+FOLLOW_DEADLINES = 6  # and this many the patience of the other trainer ranks, who cannot see what the head waits for
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +79,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(error: WeightcastError) -> Decision:
         """Raise this."""
-        return Decision(
-            error=type(error).__name__, text=str(error), hint=error.hint, url=str(getattr(error, "url", ""))
-        )
+        name = next(kind.__name__ for kind in type(error).__mro__ if not kind.__name__.startswith("_"))
+        return Decision(error=name, text=str(error), hint=error.hint, url=str(getattr(error, "url", "")))
+
+
+class _WeightsChanged(ConfigError):
+    """The weights are not those that engines were to be brought to."""
 
 
 class Head:
@@ -88,21 +93,23 @@ class Head:
     def __init__(
         self,
         targets: Sequence[Target],
+        roster: Roster,
         config: UpdateConfig,
         exporter: Exporter,
         specs: Sequence[TensorSpec],
         places: Sequence[str],
+        before: Head | None = None,
     ) -> None:
-        self._targets = tuple(targets)
+        self._urls = tuple(target.url for target in targets)
         self._config = config
         self._exporter = exporter
         self._specs = tuple(specs)
         self._places = tuple(places)
-        self._clients = {target.url: Client(target, timeout_s=config.timeout_s) for target in targets}
+        self._roster = roster
         self._transport: Transport | None = None
         self._signature: tuple[object, ...] = ()
         self._name: TransportName = "auto"
-        self._known: dict[str, Link] = {}
+        self._known: dict[str, Link] = before.kept(roster) if before is not None else {}
         self._links: list[Link] = []
         self._excluded: set[str] = set()
         self._outcomes: dict[str, Outcome] = {}
@@ -111,6 +118,7 @@ class Head:
         self._started = 0.0
         self._version = 0
         self._sent_digest: str | None = None
+        self._must_be: str | None = None
         self._num_buckets = 0
         self._failure: WeightcastError | None = None
         self._receivers: tuple[int, ...] = (0,)
@@ -121,7 +129,7 @@ class Head:
 
     def choose(self) -> Decision:
         """Probe every target; choose the transport and what it takes."""
-        infos = self._probe_all()
+        infos = self._probe(self._urls)
         healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
         for info in infos.values():
             if not isinstance(info, EngineInfo) and (self._config.on_failure == "raise" or not healthy):
@@ -160,11 +168,28 @@ class Head:
     def begin(self, version: int) -> None:
         """A new update: all targets take part again."""
         self._version = version
+        for url in self._urls:
+            self._roster.broke_off(url, "the update before this one did not end", whole=False)
         self._excluded.clear()
-        self._outcomes = {target.url: Outcome() for target in self._targets}
+        self._outcomes = {url: Outcome() for url in self._urls}
         self._phases = {}
         self._started = time.monotonic()
-        self._sent_digest = None
+        self._sent_digest = self._must_be = None
+
+    def begin_catch_up(self) -> int | None:
+        """An update of those alone that are not at the current version; None if there are none, or is no version."""
+        behind = [row.url for row in self._roster.health() if not row.active and row.state != "gone"]
+        current = self._roster.current
+        if current is None or not behind:
+            return None
+        self.begin(current.version)
+        self._outcomes = {url: Outcome() for url in behind}
+        self._must_be = current.digest or "unknown"
+        return current.version
+
+    def kept(self, roster: Roster) -> dict[str, Link]:
+        """What is remembered of those that stay when the membership changes."""
+        return {url: replace(link) for url, link in self._known.items() if roster.knows(url, link.client)}
 
     def open(self, version: int, specs: tuple[TensorSpec, ...]) -> Decision:
         """Probe, open a session on every active target, make the group."""
@@ -174,11 +199,16 @@ class Head:
         with self._phase("open"):
             try:
                 # Not those that failed just now: one that stands still would take another deadline to say nothing.
-                active = [target.url for target in self._targets if target.url not in self._excluded]
-                self._links = self._make_links(self._probe_all(only=active))
+                active = [url for url in self._outcomes if url not in self._excluded]
+                self._links = self._make_links(self._probe(active))
                 self._connect_transport()
                 message = self._open_message(version, specs)
-                self._each(lambda link: link.open(message))
+                try:
+                    self._each(lambda link: link.open(message))
+                finally:
+                    for link in self._links:
+                        if link.session:
+                            self._roster.opened(link.url)
                 assert self._transport is not None
                 self._transport.connect()
             except WeightcastError as error:
@@ -226,8 +256,9 @@ class Head:
                 self._transport.drain()
             with self._phase("verify"):
                 received, kept = self._digests.finish() if self._config.verify != "none" else ({}, {})
+                self._sent_digest = model_digest(received) if received else None
+                self._check_unchanged()
                 self._each(lambda link: self._close_one(link, received))
-            self._sent_digest = model_digest(received) if received else None
             with self._phase("commit"):
                 self._each(lambda link: self._commit_one(link, kept))
                 check_alike(self._links)
@@ -276,6 +307,14 @@ class Head:
             return Decision(error="UpdateFailed", text=str(bad[0]), hint=bad[0].hint, report=report)
         return Decision(report=report)
 
+    def _check_unchanged(self) -> None:
+        """Two engines with one version and other weights are what a version is there to prevent."""
+        if self._must_be is not None and self._sent_digest != self._must_be:
+            raise _WeightsChanged(
+                f"the weights are no longer those of version {self._version}: nobody can be brought in at it",
+                hint="retarget() before training goes on, or leave it to the next update()",
+            )
+
     # -- failure and end
 
     def give_up(self, reason: str) -> None:
@@ -291,14 +330,12 @@ class Head:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-        for client in self._clients.values():
-            client.close()
 
     def _fail(self, error: WeightcastError) -> Decision:
         """End every session, find out what each target serves, decide how to go on."""
         self._failure = error
         self.give_up(str(error))
-        culprits = self._culprits(error)
+        culprits = set[str]() if isinstance(error, _WeightsChanged) else self._culprits(error)
         for url in culprits:
             self._outcomes[url].failed = error
         active = [link.url for link in self._links]
@@ -307,7 +344,7 @@ class Head:
         nothing_committed = not any(link.committed for link in self._links)
         if self._config.on_failure == "quarantine" and culprits and remaining and nothing_committed:
             return Decision(again=True)
-        if not self._links:
+        if not self._links or isinstance(error, _WeightsChanged):
             return Decision.of(error)
         report = self._report()
         text = f"update to version {self._version} failed: {error}"
@@ -319,29 +356,27 @@ class Head:
         url = getattr(error, "url", None) or getattr(error, "who", None)
         if isinstance(url, str) and url in self._outcomes:
             return {url}
-        infos = self._probe_all(only=[link.url for link in self._links])
+        infos = self._probe([link.url for link in self._links], hasty=True)
         gone = {url for url, info in infos.items() if not isinstance(info, EngineInfo) or info.state == "quarantined"}
         return gone
 
     def _abort_all(self, reason: str) -> None:
-        open_links = [link for link in self._links if link.session]
-        if not open_links:
+        links = [link for link in self._links if link.session]
+        if not links:
             return
-        with ThreadPoolExecutor(max_workers=len(open_links)) as pool:
-            list(pool.map(Link.abort, open_links, [reason] * len(open_links)))
+        with ThreadPoolExecutor(max_workers=len(links)) as pool:
+            answers = list(pool.map(Link.abort, links, [reason] * len(links)))
+        for link, answer in zip(links, answers, strict=True):
+            if link.silent:
+                self._roster.fell_silent(link.url, reason)
+            whole = answer is not None and answer.state == "serving" and not link.mixed
+            self._roster.broke_off(link.url, reason, whole=whole)
 
-    def _probe_all(self, only: Sequence[str] | None = None) -> dict[str, EngineInfo | WeightcastError]:
-        urls = [target.url for target in self._targets if only is None or target.url in only]
-
-        def ask(url: str) -> EngineInfo | WeightcastError:
-            try:
-                info = recognise(self._clients[url])
-            except WeightcastError as error:
-                return error
-            return self._remembered(url, info)
-
-        with ThreadPoolExecutor(max_workers=max(1, len(urls))) as pool:
-            return dict(zip(urls, pool.map(ask, urls), strict=True))
+    def _probe(self, urls: Sequence[str], *, hasty: bool = False) -> dict[str, EngineInfo | WeightcastError]:
+        found = self._roster.look(urls, hasty=hasty)
+        return {
+            url: self._remembered(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
+        }
 
     def _make_links(self, infos: Mapping[str, EngineInfo | WeightcastError]) -> list[Link]:
         links: list[Link] = []
@@ -373,7 +408,7 @@ class Head:
         """The target's link; a new one if it is of another kind than it was."""
         link = self._known.get(url)
         if link is None or link.info.kind != info.kind:
-            link = self._known[url] = Link(client=self._clients[url], adapter=adapter_for(info), info=info)
+            link = self._known[url] = Link(client=self._roster.client(url), adapter=adapter_for(info), info=info)
         link.info = info
         return link
 
@@ -478,8 +513,13 @@ class Head:
 
     def _report(self) -> UpdateReport:
         unsure = [url for url, outcome in self._outcomes.items() if outcome.committed is None or outcome.failed]
-        now = self._probe_all(only=unsure)
+        now = self._probe(unsure, hasty=True)
         rows = tuple(outcome.row(url, now.get(url)) for url, outcome in self._outcomes.items())
+        moved_on = any(row.status == "serving" for row in rows)
+        for row in rows:
+            self._roster.ended(row, version=self._version, moved_on=moved_on)
+        if moved_on:
+            self._roster.current = Current(version=self._version, digest=self._sent_digest)
         phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(

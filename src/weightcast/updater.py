@@ -23,7 +23,10 @@ from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, TargetError, UpdateFailed, WeightcastError
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
-from weightcast.head import LEASE_DEADLINES, Decision, Head
+from weightcast.fleet.health import TargetHealth
+from weightcast.fleet.roster import Roster
+from weightcast.head import FOLLOW_DEADLINES, Decision, Head
+from weightcast.kinds import recognise
 from weightcast.protocols import Exporter, Scorer
 from weightcast.report import UpdateReport
 from weightcast.wire.layout import DTYPES, BucketLayout, plan_buckets, total_bytes
@@ -49,6 +52,7 @@ class WeightUpdater:
         self._slots: list[SharedSlot] = []
         self._layouts: list[BucketLayout] = []
         self._head: Head | None = None
+        self._roster: Roster | None = None
         self._closed = False
         self._chosen = Decision()
         self._specs = tuple(exporter.specs())
@@ -56,6 +60,8 @@ class WeightUpdater:
             exporter.prepare(self._group)
             self._choose()
         except BaseException:
+            if self._roster is not None:
+                self._roster.close()
             self._group.close()
             raise
 
@@ -121,30 +127,56 @@ class WeightUpdater:
             raise ConfigError(f"version={version!r}: a version is a whole number from 0")
         if self._head is not None:
             self._head.begin(version)
-        while True:
-            decision = self._attempt(version)
-            if not decision.again:
-                break
-        if decision.error:
-            raise _rebuild(decision)
-        assert decision.report is not None
-        return decision.report
+        return self._transact(version)
 
-    def retarget(self, targets: Sequence[Target | str]) -> None:
+    def retarget(self, targets: Sequence[Target | str], *, catch_up: bool = False) -> UpdateReport | None:
         """Membership changed: meet the new targets and let go of the old ones.  Collective.
+
+        Who stays is not disturbed.  Who is new counts from its first full update on.
+
+        Args:
+            targets: The engines from now on.
+            catch_up: Bring those that do not serve the current version to it now, without a new version for the
+                others.  The weights must still be those of the last update: their digest is compared before
+                anything is switched.
+
+        Returns:
+            With ``catch_up``, the report on those that were brought in; None if there were none.
 
         Raises:
             ConfigError, TargetUnreachable, TargetRejected: As ``connect``; the old targets stay.
+            ConfigError: The weights have changed since the last update.  The new targets stay, and those that are
+                not at the current version wait for the next update.
+            UpdateFailed: As ``update``, of those that were to be brought in.
         """
         before, head = self._targets, self._head
         self._targets = _known(targets)
+        if self._roster is not None:
+            self._roster.set_members((*before, *self._targets))
         try:
             self._choose()
         except WeightcastError:
             self._targets = before
             raise
-        if head is not None:
-            head.close()
+        finally:
+            if head is not None and head is not self._head:
+                head.close()
+            if self._roster is not None:
+                self._roster.set_members(self._targets)
+        if not catch_up:
+            return None
+        version = self._head.begin_catch_up() if self._head is not None else None
+        if not self._hear(Decision(again=version is not None)).again:
+            return None
+        return self._transact(version or 0)
+
+    def health(self) -> tuple[TargetHealth, ...]:
+        """What is known of each target, and whether requests may go there.  Not collective; asks nobody.
+
+        Returns:
+            A row for each target, in order, on the head; nothing on other ranks.
+        """
+        return self._roster.health() if self._roster is not None else ()
 
     def close(self) -> None:
         """Let go of groups, buffers and connections, here and in the engines.  Safe to call twice."""
@@ -153,6 +185,8 @@ class WeightUpdater:
         self._closed = True
         if self._head is not None:
             self._head.close()
+        if self._roster is not None:
+            self._roster.close()
         self._drop_slots()
         self._group.close()
 
@@ -168,7 +202,12 @@ class WeightUpdater:
         decision = Decision()
         if self._group.is_head:
             assert places is not None
-            head = Head(self._targets, self._config, self._exporter, self._specs, [place.decode() for place in places])
+            if self._roster is None:
+                self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=recognise)
+            where = [place.decode() for place in places]
+            head = Head(
+                self._targets, self._roster, self._config, self._exporter, self._specs, where, before=self._head
+            )
             try:
                 decision = head.choose()
                 layouts = plan_buckets(self._specs, bucket_bytes=self._config.bucket_bytes, packing=decision.packing)
@@ -192,8 +231,19 @@ class WeightUpdater:
 
     def _hear(self, decision: Decision) -> Decision:
         payload = msgspec.json.encode(decision) if self._group.is_head else None
-        heard = self._group.broadcast_bytes(payload, timeout_s=self._config.timeout_s * LEASE_DEADLINES)
+        heard = self._group.broadcast_bytes(payload, timeout_s=self._config.timeout_s * FOLLOW_DEADLINES)
         return msgspec.json.decode(heard, type=Decision)
+
+    def _transact(self, version: int) -> UpdateReport:
+        """Try until it is over; on ranks other than the head the version does not matter."""
+        while True:
+            decision = self._attempt(version)
+            if not decision.again:
+                break
+        if decision.error:
+            raise _rebuild(decision)
+        assert decision.report is not None
+        return decision.report
 
     def _attempt(self, version: int) -> Decision:
         """One try at the transaction; every rank returns the same decision."""
@@ -243,7 +293,7 @@ class WeightUpdater:
         buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
-            if self._group.broadcast_bytes(go, timeout_s=self._config.timeout_s * LEASE_DEADLINES) != b"go":
+            if self._group.broadcast_bytes(go, timeout_s=self._config.timeout_s * FOLLOW_DEADLINES) != b"go":
                 return
             slot = self._slots[layout.index % len(self._slots)] if receives else None
             if slot is not None:

@@ -15,7 +15,7 @@ from weightcast.comm.group import WorldGroup
 from weightcast.comm.http import Client
 from weightcast.errors import WeightcastError
 from weightcast.exporters.module import ModuleExporter
-from weightcast.transports import broadcast
+from weightcast.transports import channel
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pump
 
@@ -110,7 +110,7 @@ def joining(_: int, die: Callable[[], None]) -> None:
         die()
         raise AssertionError
 
-    broadcast.WorldGroup = stay_away  # type: ignore[assignment,misc]
+    channel.WorldGroup = stay_away  # type: ignore[assignment,misc]
 
 
 @point

@@ -128,17 +128,17 @@ class Fleet:
 
         Args:
             url: The target.
-            version: What it says it serves.
+            version: What it says it serves; None if it cannot say.
             incarnation: Which processes it consists of, as far as it can say.  Others than before are a restart.
         """
         entry = self._entries[url]
         other = entry.state != "gone" and incarnation != entry.incarnation
         # The same processes with other weights than we gave them: somebody else did.
-        stray = entry.state == "serving" and version != entry.version
+        stray = entry.state == "serving" and version is not None and version != entry.version
         self._move(
             url,
             "restarted" if other or stray else "answered",
-            version=version,
+            version=entry.version if version is None and entry.state == "serving" and not other else version,
             incarnation=incarnation,
             reason="came back" if other else f"says that it serves version {version}" if stray else None,
         )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from weightcast.errors import TargetUnreachable, WeightcastError
+from weightcast.errors import DeadlineExceeded, TargetUnreachable, WeightcastError
 
 Answer = TypeVar("Answer")
 
@@ -37,33 +37,43 @@ class Lookout(Generic[Answer]):
         self._out: dict[str, _Question[Answer]] = {}
         self._news = threading.Condition()
 
-    def look(self, urls: Sequence[str], *, limit_s: float) -> dict[str, Answer | WeightcastError]:
+    def look(self, patience_s: Mapping[str, float]) -> dict[str, Answer | WeightcastError]:
         """What each of them answers now.
 
         Args:
-            urls: Whom to ask.
-            limit_s: How long to wait for an answer, in seconds, counted from when the question was put, which may
-                have been at an earlier look.
+            patience_s: Whom to ask, and how long to wait for each, in seconds, counted from when the question was
+                put, which may have been at an earlier look.
 
         Returns:
             The answer, or what went wrong; ``TargetUnreachable`` for one who has not answered so far.
         """
         with self._news:
-            for url in urls:
-                question = self._out.get(url)
-                if question is not None and not question.answer:
-                    continue
-                # New, or answered some time ago, which says little about now.
-                self._out[url] = _Question(time.monotonic(), [])
-                # A daemon: it blocks in Python's own sockets, and nobody must wait for it at the end.
-                threading.Thread(target=self._put, args=(url,), name="weightcast-look", daemon=True).start()
+            for url in patience_s:
+                self._put(url, time.monotonic())
             while True:
-                ends = [self._out[url].asked_at + limit_s for url in urls if not self._out[url].answer]
+                waiting = [url for url in patience_s if not self._out[url].answer]
+                ends = [self._out[url].asked_at + patience_s[url] for url in waiting]
                 left_s = max(ends, default=0.0) - time.monotonic()
                 if left_s <= 0:
                     break
                 self._news.wait(left_s)
-            return {url: self._take(url) for url in urls}
+            return {url: self._take(url) for url in patience_s}
+
+    def ask_ahead(self, urls: Iterable[str], *, waited_s: float) -> None:
+        """Put the question now, for a later look.
+
+        Args:
+            urls: Whom to ask.
+            waited_s: How long they count as having been waited for already, in seconds.
+        """
+        with self._news:
+            for url in urls:
+                self._put(url, time.monotonic() - waited_s)
+
+    def forget(self, url: str) -> None:
+        """Whatever is still to come from there does not count."""
+        with self._news:
+            self._out.pop(url, None)
 
     def _take(self, url: str) -> Answer | WeightcastError:
         question = self._out[url]
@@ -76,11 +86,29 @@ class Lookout(Generic[Answer]):
             hint="something listens there and says nothing: is the engine stopped, or swamped?",
         )
 
-    def _put(self, url: str) -> None:
-        try:
-            answer: Answer | WeightcastError = self._ask(url)
-        except WeightcastError as error:
-            answer = error
+    def _put(self, url: str, asked_at: float) -> None:
+        question = self._out.get(url)
+        if question is not None and not question.answer:
+            return
+        # New, or answered some time ago, which says little about now.
+        self._out[url] = question = _Question[Answer](asked_at, [])
+        # A daemon: it blocks in Python's own sockets, and nobody must wait for it at the end.
+        threading.Thread(target=self._run, args=(url, question), name="weightcast-look", daemon=True).start()
+
+    def _run(self, url: str, question: _Question[Answer]) -> None:
+        answer: Answer | WeightcastError | None = None
+        while answer is None:
+            try:
+                answer = self._ask(url)
+            except WeightcastError as error:
+                # Silence is no answer: the question stays out.
+                if not is_silence(error) or self._out.get(url) is not question:
+                    answer = error
         with self._news:
-            self._out[url].answer.append(answer)
+            question.answer.append(answer)
             self._news.notify_all()
+
+
+def is_silence(error: BaseException) -> bool:
+    """True if somebody may be there, and says nothing."""
+    return isinstance(error, TargetUnreachable) and isinstance(error.__cause__, DeadlineExceeded | None)

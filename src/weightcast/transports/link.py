@@ -18,8 +18,13 @@ from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 _ABORT_S = 30.0
 _LEAVE_S = 5.0
-_SILENT_S = 2.0
+_SILENT_S = 0.5
 _MARGIN_S = 5.0
+
+
+def margin_s(timeout_s: float) -> float:
+    """How much later than an engine's own deadline the sender's is, in seconds."""
+    return min(_MARGIN_S, 0.5 + timeout_s / 4)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +62,7 @@ class Link:
     opened: Ack | None = None
     closed: Ack | None = None
     committed: Ack | None = None
+    _limit_s: float = _ABORT_S
     _lease: Lease | None = field(default=None, repr=False)
 
     @property
@@ -84,7 +90,8 @@ class Link:
         self._check_version(message)
         # Without a lease nothing tells the engine of the end but we, even if it went wrong half way through opening.
         self.session = "" if self.adapter.leased else message.session
-        self.opened = self._converse(self.adapter.open(message), message.timeout_s)
+        self._limit_s = message.timeout_s
+        self.opened = self._timed(self.adapter.open(message), message.timeout_s)
         self.session = message.session
         return self.opened
 
@@ -93,11 +100,7 @@ class Link:
 
         The engine keeps the deadline itself and answers; ours is a little later, for an engine that cannot.
         """
-        try:
-            return self._converse(steps, timeout_s + _MARGIN_S)
-        except DeadlineExceeded:
-            self.silent = True
-            raise
+        return self._timed(steps, timeout_s + margin_s(timeout_s))
 
     def let_go(self, steps: Steps, *, limit_s: float = _LEAVE_S) -> Ack | None:
         """Send a step that ends something; None if the engine does not answer.
@@ -135,7 +138,7 @@ class Link:
         session, self.session = self.session, ""
         try:
             # Without an answer the lease's closing tells the engine too; what became of it is asked later.
-            return self.let_go(self.adapter.abort(session, reason), limit_s=_ABORT_S)
+            return self.let_go(self.adapter.abort(session, reason), limit_s=min(_ABORT_S, self._limit_s))
         finally:
             self.end()
 
@@ -156,6 +159,13 @@ class Link:
                 url=self.url,
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
+
+    def _timed(self, steps: Steps, limit_s: float) -> Ack:
+        try:
+            return self._converse(steps, limit_s)
+        except DeadlineExceeded:
+            self.silent = True
+            raise
 
     def _converse(self, steps: Steps, timeout_s: float) -> Ack:
         try:

@@ -1,0 +1,103 @@
+"""Engines that come late, go, or come back: none counts before it serves the current version in full."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.harness import connect, next_version, push, serves_whole, trainer_of, wait_for
+from weightcast.errors import ConfigError
+
+
+def states(updater) -> list[tuple[str, bool]]:
+    return [(row.state, row.active) for row in updater.health()]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_who_comes_late_is_brought_to_the_current_version_and_counts_from_then_on(engines, fresh, transport):
+    late = fresh("--local")
+    version = next_version()
+    model = trainer_of(version)
+    with connect(model, [engines.one], transport=transport) as updater:
+        assert states(updater) == [("joining", False)]
+        updater.update(version=version)
+        assert states(updater) == [("serving", True)]
+        assert updater.retarget([engines.one.url], catch_up=True) is None  # nobody is behind
+
+        report = updater.retarget([engines.one.url, late.url], catch_up=True)
+
+        assert [(row.url, row.status, row.version_before) for row in report.targets] == [(late.url, "serving", 0)]
+        assert report.version == serves_whole(late) == serves_whole(engines.one) == version
+        assert states(updater) == [("serving", True)] * 2
+        version = next_version()
+        model.set_version(version)
+        assert updater.update(version=version).ok
+        assert serves_whole(late) == serves_whole(engines.one) == version
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_nobody_is_brought_in_with_weights_that_have_changed_since(engines, fresh, transport):
+    late = fresh("--local")
+    version = next_version()
+    model = trainer_of(version)
+    with connect(model, [engines.one], transport=transport) as updater:
+        updater.update(version=version)
+        model.set_version(next_version())
+        with pytest.raises(ConfigError, match=f"no longer those of version {version}"):
+            updater.retarget([engines.one.url, late.url], catch_up=True)
+        assert serves_whole(late) == 0
+        assert serves_whole(engines.one) == version
+        assert states(updater) == [("serving", True), ("joining", False)]
+        version = next_version()
+        model.set_version(version)
+        assert updater.update(version=version).ok
+        assert serves_whole(late) == serves_whole(engines.one) == version
+        assert states(updater) == [("serving", True)] * 2
+
+
+def test_before_the_first_update_there_is_nothing_to_catch_up_with(engines, fresh):
+    late = fresh("--local")
+    with connect(trainer_of(1), [engines.one]) as updater:
+        assert updater.retarget([engines.one.url, late.url], catch_up=True) is None
+    assert serves_whole(late) == 0
+
+
+def test_states_follow_what_happens(engines, fresh):
+    spare = fresh("--local")
+    version = next_version()
+    model = trainer_of(version)
+
+    def update() -> None:
+        nonlocal version
+        version = next_version()
+        model.set_version(version)
+        updater.update(version=version)
+
+    with connect(model, [engines.one, spare], timeout_s=4.0, on_failure="quarantine") as updater:
+        update()
+        assert states(updater) == [("serving", True)] * 2
+        spare.signal(signal.SIGSTOP)
+        update()
+        assert states(updater) == [("serving", True), ("quarantined", False)]
+        spare.signal(signal.SIGCONT)
+
+        def is_back() -> bool:
+            update()  # which does not wait for one that stood still
+            return states(updater) == [("serving", True)] * 2
+
+        wait_for(is_back, "the engine that goes on")
+        spare.close()
+        update()
+        assert states(updater) == [("serving", True), ("gone", False)]
+        assert spare.url in updater.health()[1].reason
+        back = fresh("--local", port=spare.port)
+        assert serves_whole(back) == 0
+        update()
+        assert states(updater) == [("serving", True)] * 2
+        assert serves_whole(back) == version
+
+        # Somebody else updates it: what it serves is not what we gave it.
+        push([back], next_version())
+        updater.retarget([engines.one.url, back.url])
+        assert states(updater) == [("serving", True), ("joining", False)]

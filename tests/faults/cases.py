@@ -1,0 +1,74 @@
+"""Every fault at every step, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tests.faults.kinds import KINDS, Transport
+
+Step = Literal["open", "join", "first bucket", "middle bucket", "last bucket", "close", "commit", "after"]
+Subject = Literal["engine", "engine rank", "trainer head", "trainer rank", "network", "memory"]
+Fault = Literal["kill", "stop", "delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer"]
+
+STEPS: tuple[Step, ...] = get_args(Step)
+OF_PROCESSES: tuple[Fault, ...] = ("kill", "stop", "delay")
+OF_NETWORKS: tuple[Fault, ...] = ("delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer")
+WORDS: dict[Fault, str] = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP until all is over",
+    "delay": "held up for a part of the deadline, which nothing must mind",
+    "drop": "from here on every byte is swallowed, both ways",
+    "refuse": "from here on every connection is reset",
+    "cut": "this connection is reset before the message arrives",
+    "lose answer": "the message arrives, its answer does not",
+    "flip": "one bit of the message, or of the bucket in memory, is another",
+    "flip answer": "one bit of the answer is another",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One fault.
+
+    Attributes:
+        kind: Of engine.
+        transport: How weights travel.
+        on: What is struck.
+        fault: How.
+        step: When: as this message of the first update passes by; ``after`` is the Open of the next one.
+    """
+
+    kind: str
+    transport: Transport
+    on: Subject
+    fault: Fault
+    step: Step
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.transport}: {self.on}, {self.fault} at {self.step}"
+
+
+def all_cases() -> Iterator[Case]:
+    """The matrix, row by row."""
+    for kind in KINDS.values():
+        for transport in kind.transports:
+            for on, fault in _rows():
+                for step in STEPS:
+                    if step == "join" and transport == "ipc":
+                        continue  # nobody meets
+                    if on == "memory" and not step.endswith("bucket"):
+                        continue
+                    yield Case(kind=kind.name, transport=transport, on=on, fault=fault, step=step)
+
+
+def _rows() -> Iterator[tuple[Subject, Fault]]:
+    processes: tuple[Subject, ...] = ("engine", "engine rank", "trainer head", "trainer rank")
+    for on in processes:
+        for fault in OF_PROCESSES:
+            yield on, fault
+    for fault in OF_NETWORKS:
+        yield "network", fault
+    yield "memory", "flip"

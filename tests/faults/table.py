@@ -1,0 +1,46 @@
+"""The matrix as a table in a page, between two marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.faults.cases import STEPS
+from tests.faults.world import Result
+
+BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
+
+
+def write_table(page: Path, results: Sequence[Result]) -> None:
+    """Replace what is between the marks."""
+    text = page.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+
+
+def table(results: Sequence[Result]) -> str:
+    """One table for each kind and transport: a row for each fault, a column for each step."""
+    parts: list[str] = []
+    for kind, transport in dict.fromkeys((result.kind, result.transport) for result in results):
+        mine = [result for result in results if (result.kind, result.transport) == (kind, transport)]
+        steps = [step for step in STEPS if any(result.step == step for result in mine)]
+        parts.append(f"\n### {kind}, {transport}\n")
+        parts.append(f"| struck | fault | {' | '.join(steps)} |")
+        parts.append("|---" * (len(steps) + 2) + "|")
+        for on, fault in dict.fromkeys((result.on, result.fault) for result in mine):
+            cells = {result.step: _cell(result) for result in mine if (result.on, result.fault) == (on, fault)}
+            parts.append(f"| {on} | {fault} | {' | '.join(cells.get(step, '') for step in steps)} |")
+    wrong = [result for result in results if result.wrong]
+    worst = max((result.seconds for result in results), default=0.0)
+    later = max((result.later_s for result in results), default=0.0)
+    parts.append(
+        f"\n{len(results)} cases, {len(wrong)} wrong. The longest update with a fault in it took {worst:.1f} s, "
+        f"the longest after it {later:.1f} s."
+    )
+    parts += [f"\n- {result.case}: {'; '.join(result.wrong)}" for result in wrong]
+    return "\n".join(parts)
+
+
+def _cell(result: Result) -> str:
+    return f"**wrong** {result.seconds:.1f}" if result.wrong else f"{result.outcome} {result.seconds:.1f}"

@@ -1,0 +1,337 @@
+"""Two engines, a trainer of two ranks, a network between: a case is played in it, and then it is looked at.
+
+The *victim* is an engine of two ranks, the *bystander* one of one rank.  Whatever happens, afterwards
+
+    nobody alive has waited longer than the limits below,
+    the rank that failed was named if a rank did,
+    the bystander has gone on,
+    every engine alive serves one version whole, or is out of use and paused,
+    the next update succeeds, on all, once what was broken is there again,
+    nothing is left behind: processes, open files, shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tests.faults import trainer
+from tests.faults.cases import Case
+from tests.faults.kinds import KINDS, Kind
+from tests.faults.wire import Loop, Trap, Wire, WireFault
+from tests.harness import SMALL_BUCKETS, Engine, children, next_version, num_fds
+from tests.unit.ranks import Ranks
+
+DEADLINE_S = 1.0
+# A wait may last one deadline and a margin; the first update after a fault may consist of two such waits.
+MARGIN_S = 1.5
+UPDATE_LIMIT_S = 2 * (DEADLINE_S + MARGIN_S)
+LATER_LIMIT_S = DEADLINE_S + MARGIN_S
+# Who waits for a head that may be waiting for engines has the patience of a lease, and then looks for the culprit.
+FOLLOWER_LIMIT_S = 4 * DEADLINE_S + 3 * MARGIN_S
+HANG_S = 60.0
+_TRAINER_RANKS = 2
+_ENGINE_FILES = 12  # an engine keeps the buffers of a few trainers mapped
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a case.
+
+    Attributes:
+        case: Its name.
+        kind, transport, on, fault, step: See ``Case``.
+        outcome: ``unharmed`` all updated, ``left out`` all but the victim, ``given up`` nobody, ``no trainer``.
+        seconds: How long the update took in which the fault struck, on the trainer rank that took longest.
+        later_s: The one after it.
+        wrong: What should not be; empty if all is well.
+        words: What the trainer said.
+    """
+
+    case: str
+    kind: str
+    transport: str
+    on: str
+    fault: str
+    step: str
+    outcome: str
+    seconds: float
+    later_s: float
+    wrong: tuple[str, ...]
+    words: str
+
+
+class World:
+    """Kept from case to case; what a case has broken is replaced.
+
+    Args:
+        kind: Of engines.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind: Kind = KINDS[kind]
+        self._loop = Loop()
+        self._pool = ThreadPoolExecutor(2)
+        self._next_victim = self._pool.submit(self.kind.start, 2)
+        self.bystander = self.kind.start(1)
+        self.victim = self._new_victim()
+        self.wires = [Wire(self._loop, self.kind.step_of, engine.port) for engine in (self.bystander, self.victim)]
+        self.ranks = Ranks(_TRAINER_RANKS)
+        self._rank_pids = self._pids_of_ranks()
+        self._buckets: dict[str, int] = {}
+        self._num_files: dict[str, int] = {}
+
+    def close(self) -> None:
+        for wire in self.wires:
+            wire.close()
+        self._loop.close()
+        self.ranks.close()
+        for engine in (self.bystander, self.victim, self._next_victim.result()):
+            engine.close()
+        self._pool.shutdown()
+
+    def play(self, case: Case) -> Result:
+        """Strike, look, heal, update again."""
+        self._warm_up(case)
+        wrong: list[str] = []
+        trap = self._trap(case)
+        self.wires[1].set_trap(trap)
+        before = children()
+        told = self._update(case, [next_version(), next_version()], wrong, flip=self._index(case))
+        if case.on != "memory" and not trap.sprung.is_set():
+            wrong.append("the fault never struck")
+        alive = [rank for rank in range(_TRAINER_RANKS) if told[rank]]
+        outcome = self._judge(case, told, wrong)
+        self._look_at(self.bystander, "bystander", wrong)
+        self._heal(case)
+        if not (case.on == "engine" and case.fault == "kill"):
+            self._look_at(self.victim, "victim", wrong)
+        self._restore(case)
+        version = next_version()
+        last = self._update(case, [version], wrong)
+        for rank, ended in last.items():
+            if not ended or ended[-1].status != ("serving", "serving"):
+                said = ended[-1].words if ended else "nothing"
+                wrong.append(f"an update after all was well again failed on rank {rank}: {said}")
+        for engine, name in ((self.bystander, "bystander"), (self.victim, "victim")):
+            serves = self._look_at(engine, name, wrong)
+            if serves != version:
+                wrong.append(f"{name} serves {serves} after an update to {version}")
+        self._look_for_leftovers(case, before, wrong)
+        first = [told[rank][0] for rank in alive]
+        later = [told[rank][1] for rank in alive if len(told[rank]) > 1]
+        return Result(
+            case=case.name,
+            kind=case.kind,
+            transport=case.transport,
+            on=case.on,
+            fault=case.fault,
+            step=case.step,
+            outcome=outcome,
+            seconds=max((one.seconds for one in first), default=0.0),
+            later_s=max((one.seconds for one in later), default=0.0),
+            wrong=tuple(wrong),
+            words=first[0].words if first else "",
+        )
+
+    # -- before
+
+    def _warm_up(self, case: Case) -> None:
+        """Once for each transport: count buckets and open files when all is well."""
+        if case.transport in self._buckets:
+            return
+        wrong: list[str] = []
+        told = self._update(case, [next_version(), next_version()], wrong)
+        assert not wrong, wrong
+        assert all(one.status == ("serving", "serving") for ended in told.values() for one in ended), told
+        self._buckets[case.transport] = self.wires[1].seen["bucket"] // 2
+        for wire in self.wires:
+            wire.heal()
+        self._num_files.setdefault("bystander", self._files_of(self.bystander))
+        self._count_files()
+
+    def _trap(self, case: Case) -> Trap:
+        last = self._buckets[case.transport] - 1
+        step, count = {
+            "first bucket": ("bucket", 0),
+            "middle bucket": ("bucket", last // 2),
+            "last bucket": ("bucket", last),
+            "after": ("open", 1),
+        }.get(case.step, (case.step, 0))
+        trap = Trap(step, count)
+        if case.on == "network":
+            fault: WireFault = case.fault  # type: ignore[assignment]
+            trap.fault = fault
+            trap.delay_s = DEADLINE_S * 0.4
+        elif case.on != "memory":
+            trap.strike = self._strike(case)
+        return trap
+
+    def _index(self, case: Case) -> int | None:
+        if case.on != "memory":
+            return None
+        return self._trap(case).count
+
+    def _strike(self, case: Case) -> Callable[[], None]:
+        match case.on:
+            case "engine":
+                pids = self.victim.pids()
+            case "engine rank":
+                pids = [self.victim.info().ranks[1].pid]
+            case "trainer head":
+                pids = self._rank_pids[:1]
+            case _:
+                pids = self._rank_pids[1:2]
+        self._struck = pids
+        number = signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP
+
+        def strike() -> None:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if case.fault == "delay":
+                threading.Timer(DEADLINE_S * 0.4, lambda: _wake(pids)).start()
+
+        return strike
+
+    # -- while
+
+    def _update(
+        self, case: Case, versions: list[int], wrong: list[str], flip: int | None = None
+    ) -> dict[int, list[trainer.Told]]:
+        """What every trainer rank that lives says of its updates; nothing from one that does not."""
+        options = {
+            "transport": case.transport,
+            "bucket_bytes": SMALL_BUCKETS,
+            "timeout_s": DEADLINE_S,
+            "on_failure": "quarantine",
+        }
+        self.ranks.start(trainer.update, [wire.url for wire in self.wires], versions, options, flip)
+        lost = self._lost_rank(case) if len(versions) > 1 else None
+        told: dict[int, list[trainer.Told]] = {}
+        for rank in range(_TRAINER_RANKS):
+            if rank == lost:
+                told[rank] = []
+                continue
+            try:
+                told[rank], self._num_files[f"trainer rank {rank}"] = self.ranks.answer(rank, HANG_S)
+            except AssertionError as error:
+                told[rank] = []
+                wrong.append(f"trainer rank {rank} hangs or has died: {str(error).strip().splitlines()[-1]}")
+        return told
+
+    @staticmethod
+    def _lost_rank(case: Case) -> int | None:
+        if case.fault not in ("kill", "stop"):
+            return None
+        return {"trainer head": 0, "trainer rank": 1}.get(case.on)
+
+    def _judge(self, case: Case, told: dict[int, list[trainer.Told]], wrong: list[str]) -> str:
+        lost = self._lost_rank(case)
+        for rank, ended in told.items():
+            if rank == lost:
+                continue
+            if not ended:
+                return "no answer"
+            patience_s = FOLLOWER_LIMIT_S if lost is not None else UPDATE_LIMIT_S
+            for nth, one in enumerate(ended):
+                limit_s = patience_s if nth == 0 or case.step == "after" else LATER_LIMIT_S
+                if one.seconds > limit_s:
+                    wrong.append(f"trainer rank {rank}: update {nth + 1} took {one.seconds:.1f} s of {limit_s:g} s")
+            if lost is not None and f"trainer rank {lost}" not in ended[-1].words:
+                wrong.append(f"trainer rank {rank} does not name rank {lost}: {ended[-1].words}")
+        if lost is not None:
+            return "no trainer"
+        struck = told[0][1] if case.step == "after" and len(told[0]) > 1 else told[0][0]
+        if struck.status == ("serving", "serving"):
+            outcome = "unharmed"
+        elif struck.status == ("serving", "quarantined"):
+            outcome = "left out"
+        else:
+            outcome = "given up"
+        if case.fault == "delay" and outcome != "unharmed":
+            wrong.append(f"a delay below the deadline did harm: {struck.words}")
+        if outcome == "left out" and self.wires[1].url not in struck.words:
+            wrong.append(f"the engine that failed is not named: {struck.words}")
+        if outcome == "given up" and case.on != "memory":
+            wrong.append(f"nobody was updated: {struck.words}")
+        if case.on != "memory" and told[0][-1].status[:1] != ("serving",):
+            wrong.append(f"the bystander did not go on: {told[0][-1].words}")
+        return outcome
+
+    # -- after
+
+    def _look_at(self, engine: Engine, name: str, wrong: list[str]) -> int | None:
+        try:
+            standing = self.kind.standing(engine)
+        except (OSError, AssertionError) as error:
+            wrong.append(f"{name} does not answer: {error}")
+            return None
+        if standing.wrong:
+            wrong.append(f"{name}: {standing.wrong}")
+        return standing.version
+
+    def _heal(self, case: Case) -> None:
+        for wire in self.wires:
+            wire.heal()
+        if case.fault in ("stop", "delay") and case.on in ("engine", "engine rank"):
+            _wake(self._struck)
+
+    def _restore(self, case: Case) -> None:
+        """What was killed is started again."""
+        if case.on in ("engine", "engine rank") and case.fault in ("kill", "stop"):
+            if case.on == "engine rank" or case.fault == "kill":
+                self.victim.close()
+                self.victim = self._new_victim()
+                self.wires[1].upstream = self.victim.port
+        elif self._lost_rank(case) is not None or self.ranks.broken:
+            for process in self.ranks.processes:
+                process.kill()
+            self.ranks.close()
+            self.ranks = Ranks(_TRAINER_RANKS)
+            self._rank_pids = self._pids_of_ranks()
+
+    def _new_victim(self) -> Engine:
+        engine = self._next_victim.result()
+        assert engine.port
+        self._next_victim = self._pool.submit(self.kind.start, 2)
+        return engine
+
+    def _pids_of_ranks(self) -> list[int]:
+        return [process.pid for process in self.ranks.processes]
+
+    def _files_of(self, engine: Engine) -> int:
+        return sum(num_fds(pid) for pid in engine.pids())
+
+    def _count_files(self) -> None:
+        self._baseline = dict(self._num_files)
+
+    def _look_for_leftovers(self, case: Case, before: set[int], wrong: list[str]) -> None:
+        files = self._files_of(self.bystander)
+        if files > self._baseline["bystander"] + _ENGINE_FILES:
+            wrong.append(f"the bystander has {files} open files, {self._baseline['bystander']} at first")
+        if self._lost_rank(case) is None:
+            for rank in range(_TRAINER_RANKS):
+                name = f"trainer rank {rank}"
+                if self._num_files[name] > self._baseline[name] + 4:
+                    wrong.append(f"{name} has {self._num_files[name]} open files, {self._baseline[name]} at first")
+        else:
+            self._count_files()
+        segments = [name for name in os.listdir("/dev/shm") if "weightcast" in name or name.startswith("torch_")]
+        if segments:
+            wrong.append(f"shared memory is left: {segments}")
+        new = {pid for pid in children() - before if Path(f"/proc/{pid}").exists()}
+        if new:
+            wrong.append(f"new children: {new}")
+
+
+def _wake(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
