@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from weightcast.comm.http import Client
 from weightcast.engines.lmdeploy.kind import LmdeployKind
 from weightcast.engines.native.kind import NativeKind
@@ -27,7 +29,21 @@ def recognise(client: Client, *, timeout_s: float | None = None) -> EngineInfo:
     if not kinds:
         known = ", ".join(kind.name for kind in KINDS)
         raise ConfigError(f"engine={asked!r}: choose auto or one of {known}")
-    return probe(client, kinds, timeout_s=timeout_s)
+    return _located(client, probe(client, kinds, timeout_s=timeout_s))
+
+
+def _located(client: Client, info: EngineInfo) -> EngineInfo:
+    """What the caller knows of an engine's GPUs, for an engine that does not tell."""
+    known = client.target.devices
+    if not known or any(rank.device != "cuda" for rank in info.ranks):
+        return info
+    if len(known) != len(info.ranks):
+        raise ConfigError(f"{client.target.url}: {len(known)} devices are named, and it has {len(info.ranks)} ranks")
+    ranks = tuple(
+        msgspec.structs.replace(rank, device=device.removeprefix("GPU-"))
+        for rank, device in zip(info.ranks, known, strict=True)
+    )
+    return msgspec.structs.replace(info, ranks=ranks)
 
 
 def adapter_for(info: EngineInfo) -> Adapter:

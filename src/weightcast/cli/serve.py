@@ -83,6 +83,14 @@ def serve(
     threads: Annotated[
         int, typer.Option(metavar="N", help="CPU threads of each rank; 0 divides the cores among them.", min=0)
     ] = 0,
+    dialect: Annotated[
+        str,
+        typer.Option(metavar="ENGINE", help="For tests: have the weight routes of a stock engine: sglang, lmdeploy."),
+    ] = "none",
+    faults: Annotated[
+        str,
+        typer.Option(metavar="LIST", help="For tests: what goes wrong with them, e.g. die@/update_weights#2."),
+    ] = "",
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
@@ -125,6 +133,8 @@ def serve(
         name=name,
         version=version,
         threads=threads,
+        dialect=dialect,
+        faults=faults,
     )
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("weightcast").setLevel(logging.INFO)

@@ -129,6 +129,11 @@ class ReceiverEngine:
         self._watch.start()
 
     @property
+    def executor(self) -> Executor:
+        """All ranks, for what goes past the session (the dialects of the reference engine)."""
+        return self._executor
+
+    @property
     def state(self) -> State:
         """Serving, updating or quarantined."""
         return self._state

@@ -71,6 +71,8 @@ class ServeConfig:
         name: Name under which the model is served; None for the folder's.
         version: Version of the weights in the folder.
         threads: CPU threads of each rank; 0 divides the cores among the ranks.
+        dialect: Weight routes of this stock engine as well: ``"sglang"``, ``"lmdeploy"`` or ``"none"``.
+        faults: What is to go wrong with those; see ``rollout.dialects.faults``.
     """
 
     model_dir: str
@@ -90,6 +92,8 @@ class ServeConfig:
     name: str | None = None
     version: int = 0
     threads: int = 0
+    dialect: str = "none"
+    faults: str = ""
 
     def __post_init__(self) -> None:
         if self.tp < 1:
@@ -154,7 +158,7 @@ def serve(
                 if on_ready is not None:
                     on_ready(url)
 
-            app = build_app(engine, api_key=config.api_key)
+            app = build_app(engine, api_key=config.api_key, dialect=config.dialect, faults=config.faults)
             server = _Server(
                 _Config(app, trust=trust),
                 ready=announce,

@@ -26,6 +26,7 @@ from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refu
 from weightcast.receiver.engine import ReceiverEngine
 from weightcast.receiver.keys import Keys
 from weightcast.receiver.server import NOT_FOR_YOU, no_browsers, weight_routes
+from weightcast.rollout import dialects
 from weightcast.rollout.metrics import CONTENT_TYPE, Metrics
 from weightcast.rollout.openai import (
     ChatRequest,
@@ -85,14 +86,17 @@ class RolloutEngine:
         return receiver if receiver == "updating" else stats.state
 
 
-def build_app(engine: RolloutEngine, *, api_key: str | None = None) -> FastAPI:
+def build_app(engine: RolloutEngine, *, api_key: str | None = None, dialect: str = "none", faults: str = "") -> FastAPI:
     """All routes of one engine.
 
     Args:
         engine: Whom to hand requests to.
         api_key: Wanted as ``Authorization: Bearer`` on every route but /health; None asks for none.
+        dialect: Of which stock engine it has the weight routes too; see ``rollout.dialects``.
+        faults: What is to go wrong with them.
     """
     app = FastAPI(title="weightcast reference engine", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    dialects.mount(app, dialect, engine, faults)
     # Starlette wraps in reverse: the key is looked at before a byte of the body is read.
     app.add_middleware(_BodyLimit)
     if api_key is not None:
