@@ -1,0 +1,212 @@
+"""Trainers and engines as Ray actors on GPUs: colocated through CUDA IPC, disaggregated through NCCL, ranks as actors.
+
+Ray may come from a folder: ``PYTHONPATH=site_ray make gpu-test TEST_ARGS="-k ray --results DIR"``.  The examples run
+with a model of half a gibibyte that is made on the spot, or with the one in ``WEIGHTCAST_MODEL``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="Ray is not installed here")
+
+import ray
+
+from tests.tiny import tiny_model, tiny_tokenizer
+from weightcast.ray import (
+    Bundles,
+    EngineKind,
+    RayExecutor,
+    RolloutEngines,
+    TrainWorkers,
+    colocated,
+    disaggregated,
+    reference_engine,
+)
+from weightcast.receiver.executor import Worker
+
+ROOT = Path(__file__).parents[2]
+UPDATES = 5
+PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+
+def needs(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500), needs(2)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", PATH)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=512 << 20, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    changes = {"hidden_size": 1536, "intermediate_size": 4224, "num_hidden_layers": 12, "head_dim": 128}
+    tiny_model(path, max_position_embeddings=1024, dtype="bfloat16", **changes)
+    tiny_tokenizer(path)
+    return path
+
+
+class Learner:
+    """A sharded model that an "optimiser step" only shifts."""
+
+    def __init__(self, device: torch.device, folder: str) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        self.model = fully_shard(model.to(device))
+
+    def step(self, by: float) -> str:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(by)
+        return str(torch.cuda.get_device_properties(0).uuid)
+
+
+def update_often(place: Any, kind: EngineKind, folder: Path, transport: str, *, turns: bool) -> dict[str, Any]:
+    """Several updates; what they took.  Fails unless every engine serves and has proved every version."""
+    trainer_bundles, engine_bundles = place
+    with (
+        TrainWorkers(
+            Learner, trainer_bundles, {"folder": str(folder)}, update={"transport": transport, "timeout_s": 120.0}
+        ) as trainers,
+        RolloutEngines(kind, engine_bundles, start_timeout_s=400) as engines,
+    ):
+        reports, gpus = [], []
+        for version in range(1, UPDATES + 1):
+            if turns:
+                engines.sleep()
+            gpus = trainers.call("step", 1e-3)
+            if turns:
+                engines.wake()
+            report = trainers.update(engines, version=version)
+            assert report.ok
+            assert report.transport == transport
+            assert all(row.digests_matched == row.ranks for row in report.targets)
+            reports.append(json.loads(report.to_json()))
+        infos = [httpx.get(f"{url}/weightcast/info", trust_env=False).json() for url in engines.urls]
+    assert len({report["digest"] for report in reports}) == UPDATES
+    theirs = {rank["device"] for info in infos for rank in info["ranks"]}
+    return {"trainers": sorted(gpus), "engines": sorted(theirs), "reports": reports}
+
+
+def test_colocated(cluster, folder, record):
+    kind = reference_engine(str(folder), "--device", "cuda", "--dtype", "bfloat16")
+    found = update_often(colocated(2, 2, resource="GPU"), kind, folder, "ipc", turns=True)
+    assert found["trainers"] == found["engines"]  # each engine on the GPU of a trainer
+    record("colocated", found)
+
+
+def test_colocated_with_one_engine_over_both_gpus(cluster, folder, record):
+    kind = reference_engine(str(folder), "--device", "cuda", "--dtype", "bfloat16")
+    found = update_often(colocated(2, 1, tp=2, resource="GPU"), kind, folder, "ipc", turns=True)
+    assert found["trainers"] == found["engines"]
+    record("colocated tp 2", found)
+
+
+def test_disaggregated(cluster, folder, record):
+    kind = reference_engine(str(folder), "--device", "cuda", "--dtype", "bfloat16")
+    found = update_often(disaggregated(1, 1, resource="GPU"), kind, folder, "broadcast", turns=False)
+    assert not set(found["trainers"]) & set(found["engines"])
+    record("disaggregated", found)
+
+
+@needs(4)
+def test_disaggregated_on_four(cluster, folder, record):
+    kind = reference_engine(str(folder), "--device", "cuda", "--dtype", "bfloat16")
+    found = update_often(disaggregated(2, 1, tp=2, resource="GPU"), kind, folder, "broadcast", turns=False)
+    assert len(set(found["trainers"] + found["engines"])) == 4
+    record("disaggregated on four", found)
+
+
+class Where:
+    """A rank that says which GPU it sees."""
+
+    def __init__(self, rank: int, tp_size: int, rendezvous: str) -> None:
+        self.device = torch.cuda.get_device_properties(0).uuid
+        self.count = torch.cuda.device_count()
+
+    def run(self, command: bytes) -> bytes:
+        return f"{self.device} {self.count}".encode()
+
+    def apply(self, message: Any) -> Any:
+        raise LookupError
+
+    def interrupt(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_where(rank: int, tp_size: int, rendezvous: str) -> Worker:
+    return Where(rank, tp_size, rendezvous)
+
+
+def test_ranks_keep_the_callers_order_of_gpus(cluster):
+    bundles = Bundles.create(2, resource="GPU")
+    seen = []
+    try:
+        for order in ([0, 1], [1, 0]):
+            chosen = Bundles.of(bundles.group, 2, indices=order, resource="GPU")
+            executor = RayExecutor(make_where, 2, bundles=chosen)
+            gpus = [place.gpus for place in executor.places]
+            device, count = executor.run(b"").decode().split()
+            executor.close()
+            assert count == "1"
+            seen.append((device, gpus))
+    finally:
+        bundles.close()
+    assert seen[0][0] != seen[1][0]
+    assert seen[0][1] == seen[1][1][::-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("rl_colocated", ("--trainers=2", "--engines=2")),
+        ("rl_disaggregated", ("--trainers=1", "--engines=1")),
+        ("rl_disaggregated_async", ("--trainers=1", "--engines=1", "--staleness=1")),
+    ],
+)
+def test_examples(name, arguments, folder, tmp_path, record):
+    model = os.environ.get("WEIGHTCAST_MODEL", str(folder))
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "examples" / f"{name}.py"), "--gpus=2", f"--model={model}", *arguments),
+            *(f"--steps={UPDATES}", "--save-every=0", f"--out={tmp_path}"),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": PATH, "RAY_USAGE_STATS_ENABLED": "0"},
+        timeout=450,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["version"] for row in rows] == list(range(1, UPDATES + 1))
+    assert all(row["digest"] for row in rows)
+    record(name, {"output": done.stdout, "rows": rows})
