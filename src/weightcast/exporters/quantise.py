@@ -269,7 +269,8 @@ class _Quantised:
                 for start, extent in zip(piece.offset[-2:], piece.shape[-2:], strict=True)
             )
             scales = grid[piece.offset[0]] if len(box.shape) > 2 else grid
-            x = x.float().div_(scales[rows[:, None], columns])
+            # One dimension after the other: indices of both at once would be as large as eight bytes an element.
+            x = x.float().div_(scales.index_select(0, rows).index_select(1, columns).view_as(x))
             out[slices(piece, box.offset)].copy_(x.clamp_(-most, most).to(FP8))
 
 
