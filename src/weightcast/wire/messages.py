@@ -22,6 +22,7 @@ from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Name, Si
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
+MAX_GROUP = 1 << 14  # ranks in a group: gloo takes memory for every one of them before it has met any
 GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
 
 Session = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
@@ -138,8 +139,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: Host
     port: Port
     token: Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
-    first_rank: Rank
-    world_size: Annotated[int, Meta(ge=2, le=1 << 20)]
+    first_rank: Annotated[int, Meta(ge=1, lt=MAX_GROUP)]
+    world_size: Annotated[int, Meta(ge=2, le=MAX_GROUP)]
     backend: Literal["nccl", "gloo"]
     timeout_s: Seconds
     session: Annotated[str, Meta(max_length=32, pattern=r"^([0-9a-f]{32})?\Z")] = ""

@@ -41,7 +41,8 @@ class BroadcastSource:
         """Join a group as rank ``first_rank + rank``.
 
         Raises:
-            Refused: A living group has that name: whoever joins another under it would send in its members' place.
+            Refused: The group has no such rank, or a living group has that name: whoever joins another under it would
+                send in its members' place.
             DeadlineExceeded, GroupFailed: The others did not come, or the trainer cannot be reached.
             ConfigError: The backend is not the one for this rank's device.
         """
@@ -50,6 +51,8 @@ class BroadcastSource:
                 f"group {message.group} uses {message.backend}, but this rank keeps its weights on {self._device}",
                 hint="trainer and engine both on GPUs (nccl) or both on CPUs (gloo)",
             )
+        if message.first_rank + rank >= message.world_size:
+            raise Refused(f"a group of {message.world_size} has no rank {message.first_rank + rank}")
         self._drop_dead()
         if message.group in self._groups:
             raise Refused(f"there is a group {message.group} here already", hint="choose another name, or leave it")
