@@ -3,7 +3,7 @@
 Its name carries a digest of its list, so a changed list makes a new one.  weightcast is not installed in it: what is
 under test is found by path, with the entry points that ``pyproject.toml`` declares.
 
-``python -m tests.engines.environment`` makes all of them.
+``python -m tests.engines.environment [NAME ...]`` makes all of them, or those named, and prints their Pythons.
 """
 
 from __future__ import annotations
@@ -95,5 +95,5 @@ def package_path(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    for listed in sorted(LISTS.glob("*.txt")):
-        print(engine_python(listed.stem))
+    for listed in sys.argv[1:] or sorted(path.stem for path in LISTS.glob("*.txt")):
+        print(engine_python(listed))

@@ -21,8 +21,19 @@ START_S = 400.0
 
 
 @contextmanager
-def vllm(model: Path, logs: Path, *options: str, tp: int = 1, key: str | None = None) -> Iterator[Engine]:
-    """Serve a folder with vLLM on the CPU, in fp32; ended on the way out."""
+def vllm(
+    model: Path, logs: Path, *options: str, tp: int = 1, key: str | None = None, stock: bool = False
+) -> Iterator[Engine]:
+    """Serve a folder with vLLM on the CPU, in fp32; ended on the way out.
+
+    Args:
+        model: The folder.
+        logs: Where its log goes.
+        options: More of vLLM's own.
+        tp: How many ranks.
+        key: Its API key.
+        stock: Without our receiver, with its own routes for updates.
+    """
     python = engine_python("vllm-0.32.0-cpu")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -30,7 +41,7 @@ def vllm(model: Path, logs: Path, *options: str, tp: int = 1, key: str | None = 
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
         "PYTHONPATH": package_path(logs / "metadata"),
-        "VLLM_PLUGINS": "weightcast",
+        **({"VLLM_SERVER_DEV_MODE": "1"} if stock else {"VLLM_PLUGINS": "weightcast"}),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -47,7 +58,7 @@ def vllm(model: Path, logs: Path, *options: str, tp: int = 1, key: str | None = 
         "--enforce-eager",
     ]
     command += ["--max-num-seqs=8", f"--tensor-parallel-size={tp}"]
-    command += ["--weight-transfer-config", '{"backend": "weightcast"}', *options]
+    command += [*([] if stock else ["--weight-transfer-config", '{"backend": "weightcast"}']), *options]
     command += [f"--api-key={key}"] if key else []
     log = logs / "vllm.log"
     with log.open("w") as output:

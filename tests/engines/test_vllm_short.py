@@ -1,0 +1,138 @@
+"""The short choice for ``make test``: real vLLM on this CPU, with our receiver and without it.
+
+With it: a real model with tied embeddings on one rank, and experts on two.  Without it: vLLM's own loading, behind our
+worker extension, on what it gets wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.engines import Engine, push, status, verify, weightcast
+from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
+from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from weightcast import Target, WeightUpdater
+from weightcast.cli.demo.smollm2 import ensure_smollm2
+from weightcast.errors import UpdateFailed
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+EXTENSION = "weightcast.plugins.vllm.extension.Extension"
+
+
+def said_by(folder: Path) -> list[list[int]]:
+    """What transformers answers."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [greedy(model, prompt, COUNT) for prompt in PROMPTS]
+
+
+def test_a_real_model_with_tied_embeddings(tmp_path: Path) -> None:
+    a, b = ensure_smollm2(lambda done, total: None), tmp_path / "b"
+    shutil.copytree(a, b)
+    torch.manual_seed(5)
+    tensors = load_file(a / "model.safetensors")
+    for tensor in tensors.values():
+        if tensor.ndim == 2:
+            tensor.mul_(torch.empty_like(tensor).uniform_(0.8, 1.2))
+    save_file(tensors, b / "model.safetensors", metadata={"format": "pt"})
+    expected = {folder: said_by(folder) for folder in (a, b)}
+    assert expected[a] != expected[b]
+    with vllm(a, tmp_path) as engine:
+        assert greedy_tokens(engine, PROMPTS, COUNT) == expected[a]
+        for version, folder, via in ((1, b, "broadcast"), (2, a, "ipc"), (3, b, "ipc")):
+            report = push(folder, [engine], version, "--via", via, "--bucket-bytes", "64MiB")
+            assert [(row["proof"], row["version_after"]) for row in report["targets"]] == [("resident", version)]
+            assert greedy_tokens(engine, PROMPTS, COUNT) == expected[folder]
+        assert verify(b, engine) == (0, set())
+        assert verify(a, engine)[0] == 1
+        assert [(row["version"], row["state"]) for row in status(engine)] == [(3, "serving")]
+
+
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in "AB"}
+    for seed, folder in enumerate(folders.values()):
+        tiny_model(folder, family="qwen3_moe", seed=seed, **SIZES, **EXPERTS)
+        tiny_tokenizer(folder)
+    expected = {name: said_by(folder) for name, folder in folders.items()}
+    assert expected["A"] != expected["B"]
+    tiny_model(tmp_path / "other", num_hidden_layers=3)
+    with vllm(folders["A"], tmp_path, tp=2) as engine:
+        assert greedy_tokens(engine, PROMPTS, COUNT) == expected["A"]
+        for version, name, via in ((5, "B", "ipc"), (6, "A", "broadcast"), (7, "B", "broadcast")):
+            report = push(folders[name], [engine], version, "--via", via, "--bucket-bytes", "64KiB")
+            assert report["targets"][0]["digests_matched"] == 2
+            assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
+        assert verify(folders["B"], engine) == (0, set())
+        refused = weightcast("push", tmp_path / "other", "--to", engine.url, "--version", 8)
+        assert refused.returncode == 1
+        assert "do not fit" in refused.stderr
+        assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("stock")
+    found = {name: root / name for name in "AB"}
+    for seed, folder in enumerate(found.values()):
+        tiny_model(folder, seed=seed, tie_word_embeddings=True, **SIZES)
+        tiny_tokenizer(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with vllm(
+        folders["A"], tmp_path_factory.mktemp("log"), f"--worker-extension-cls={EXTENSION}", stock=True
+    ) as engine:
+        yield engine
+
+
+def test_it_is_recognised_and_told_of_its_open_routes(engine: Engine) -> None:
+    (row,) = status(engine)
+    assert (row["engine"], row["version"], row["staging"]) == ("vllm 0.32.0", None, "none")
+    assert sorted(row["transports"]) == ["broadcast", "ipc"]
+    assert "--api-key does not cover" in row["message"]
+
+
+# vLLM's own loading, in version 0.32 on a CPU: an ``lm_head`` that is tied keeps what was packed at the start.
+def test_a_wrong_answer_after_a_200_is_caught_by_behaviour_alone(engine: Engine, folders: dict[str, Path]) -> None:
+    report = push(folders["B"], [engine], 1)
+    (row,) = report["targets"]
+    assert (row["status"], row["version_after"], row["proof"]) == ("serving", 1, "none")
+    assert "cannot prove" in row["message"]
+    assert engine.get("/weight_info") == {"weight_version": "1"}
+    assert greedy_tokens(engine, PROMPTS, COUNT) != said_by(folders["B"])  # 200, a new version, and wrong
+    checksums = engine.post("/weight_checker", action="checksum")["checksums"]
+    nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert sum(value == nothing for value in checksums.values()) >= 8  # packed layers are hashed as empty
+    model = AutoModelForCausalLM.from_pretrained(folders["B"], dtype=torch.float32).eval()
+    for version, via in ((2, "ipc"), (3, "broadcast")):
+        with (
+            WeightUpdater.connect(
+                model, [Target(engine.url)], transport=via, verify="behaviour", timeout_s=60.0
+            ) as updater,
+            pytest.raises(UpdateFailed, match="log-probabilities are off") as caught,
+        ):
+            updater.update(version=version)
+        (target,) = caught.value.report.targets
+        assert (target.proof, target.version_after) == ("none", version)
+        assert "off by" in target.message
+    older = weightcast("push", folders["A"], "--to", engine.url, "--version", 0)
+    assert older.returncode == 1
+    assert "older" in older.stderr
+    # The weights that it was started on are what its packed layer holds, so with them it is right again.
+    first: Any = AutoModelForCausalLM.from_pretrained(folders["A"], dtype=torch.float32).eval()
+    with WeightUpdater.connect(first, [Target(engine.url)], verify="behaviour", timeout_s=60.0) as updater:
+        (target,) = updater.update(version=4).targets
+    assert target.proof == "behaviour"
+    assert greedy_tokens(engine, PROMPTS, COUNT) == said_by(folders["A"])
