@@ -68,7 +68,6 @@ def pretend_cuda() -> None:
 def build_model(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """LMDeploy's own model of a folder, and its configuration."""
     from lmdeploy.pytorch.backends import selector
-    from lmdeploy.pytorch.backends.attention import PagedAttentionBuildSpec
     from lmdeploy.pytorch.backends.default.op_backend import DefaultOpsBackend
     from lmdeploy.pytorch.model_inputs import StepContextManager
     from lmdeploy.pytorch.models.patch import BuildModelContext, build_model_from_hf_config
@@ -93,7 +92,17 @@ def build_model(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
         @classmethod
         def build_op(cls, spec: Any, **kwargs: Any) -> Any:
-            return Attention(spec) if isinstance(spec, PagedAttentionBuildSpec) else super().build_op(spec, **kwargs)
+            """From 0.17 on."""
+            attention = type(spec).__name__ == "PagedAttentionBuildSpec"
+            return Attention(spec) if attention else super().build_op(spec, **kwargs)
+
+        @classmethod
+        def get_layer_impl_builder(cls, layer_type: Any) -> Any:
+            """Before."""
+            if layer_type.name != "PagedAttention":
+                return super().get_layer_impl_builder(layer_type)
+            build = lambda **kwargs: Attention(types.SimpleNamespace(**kwargs))  # noqa: E731
+            return types.SimpleNamespace(build=build)
 
         @staticmethod
         def ccl_backend() -> str:

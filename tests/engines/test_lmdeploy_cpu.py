@@ -56,9 +56,13 @@ def served(request: pytest.FixtureRequest, weights: Any, tmp_path_factory: pytes
         yield Served(rig=running, folders=folders, models=models)
 
 
+def target(running: Rig) -> Target:
+    return Target(running.url, engine="lmdeploy", devices=("cpu",))  # before 0.17 it does not tell
+
+
 def push(served: Served, name: str, version: int, **options: Any) -> UpdateReport:
     settings: dict[str, Any] = {"bucket_bytes": BUCKET, "timeout_s": 60.0} | options
-    with WeightUpdater.connect(served.models[name], [Target(served.rig.url, engine="lmdeploy")], **settings) as updater:
+    with WeightUpdater.connect(served.models[name], [target(served.rig)], **settings) as updater:
         return updater.update(version=version)
 
 
@@ -84,7 +88,7 @@ def test_one_updater_sends_again_and_again_and_posts_come_one_by_one(served: Ser
     for via in ("broadcast", "ipc"):
         with WeightUpdater.connect(
             served.models["second"],
-            [Target(served.rig.url, engine="lmdeploy")],
+            [target(served.rig)],
             transport=via,
             bucket_bytes=BUCKET,
             timeout_s=60.0,
@@ -148,7 +152,7 @@ def test_checkpoint_engines_wire_reaches_any_executor(weights: Any, tmp_path: Pa
         with (
             pytest.raises(UpdateFailed, match="stranger") as caught,
             WeightUpdater.connect(
-                stranger, [Target(running.url, engine="lmdeploy")], transport="checkpoint-engine", bucket_bytes=BUCKET
+                stranger, [target(running)], transport="checkpoint-engine", bucket_bytes=BUCKET
             ) as updater,
         ):
             updater.update(version=7)

@@ -117,6 +117,10 @@ def _what_it_takes(status: Answer, refusal: int) -> tuple[list[str], list[str]]:
     messages: list[str] = []
     if refusal == 400:  # it looked for the group: every rank of it can take weights
         transports += ["ipc", "broadcast"]
+        if status.get("device_type") not in (None, "cuda", "cpu"):
+            # Where it cannot import an event it reads copies, and would read the first one again and again.
+            transports.remove("ipc")
+            messages.append(f"weights in shared memory are for CUDA, not for {status['device_type']}")
     elif refusal == 501:
         messages.append("only its PyTorch engine takes weights: start it with --backend pytorch")
     elif refusal == 404:
