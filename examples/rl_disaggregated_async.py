@@ -396,12 +396,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="on this machine; 0 runs on CPUs")
     parser.add_argument("--engine", choices=("reference", "vllm"), default="reference")
     parser.add_argument("--engine-args", default="", help="more of the engine's command line")
-    parser.add_argument("--dtype", default="bfloat16", help="of the engines")
+    parser.add_argument("--dtype", default="", help="of the engines; bfloat16 on GPUs, float32 on CPUs")
     parser.add_argument("--ray-address", default="", help="of a cluster; none starts one here")
     parser.add_argument("--out", default="rl-disaggregated-async", help="metrics, checkpoints and logs of the engines")
     parser.add_argument("--save-every", type=int, default=7, help="steps; 0 never saves")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
+    args.dtype = args.dtype or ("bfloat16" if args.gpus else "float32")
     if not (Path(args.model) / "config.json").is_file():
         sys.exit(f"{args.model} is no Hugging Face folder (`weightcast demo` makes the one of SmolLM2)")
     return args
