@@ -1,0 +1,202 @@
+"""LMDeploy's own agent reads what we write for it: buckets in shared memory, their persistent buffer, their end.
+
+Two versions of LMDeploy, two ranks; the traps of its protocol are shown beside what we send.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.engines.environment import engine_python
+from tests.engines.lmdeploy_server import VERSIONS
+from tests.unit.test_lmdeploy_adapter import opened, talk
+from weightcast.comm import opcodes
+from weightcast.comm.opcodes import mapping
+from weightcast.comm.share import SharedSlot, make_slots
+from weightcast.engines.lmdeploy.adapter import LmdeployAdapter
+from weightcast.engines.lmdeploy.envelope import END, bucket_payload
+from weightcast.engines.lmdeploy.kind import describe
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSpec, plan_buckets
+from weightcast.wire.messages import Commit
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+RANKS = 2
+SPECS = [
+    TensorSpec(name="first", dtype="float32", shape=(2, 3)),
+    TensorSpec(name="second", dtype="float32", shape=(4,)),
+    TensorSpec(name="half", dtype="bfloat16", shape=(5,)),
+]
+
+
+class Reader:
+    """LMDeploy's agents in their own environment."""
+
+    def __init__(self, version: str, log: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [engine_python(f"lmdeploy-{version}-cpu"), Path(__file__).parent / "lmdeploy_reader.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment | {"OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", log.read_text()[-3000:]
+
+    def read(self, body: bytes | dict[str, Any], **more: Any) -> dict[str, Any]:
+        """What a request does."""
+        request = json.loads(body) if isinstance(body, bytes) else body
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request | more) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+@pytest.fixture(params=VERSIONS)
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
+    made = Reader(request.param, tmp_path / "reader.log")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slots() -> Iterator[list[SharedSlot]]:
+    made = make_slots(2, 64, torch.device("cpu"), {"ring"})
+    yield made
+    for slot in made:
+        slot.close()
+
+
+def sender() -> LmdeployAdapter:
+    status = {"device_type": "cpu"}
+    adapter = LmdeployAdapter(describe("http://127.0.0.1:1", "m", False, status, {"tp_size": RANKS}, 400, {}))
+    opened(adapter)
+    return adapter
+
+
+def layouts() -> list[BucketLayout]:
+    return plan_buckets(SPECS, bucket_bytes=32, packing=LmdeployAdapter.packing)
+
+
+def filled(slot: SharedSlot, layout: BucketLayout, value: float) -> Any:
+    """The slot with one value in every tensor, as its memory is shared; with an event, as on a GPU."""
+    for _, view in Bucket(layout, slot.data).views():
+        view.fill_(value)
+    shared = slot.share(opens=0, ring_opens=RANKS)
+    with_events = tuple(msgspec.structs.replace(memory, turn=b"event") for memory in shared.ring)
+    return [msgspec.structs.replace(shared, ring=with_events)]
+
+
+def request_of(adapter: LmdeployAdapter, layout: BucketLayout, shared: Any) -> bytes:
+    asked, _ = talk(adapter.bucket("s", layout, group=None, shared=shared), b"null")
+    return asked[0].body
+
+
+def test_every_bucket_is_read_from_one_mapping_between_waiting_and_recording(
+    reader: Reader, slots: list[SharedSlot]
+) -> None:
+    adapter, (first, second, half) = sender(), layouts()
+    answer = reader.read(request_of(adapter, first, filled(slots[0], first, 2.0)))
+    assert answer["error"] == ""
+    assert answer["calls"] == ["open", "event.open", "event.wait", "event.record"] * RANKS
+    assert [sums["first"] for sums in answer["sums"]] == [12.0] * RANKS
+    # The second buffer of the same storage: no handle, and yet its own content.
+    answer = reader.read(request_of(adapter, second, filled(slots[1], second, 3.0)))
+    assert answer["calls"] == ["event.wait", "event.record"] * RANKS
+    assert [sums["second"] for sums in answer["sums"]] == [12.0] * RANKS
+    # The first one again, filled anew: read from the mapping, not from a copy of what was there.
+    answer = reader.read(request_of(adapter, first, filled(slots[0], first, 5.0)))
+    assert [sums["first"] for sums in answer["sums"]] == [30.0] * RANKS
+    # Another dtype is another view of the storage: the handle comes again.
+    answer = reader.read(request_of(adapter, half, filled(slots[1], half, 0.5)))
+    assert answer["calls"] == ["open", "event.open", "event.wait", "event.record"] * RANKS
+    assert [sums["half"] for sums in answer["sums"]] == [2.5] * RANKS
+    assert answer["finished"] == [0] * RANKS
+    asked, _ = talk(adapter.commit(Commit(session="s")), b"null", b"")
+    answer = reader.read(asked[0].body)
+    assert (answer["error"], answer["finished"], answer["mapped"]) == ("", [1] * RANKS, [False] * RANKS)
+    # The next update starts with a handle, since nothing is mapped any more.
+    opened(adapter)
+    answer = reader.read(request_of(adapter, half, filled(slots[0], half, 1.0)))
+    assert answer["error"] == ""
+    assert [sums["half"] for sums in answer["sums"]] == [5.0] * RANKS
+
+
+def test_the_end_is_a_list_without_a_load_format(reader: Reader) -> None:
+    ours = {"serialized_named_tensors": [END] * RANKS, "finished": True}
+    assert reader.read(ours)["error"] == ""
+    wrong = reader.read(ours | {"load_format": "flattened_bucket"})
+    assert wrong["error"].startswith("TypeError")
+    assert wrong["finished"] == [1] * RANKS
+
+
+def test_a_bucket_without_a_handle_is_refused_where_nothing_is_mapped(reader: Reader, slots: list[SharedSlot]) -> None:
+    first = layouts()[0]
+    memory = filled(slots[0], first, 1.0)[0].ring[0]
+    body = {"serialized_named_tensors": [bucket_payload(first, memory, handle=False)] * RANKS}
+    answer = reader.read(body, load_format="flattened_bucket")
+    assert "flattened_tensor is not provided" in answer["error"]
+
+
+def test_the_trap_of_a_copy_that_nobody_fills_and_why_ours_is_none(reader: Reader, slots: list[SharedSlot]) -> None:
+    first = layouts()[0]
+    shared = filled(slots[0], first, 7.0)
+    with_handle = opcodes_without_clone_word(bucket_payload(first, shared[0].ring[0], handle=True))
+    flat = {"load_format": "flattened_bucket"}
+    assert reader.read({"serialized_named_tensors": [with_handle] * RANKS} | flat)["sums"][0]["first"] == 42.0
+    memory = filled(slots[0], first, 9.0)[0].ring[0]
+    stale = reader.read({"serialized_named_tensors": [bucket_payload(first, memory, handle=False)] * RANKS} | flat)
+    assert (stale["error"], stale["sums"][0]["first"]) == ("", 42.0)  # LMDeploy's default: silently the old ones
+    adapter = sender()
+    for value in (9.0, 11.0):
+        answer = reader.read(request_of(adapter, first, filled(slots[0], first, value)))
+        assert answer["sums"][0]["first"] == 6 * value
+
+
+def test_where_events_cannot_be_imported_a_copy_is_read_for_ever(reader: Reader, slots: list[SharedSlot]) -> None:
+    # LMDeploy then copies what comes with a handle, and reads the copy for buckets that come without.  It can import
+    # events on CUDA; for other devices the kind refuses this way (test_lmdeploy_adapter.py).
+    adapter, first = sender(), layouts()[0]
+    reader.read(request_of(adapter, first, filled(slots[0], first, 1.0)), no_events=True)
+    stale = reader.read(request_of(adapter, first, filled(slots[0], first, 2.0)))
+    assert (stale["error"], stale["sums"][0]["first"]) == ("", 6.0)
+
+
+def test_each_rank_reads_its_own_item(reader: Reader, slots: list[SharedSlot]) -> None:
+    first = layouts()[0]
+    payloads = [
+        bucket_payload(first, filled(slots[rank], first, 1.0 + rank)[0].ring[rank], handle=True)
+        for rank in range(RANKS)
+    ]
+    answer = reader.read({"serialized_named_tensors": payloads, "load_format": "flattened_bucket"})
+    assert [sums["first"] for sums in answer["sums"]] == [6.0, 12.0]
+
+
+def opcodes_without_clone_word(payload: str) -> str:
+    """The same payload as a sender would write it who has never heard of ``require_clone``."""
+    word = mapping([("require_clone", opcodes.boolean(False))])[2:-1]
+    plain = base64.b64decode(payload)
+    assert word in plain
+    return base64.b64encode(plain.replace(word, b"")).decode()
