@@ -334,7 +334,7 @@ class Dialect:
                 log.warning("%s is not a weight of this model; skipped", name)
         if half:
             self._live.write(known[: (len(known) + 1) // 2])
-            raise ValueError("half of it was loaded because a fault was asked for here")
+            raise _Refused("half of it was loaded because a fault was asked for here")
         if known:
             self._live.write(known)
 
