@@ -11,7 +11,7 @@ from weightcast.cli.options import Json, Traceback
 from weightcast.cli.render import parse_size
 
 if TYPE_CHECKING:
-    from weightcast.cli.demo.settings import DeviceChoice, Mode
+    from weightcast.cli.demo.settings import DeviceChoice, EngineChoice, Mode
 
 
 def demo(
@@ -24,6 +24,13 @@ def demo(
     steps: Annotated[int, typer.Option(metavar="N", help="Training steps, and so weight updates, in each mode.")] = 14,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the prompts' order and of sampling.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto takes GPUs where there are any.")] = "auto",
+    engine: Annotated[
+        str,
+        typer.Option(metavar="reference|vllm", help="weightcast's own engine, or vLLM with its receiver in it."),
+    ] = "reference",
+    engine_python: Annotated[
+        Path | None, typer.Option(metavar="PYTHON", help="A Python that has vLLM; looks for one otherwise.")
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Hugging Face folder to start from instead of SmolLM2-135M-Instruct."),
@@ -42,6 +49,7 @@ def demo(
     \b
     weightcast demo
     weightcast demo --steps 4 --modes disaggregated --out /tmp/demo
+    weightcast demo --engine vllm --engine-python /opt/vllm/bin/python
     """
     from weightcast.cli.demo import DemoConfig, run_demo
 
@@ -52,6 +60,8 @@ def demo(
         steps=steps,
         seed=seed,
         device=cast("DeviceChoice", device),
+        engine=cast("EngineChoice", engine),
+        engine_python=engine_python,
         model=model,
         bucket_bytes=parse_size(bucket_bytes),
         as_json=as_json,

@@ -1,7 +1,7 @@
 """The demo from the outside: the model, the processes, the table, the end.
 
-Starts everything as separate processes, exactly as a user would: engines by ``weightcast serve``, trainers as
-programs of their own.  Imports neither torch.distributed nor an engine.
+Starts everything as separate processes, exactly as a user would: engines by ``weightcast serve`` or vLLM's own server,
+trainers as programs of their own.  Imports neither torch.distributed nor an engine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weightcast.cli.demo.processes import TRANSPORTS, describe, start_engines, s
 from weightcast.cli.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.cli.demo.settings import DemoConfig, Mode
 from weightcast.cli.demo.smollm2 import MODEL_NAME, ensure_smollm2, require_packages
+from weightcast.cli.demo.vllm_engine import engine_python
 from weightcast.cli.render import note, progress, say_json
 from weightcast.errors import ConfigError, EngineFailure
 
@@ -66,6 +67,7 @@ def _run(config: DemoConfig) -> int:
     started_s = time.monotonic()
     say = note if config.as_json else _say_now
     require_packages("transformers", "matplotlib", "fastapi", "uvicorn")
+    vllm = engine_python(config.engine_python) if config.engine == "vllm" else None
     num_gpus = _num_gpus(config)
     try:
         config.out.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ def _run(config: DemoConfig) -> int:
     else:
         model = config.model
     say(f"model: {model}")
-    modes = [_run_mode(config, mode, model, place(mode, num_gpus=num_gpus), say) for mode in config.modes]
+    modes = [_run_mode(config, mode, model, place(mode, num_gpus=num_gpus), say, vllm) for mode in config.modes]
     result = reporting.DemoReport(
         command=sys.argv,
         seed=config.seed,
@@ -97,7 +99,9 @@ def _run(config: DemoConfig) -> int:
     return 0 if result.all_matched else 1
 
 
-def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement, say: Say) -> ModeRecord:
+def _run_mode(
+    config: DemoConfig, mode: Mode, model: Path, placement: Placement, say: Say, vllm: Path | None
+) -> ModeRecord:
     started_s = time.monotonic()
     steps: list[StepRecord] = []
     samples: list[Sample] = []
@@ -106,9 +110,11 @@ def _run_mode(config: DemoConfig, mode: Mode, model: Path, placement: Placement,
         Children(config.out / "logs" / mode) as children,
     ):
         say(f"\n{mode}: {placement.trainers} FSDP2 trainer processes, weights over {TRANSPORTS[mode]}")
+        if vllm is not None:
+            say(f"  engines: vLLM of {vllm}, with weightcast's receiver")
         if placement.note:
             say(f"  {placement.note}")
-        engines = start_engines(children, model, placement)
+        engines = start_engines(children, model, placement, vllm=vllm)
         trainers = start_trainers(children, write_job(config, mode, model, placement, Path(scratch)), placement)
         try:
             urls = _wait_for_urls(children, engines, timeout_s=config.ready_timeout_s)

@@ -27,14 +27,24 @@ _KEEP_MEMORY = {
 TRANSPORTS = {"colocated": "ipc", "disaggregated": "broadcast"}
 
 
-def start_engines(children: Children, model: Path, placement: Placement) -> list[Child]:
-    """``weightcast serve`` for each engine, on a free port; it prints its URL as JSON when it serves."""
+def start_engines(children: Children, model: Path, placement: Placement, *, vllm: Path | None = None) -> list[Child]:
+    """Each engine, on a free port; it prints its URL as JSON when it serves.
+
+    Args:
+        children: Where they are looked after.
+        model: What they serve.
+        placement: How many, and where.
+        vllm: A Python that has vLLM; None starts ``weightcast serve``.
+    """
     threads = _threads(sum(engine.tp for engine in placement.engines))
     engines: list[Child] = []
     for number, engine in enumerate(placement.engines):
-        command = [sys.executable, "-m", "weightcast", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
-        command += ["--tp", str(engine.tp), "--device", placement.device, "--dtype", _engine_dtype(placement)]
-        command += ["--threads", str(threads), "--json"]
+        how = ["--tp", str(engine.tp), "--device", placement.device, "--dtype", _engine_dtype(placement)]
+        if vllm is None:
+            command = [sys.executable, "-m", "weightcast", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
+            command += [*how, "--threads", str(threads), "--json"]
+        else:
+            command = [sys.executable, "-m", "weightcast.cli.demo.vllm_engine", str(model), "--python", str(vllm), *how]
         env = _environment(threads)
         if engine.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_gpus(engine.gpus))

