@@ -9,16 +9,17 @@ reduction that PyTorch has over the same bytes.
 
 import argparse
 import json
-import platform
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from weightcast.cli.measuring.machine import facts
+from weightcast.cli.measuring.shapes import model_shape
 from weightcast.wire.digest import Box, Piece, partial_sums
 
 GIB = 1 << 30
@@ -27,10 +28,9 @@ Shape = tuple[int, ...]
 
 def qwen3_8b(layers: int) -> list[Shape]:
     """Shapes of the tensors of Qwen3-8B cut to some layers; it has 36."""
-    hidden, inter, kv, head = 4096, 12288, 1024, 128
-    layer = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden), (head,), (head,)]
-    layer += [(inter, hidden), (inter, hidden), (hidden, inter), (hidden,), (hidden,)]
-    return [(151936, hidden), *(layer * layers), (hidden,), (151936, hidden)]
+    beyond = re.compile(r"\.layers\.(\d+)\.")
+    places = model_shape("qwen3-8b").places
+    return [place.shape for place in places if int((beyond.search(place.name) or [0, "0"])[1]) < layers]
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -142,24 +142,6 @@ def same_as_cpu(device: torch.device) -> bool:
     return torch.equal(there, partial_sums([whole(tensor.cpu()) for tensor in tensors]))
 
 
-def machine(device: torch.device) -> dict[str, str | int]:
-    facts: dict[str, str | int] = {
-        "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": str(torch.version.cuda),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    for package in ("triton", "weightcast"):
-        try:
-            facts[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            facts[package] = "not installed as a package"
-    return facts
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the JSON here as well")
@@ -178,7 +160,7 @@ def main() -> int:
     else:
         size_bytes, layers = GIB // 8, 1
 
-    result: dict[str, object] = {"machine": machine(device), "same_as_cpu": same_as_cpu(device)}
+    result: dict[str, object] = {"machine": facts() | {"device": str(device)}, "same_as_cpu": same_as_cpu(device)}
     result["limits_gb_per_s"] = found = limits(size_bytes, device, repeats)
     cases: dict[str, dict[str, float]] = {}
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from weightcast.cli.measuring.machine import facts
 from weightcast.comm.local import Move, TrainerGroup
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
@@ -96,7 +97,7 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
     if rank == 0:
         report = {
             "what": "gather of a sharded model into buckets",
-            "torch": torch.__version__,
+            "machine": facts(),
             "device": torch.cuda.get_device_name() if cuda else "cpu",
             "arguments": vars(arguments),
             "tensors": len(exporter.specs()),

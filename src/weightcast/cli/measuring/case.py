@@ -1,8 +1,8 @@
 """One case: methods and limits take turns in the same processes, and one JSON object says what came of it.
 
-First each method alone: every setting of its sweep is prepared, warmed up, watched for memory and tried; the fastest
-setting stays. Then those take turns, limits among them, in an order that moves on by one each round. So nothing is
-compared that did not run within seconds of each other.
+First each method alone: every setting of its sweep is prepared, warmed up and tried; the fastest setting stays. Then
+those take turns, limits among them, in an order that moves on by one each round. So nothing is compared that did not
+run within seconds of each other. Last, one turn of each is watched for memory and launches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weightcast.cli.measuring.rig import Layout, MeasuringFailed, Method, Rig, T
 from weightcast.cli.measuring.shapes import model_shape
 
 Say = Callable[[str], None]
+_SWEEP = 0.55  # of the time, for choosing settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +90,16 @@ def run_case(
     """
     run = _Run(layout, plan, say, dict(not_run or {}))
     try:
-        entries = [entry for contender in contenders if (entry := run.choose(contender)) is not None]
+        entries: list[_Entry] = []
+        for number, contender in enumerate(contenders):
+            entry = run.choose(contender, share=_SWEEP * (number + 1) / len(contenders))
+            if entry is not None:
+                entries.append(entry)
         limits = [
             _Entry(contender=Contender(name=method.name, settings=()), method=method) for method in bounds(layout)
         ]
         run.take_turns([*limits, *entries])
+        run.watch(entries)
     finally:
         run.close()
     return run.result(limits, entries)
@@ -104,17 +110,20 @@ class _Run:
         self._layout, self._plan, self._say = layout, plan, say
         self._not_run = not_run
         self._failed: dict[str, str] = {}
-        self._rig: Rig | None = None
-        self._until = time.monotonic() + plan.budget_s
+        self._rig: Rig | None = Rig(layout)
+        self._started = time.monotonic()  # after the processes are there, however long that took
+        self._until = self._started + plan.budget_s
 
-    def choose(self, contender: Contender) -> _Entry | None:
-        """Try every setting; the fastest."""
+    def choose(self, contender: Contender, *, share: float) -> _Entry | None:
+        """Try every setting while this share of the time lasts, and at least one; the fastest."""
+        until = self._started + share * self._plan.budget_s
         best: _Entry | None = None
         tried: dict[str, float] = {}
         for method in contender.settings:
-            if time.monotonic() > self._until:
-                if best is None:
-                    self._not_run[contender.name] = "no time was left"
+            if time.monotonic() > self._until and best is None:
+                self._not_run[contender.name] = "no time was left"
+                break
+            if time.monotonic() > until and best is not None:
                 break
             self._say(f"{contender.name}: {method.options}")
             entry = _Entry(contender=contender, method=method)
@@ -122,7 +131,7 @@ class _Run:
                 rig = self._at()
                 entry.prepare_s = rig.prepare(method, timeout_s=self._plan.turn_s)
                 entry.first_s = rig.turn(method, timeout_s=self._plan.turn_s)[0].usable_s
-                _, entry.watched = rig.turn(method, timeout_s=self._plan.turn_s, watch=True)
+                entry.watched = dict(rig.held(method))
                 turns = [rig.turn(method, timeout_s=self._plan.turn_s)[0] for _ in range(self._plan.tries)]
                 rig.drop(method)
             except MeasuringFailed as error:
@@ -163,6 +172,16 @@ class _Run:
             else:
                 done += 1
                 continue
+
+    def watch(self, entries: Sequence[_Entry]) -> None:
+        """One more turn of each that is still there."""
+        for entry in entries:
+            if self._rig is None or entry.method.name in self._failed:
+                continue
+            try:
+                entry.watched |= self._rig.turn(entry.method, timeout_s=self._plan.turn_s, watch=True)[1]
+            except MeasuringFailed as error:
+                self._fail(entry.method, error)
 
     def close(self) -> None:
         """End the processes."""

@@ -89,6 +89,6 @@ class Decoding:
                 rows = parameter.data.view(-1)[: _ROWS * width].view(_ROWS, width)
                 state = rows.float().nan_to_num_().mean(dim=1) + state
                 if flat.device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
+                    torch.cuda.current_stream(flat.device).synchronize()
                 self._steps.append(time.monotonic())
             time.sleep(_STEP_S)

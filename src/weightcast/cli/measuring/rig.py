@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weightcast.cli.measuring.decoding import Decoding
-from weightcast.cli.measuring.peak import Peak
+from weightcast.cli.measuring.peak import Peak, held_bytes
 from weightcast.cli.measuring.raw import Pipe, RawGroup, stamp, store_for, synchronize
 from weightcast.cli.measuring.shapes import ModelShape, model_shape
 from weightcast.cli.measuring.synthetic import Engine, Pattern, key_of, nested
@@ -84,6 +84,7 @@ class Side:
         shape: The model.
         pipes: To the processes of the other role, by rank.
         store_port: Where groups meet.
+        serial: How many preparations there have been, the same in all processes.
     """
 
     layout: Layout
@@ -92,10 +93,13 @@ class Side:
     shape: ModelShape
     pipes: list[Pipe]
     store_port: int
+    serial: int = 0
     counts: dict[str, int] = field(default_factory=dict[str, int])
 
     def group(self, name: str, *, rank: int, size: int) -> RawGroup:
         """A group of plain torch."""
+        # Never the same name twice: the store remembers where the members of an earlier group listened.
+        name = f"{name}/{self.serial}"
         return RawGroup(port=self.store_port, name=name, rank=rank, size=size, device=self.device)
 
     def count(self, what: str, number: int = 1) -> None:
@@ -184,6 +188,7 @@ class Rig:
     def __init__(self, layout: Layout, *, start_s: float = 300.0) -> None:
         self.layout = layout
         self.version = 0
+        self._prepared = 0
         self._store = store_for(layout.trainers + layout.engines)
         context = multiprocessing.get_context("spawn")
         mesh = [[context.Pipe() for _ in range(layout.engines)] for _ in range(layout.trainers)]
@@ -213,8 +218,16 @@ class Rig:
     def prepare(self, method: Method, *, timeout_s: float) -> float:
         """Make the halves; seconds that it took."""
         started = time.monotonic()
-        self._ask("prepare", method, timeout_s=timeout_s)
+        self._prepared += 1
+        self._ask("prepare", method, self._prepared, timeout_s=timeout_s)
         return time.monotonic() - started
+
+    def held(self, method: Method, *, timeout_s: float = 60.0) -> dict[str, int]:
+        """Memory that a method keeps between its turns, in bytes, the most of any process of a role."""
+        return {
+            f"{role}_held_bytes": max(self._ask("held", method.name, only=role, timeout_s=timeout_s))
+            for role in ("trainer", "engine")
+        }
 
     def drop(self, method: Method, *, timeout_s: float = 60.0) -> None:
         """Close the halves."""
@@ -357,6 +370,7 @@ class _Worker:
         shape = model_shape(layout.model)
         self._pattern = Pattern(device)
         self._halves: dict[str, Half] = {}
+        self._before: dict[str, int] = {}
         common: dict[str, Any] = dict(
             layout=layout,
             rank=rank,
@@ -377,13 +391,18 @@ class _Worker:
     def do_hello(self, driver: Connection) -> None:
         synchronize(self._side.device)
 
-    def do_prepare(self, driver: Connection, method: Method) -> None:
+    def do_prepare(self, driver: Connection, method: Method, serial: int) -> None:
+        self._side.serial = serial
+        self._before[method.name] = held_bytes(self._side.device)
         path = method.engine if isinstance(self._side, EngineSide) else method.trainer
         module, _, name = path.partition(":")
         half: Half = getattr(importlib.import_module(module), name)(self._side, **method.options)
         half.prepare()
         synchronize(self._side.device)
         self._halves[method.name] = half
+
+    def do_held(self, driver: Connection, name: str) -> int:
+        return max(0, held_bytes(self._side.device) - self._before[name])
 
     def do_drop(self, driver: Connection, name: str) -> None:
         half = self._halves.pop(name, None)

@@ -1,0 +1,119 @@
+"""What the peers' halves share: who feeds whom, whole tensors one by one, buckets of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weightcast.cli.measuring.raw import Pipe, RawGroup, synchronize
+from weightcast.cli.measuring.rig import EngineSide, TrainerSide
+
+Named = tuple[str, torch.Tensor]
+
+
+class TrainerHalf:
+    """Trainer 0 alone sends where engines have devices of their own; else each trainer feeds those on its device."""
+
+    def __init__(self, side: TrainerSide, **options: Any) -> None:
+        self.side = side
+        layout = side.layout
+        self.apart = layout.placement == "disaggregated"
+        mine = range(layout.engines) if self.apart else range(side.rank, layout.engines, layout.trainers)
+        self.sends = not self.apart or side.rank == 0
+        self.pipes: list[Pipe] = [side.pipes[engine] for engine in mine] if self.sends else []
+        self.group: RawGroup | None = None
+        self.configure(**options)
+
+    def configure(self, **options: Any) -> None:
+        """Settings."""
+
+    def prepare(self) -> None:
+        """Nothing, unless a method says so."""
+
+    def close(self) -> None:
+        """Let go of the group."""
+        if self.group is not None:
+            self.group.close()
+
+    def meet(self, name: str) -> None:
+        """Join the group of trainer 0 and all engines, as its root."""
+        if self.sends:
+            self.group = self.side.group(name, rank=0, size=1 + self.side.layout.engines)
+            self.group.broadcast(torch.zeros(1, device=self.side.device))
+            synchronize(self.side.device)
+
+    def tell(self, value: object) -> None:
+        """To every engine that this trainer feeds."""
+        for pipe in self.pipes:
+            pipe.send(value)
+
+    def hear(self) -> None:
+        """One answer of each."""
+        for pipe in self.pipes:
+            pipe.receive()
+
+    def tensors(self) -> Iterator[Named]:
+        """Whole tensors; every trainer rank must run through them, since sharded ones are gathered on the way."""
+        for name, parameter in self.side.model.named_parameters():
+            value: Any = parameter.data
+            yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    def buckets(self, size_bytes: int) -> Iterator[list[Named]]:
+        """Whole tensors in lists of at most that many bytes, or of one tensor."""
+        bucket: list[Named] = []
+        filled = 0
+        for name, tensor in self.tensors():
+            if bucket and filled + tensor.nbytes > size_bytes:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append((name, tensor))
+            filled += tensor.nbytes
+        if bucket:
+            yield bucket
+
+
+class EngineHalf:
+    """Listens to the trainer that feeds it."""
+
+    def __init__(self, side: EngineSide, **options: Any) -> None:
+        self.side = side
+        self.apart = side.layout.placement == "disaggregated"
+        self.pipe: Pipe = side.pipes[0 if self.apart else side.rank % side.layout.trainers]
+        self.group: RawGroup | None = None
+        self.configure(**options)
+
+    def configure(self, **options: Any) -> None:
+        """Settings."""
+
+    def prepare(self) -> None:
+        """Nothing, unless a method says so."""
+
+    def close(self) -> None:
+        """Let go of the group."""
+        if self.group is not None:
+            self.group.close()
+
+    def meet(self, name: str) -> None:
+        """Join the group of trainer 0 and all engines."""
+        self.group = self.side.group(name, rank=1 + self.side.rank, size=1 + self.side.layout.engines)
+        self.group.broadcast(torch.zeros(1, device=self.side.device))
+        synchronize(self.side.device)
+
+    def load(self, weights: list[Named]) -> None:
+        """The engine's own loader."""
+        with torch.no_grad():
+            self.side.engine.load_weights(weights)
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        synchronize(self.side.device)
+
+
+def lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that another process can open: as it is on a GPU, in shared memory on a CPU."""
+    if tensor.is_cuda or tensor.is_shared():
+        return tensor
+    copy = torch.empty_like(tensor).share_memory_()
+    return copy.copy_(tensor)

@@ -1,0 +1,121 @@
+"""Which peers there are, where each can run, with which settings, and what of it is not its own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from peers import flattened, sources
+from weightcast.cli.measuring.case import Contender
+from weightcast.cli.measuring.rig import Layout, Method
+from weightcast.cli.measuring.shapes import model_shape
+
+_PIPE = "messages go through a pipe, not through HTTP or Ray"
+_SHM = "shared memory stands for CUDA IPC"
+_GLOO = "gloo stands for NCCL"
+
+
+def peers(layout: Layout, *, bucket_bytes: Sequence[int]) -> tuple[list[Contender], dict[str, str]]:
+    """Contenders for one case, and those that cannot run with the reason.
+
+    Args:
+        layout: Who is where.
+        bucket_bytes: The sweep of each that has buckets.
+    """
+    found: list[Contender] = []
+    not_run: dict[str, str] = {}
+    on_cpu = layout.device == "cpu"
+    largest = max(_bytes(place.shape) for place in model_shape(layout.model).places)
+
+    def add(
+        name: str,
+        halves: tuple[str, str],
+        *,
+        needs: Callable[[], object] = lambda: None,
+        sweep: Sequence[int] = bucket_bytes,
+        emulated: tuple[str, ...] = (),
+        why_not: str = "",
+    ) -> None:
+        if why_not:
+            not_run[name] = why_not
+            return
+        try:
+            needs()
+        except sources.NotHere as error:
+            not_run[name] = str(error)
+            return
+        settings = tuple(
+            Method(
+                name=f"{name}, {size >> 20} MiB",
+                trainer=halves[0],
+                engine=halves[1],
+                options={"bucket_bytes": size},
+                emulated=emulated,
+            )
+            for size in dict.fromkeys(sweep)
+        )
+        found.append(Contender(name=name, settings=settings))
+
+    if layout.placement == "disaggregated":
+        device = (_GLOO,) if on_cpu else ()
+        add(
+            "vLLM packed broadcast",
+            ("peers.vllm:PackedTrainer", "peers.vllm:PackedEngine"),
+            needs=lambda: sources.module(sources.PACKED),
+            emulated=("communicator is torch's, not vLLM's PyNcclCommunicator", _PIPE, *device),
+        )
+        add(
+            "SGLang flattened bucket, broadcast",
+            ("peers.flattened:SglangTrainer", "peers.flattened:SglangEngine"),
+            needs=flattened.sglang,
+            emulated=("sender and receiver loops", _PIPE, *device),
+        )
+        add(
+            "broadcast for each tensor",
+            ("peers.per_tensor:BroadcastTrainer", "peers.per_tensor:BroadcastEngine"),
+            sweep=bucket_bytes[:1],
+            emulated=("all of it; the scheme of early RLHF frameworks", _PIPE, *device),
+        )
+        not_run["checkpoint-engine"] = "its way to other devices needs the Mooncake transfer engine over RDMA"
+        return found, not_run
+
+    device = (_SHM,) if on_cpu else ()
+    add(
+        "vLLM packed IPC",
+        ("peers.vllm:IpcTrainer", "peers.vllm:IpcEngine"),
+        needs=lambda: sources.module(sources.PACKED),
+        sweep=[max(size, largest) for size in bucket_bytes],
+        emulated=(_PIPE,),
+        why_not="its code needs CUDA" if on_cpu else "",
+    )
+    add(
+        "SGLang flattened bucket, IPC",
+        ("peers.flattened:SglangTrainer", "peers.flattened:SglangEngine"),
+        needs=flattened.sglang,
+        emulated=("sender and receiver loops", _PIPE, *device),
+    )
+    add(
+        "LMDeploy flattened bucket, persistent buffer",
+        ("peers.flattened:LmdeployTrainer", "peers.flattened:LmdeployEngine"),
+        needs=flattened.lmdeploy,
+        emulated=("sender and receiver loops", _PIPE, *device),
+    )
+    add(
+        "checkpoint-engine",
+        ("peers.checkpoint_engine:Trainer", "peers.checkpoint_engine:Engine"),
+        needs=lambda: sources.package("checkpoint_engine.ps"),
+        emulated=("device shim", _SHM) if on_cpu else (),
+        why_not="" if layout.engines == layout.trainers else "one engine for each trainer only",
+    )
+    add(
+        "IPC handle for each tensor",
+        ("peers.per_tensor:HandlesTrainer", "peers.per_tensor:HandlesEngine"),
+        emulated=("all of it; the naive scheme", _PIPE, *device),
+    )
+    return found, not_run
+
+
+def _bytes(shape: tuple[int, ...]) -> int:
+    product = 2
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,188 @@
+"""What is measured on which machine, most valuable first; the driver stops when its time is over.
+
+A case is a model in a layout with a sweep; ``kind`` says which script measures it. Deadlines are generous: a case that
+hangs costs them in full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weightcast.cli.measuring.rig import Layout
+
+MIB, GIB = 1 << 20, 1 << 30
+Kind = Literal["updates", "limits", "loader", "digest", "gather"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One process of the driver.
+
+    Attributes:
+        name: Of the result's file.
+        kind: Which measurement.
+        layout: Who is where; for updates and limits.
+        bucket_bytes: Sweep of weightcast.
+        peer_bytes: Sweep of the peers; empty for none of them.
+        staging: Where engines of ours keep the second set.
+        turns: Timed turns of each.
+        budget_s: No round starts later than that.
+        deadline_s: The process is ended then.
+        options: Of the other kinds.
+    """
+
+    name: str
+    kind: Kind = "updates"
+    layout: Layout | None = None
+    bucket_bytes: tuple[int, ...] = ()
+    peer_bytes: tuple[int, ...] = ()
+    staging: str = "auto"
+    turns: int = 10
+    budget_s: float = 150.0
+    deadline_s: float = 240.0
+    options: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """How many it needs."""
+        layout = self.layout
+        if layout is None:
+            return 0 if "cpu" in self.options else 1
+        if layout.device == "cpu":
+            return 0
+        return layout.trainers + (layout.engines if layout.placement == "disaggregated" else 0)
+
+
+_OURS_GPU = (256 * MIB, 512 * MIB, GIB)
+_PEERS_GPU = (512 * MIB, GIB, 2 * GIB)
+_OURS_CPU = (16 * MIB, 64 * MIB)
+_PEERS_CPU = (16 * MIB, 64 * MIB)
+
+
+def _gpu(name: str, model: str, placement: Any, trainers: int, engines: int, **more: Any) -> Case:
+    generate = bool(more.pop("generate", False))
+    layout = Layout(
+        model=model, placement=placement, trainers=trainers, engines=engines, device="cuda", generate=generate
+    )
+    return Case(**({"name": name, "layout": layout, "bucket_bytes": _OURS_GPU, "peer_bytes": _PEERS_GPU} | more))
+
+
+def _cpu(name: str, model: str, placement: Any, trainers: int, engines: int, **more: Any) -> Case:
+    generate = bool(more.pop("generate", False))
+    layout = Layout(
+        model=model, placement=placement, trainers=trainers, engines=engines, device="cpu", generate=generate
+    )
+    return Case(**({"name": name, "layout": layout, "bucket_bytes": _OURS_CPU, "peer_bytes": _PEERS_CPU} | more))
+
+
+def _limits(gpus: int) -> list[Case]:
+    """Alone, and between as many as there are."""
+    found = [_gpu("limits-1", "dense-1GiB", "colocated", 1, 1, kind="limits", budget_s=40, deadline_s=90)]
+    if gpus > 1:
+        apart = gpus // 2
+        found.append(
+            _gpu(
+                f"limits-{gpus}",
+                "dense-1GiB",
+                "disaggregated",
+                apart,
+                gpus - apart,
+                kind="limits",
+                budget_s=40,
+                deadline_s=90,
+            )
+        )
+    return found
+
+
+def _h200(gpus: int) -> list[Case]:
+    cases = _limits(gpus)
+    if gpus >= 2:
+        half = gpus // 2
+        cases.append(_gpu("disaggregated-1+1-8b", "qwen3-8b", "disaggregated", 1, 1))
+        if half > 1:
+            cases.append(_gpu(f"disaggregated-{half}+{half}-8b", "qwen3-8b", "disaggregated", half, half))
+    cases.append(_gpu("colocated-1-8b", "qwen3-8b", "colocated", 1, 1))
+    if gpus > 1:
+        cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
+    many = dict(turns=5, peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=150, deadline_s=240)
+    if gpus >= 2:
+        cases.append(_gpu("disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **many))
+    cases.append(_gpu("colocated-1-many", "many-65536", "colocated", 1, 1, **many))
+    cases.append(
+        _gpu(
+            "stall-colocated-1-8b",
+            "qwen3-8b",
+            "colocated",
+            1,
+            1,
+            generate=True,
+            turns=5,
+            bucket_bytes=(512 * MIB,),
+            peer_bytes=(GIB,),
+        )
+    )
+    if gpus >= 2:
+        cases.append(
+            _gpu(
+                "stall-disaggregated-1+1-8b",
+                "qwen3-8b",
+                "disaggregated",
+                1,
+                1,
+                generate=True,
+                turns=5,
+                bucket_bytes=(512 * MIB,),
+                peer_bytes=(GIB,),
+            )
+        )
+        # The second set of weights does not fit beside the first on one GPU.
+        moe = dict(turns=5, staging="none", bucket_bytes=(GIB,), peer_bytes=(2 * GIB,), budget_s=200, deadline_s=320)
+        half = gpus // 2
+        cases.append(_gpu(f"disaggregated-{half}+{half}-30b", "qwen3-30b-a3b", "disaggregated", half, half, **moe))
+        if gpus >= 4:
+            cases.append(_gpu(f"colocated-{gpus}-30b", "qwen3-30b-a3b", "colocated", gpus, gpus, **moe))
+        cases.append(
+            _gpu("disaggregated-1+1-70b", "llama-70b-20-layers", "disaggregated", 1, 1, turns=5, peer_bytes=(2 * GIB,))
+        )
+    cases.append(Case(name="loader-30b", kind="loader", options=("--model", "qwen3-30b-a3b"), deadline_s=200))
+    cases.append(Case(name="digest", kind="digest", deadline_s=120))
+    if gpus > 1:
+        cases.append(Case(name="gather", kind="gather", options=("--world", str(gpus)), deadline_s=180))
+    return cases
+
+
+def _cpu_plan() -> list[Case]:
+    return [
+        _cpu("cpu-colocated", "dense-256MiB", "colocated", 1, 1),
+        _cpu("cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1),
+        _cpu("cpu-colocated-many", "many-2048", "colocated", 1, 1, bucket_bytes=(16 * MIB,), peer_bytes=(16 * MIB,)),
+        _cpu("cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1),
+        _cpu("cpu-stall", "dense-256MiB", "colocated", 1, 1, generate=True, bucket_bytes=(64 * MIB,)),
+        _cpu("cpu-limits", "dense-256MiB", "disaggregated", 1, 1, kind="limits", deadline_s=120),
+        Case(name="cpu-loader", kind="loader", options=("--model", "moe-4-layers", "--device", "cpu"), deadline_s=120),
+        Case(name="cpu-digest", kind="digest", options=("--device", "cpu"), deadline_s=120),
+    ]
+
+
+def _smoke() -> list[Case]:
+    """Every kind and every peer with a tiny model: does it run at all?"""
+    few = dict(turns=1, bucket_bytes=(MIB,), peer_bytes=(MIB,), budget_s=90)
+    return [
+        _cpu("smoke-colocated", "tiny", "colocated", 1, 1, **few),
+        _cpu("smoke-disaggregated", "tiny-moe", "disaggregated", 2, 2, **few),
+        _cpu("smoke-stall", "tiny", "colocated", 2, 2, generate=True, **few),
+        _cpu("smoke-limits", "tiny", "disaggregated", 1, 1, kind="limits"),
+        Case(name="smoke-loader", kind="loader", options=("--model", "tiny-moe", "--device", "cpu"), deadline_s=60),
+    ]
+
+
+PLANS = {
+    "smoke": _smoke,
+    "cpu": _cpu_plan,
+    "h200-1": lambda: _h200(1),
+    "h200-2": lambda: _h200(2),
+    "h200-4": lambda: _h200(4),
+    "h200-8": lambda: _h200(8),
+}

@@ -1,0 +1,300 @@
+"""Tables and plots of what was measured; no figure in them is typed.
+
+    python benchmarks/report.py
+
+Reads every JSON file in benchmarks/results, writes benchmarks/RESULTS.md and, with matplotlib (``weightcast[demo]``),
+one plot for each case of updates. A reader can redo each of them: the command stands above its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+Result = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=HERE / "RESULTS.md")
+    parser.add_argument("--no-plots", action="store_true")
+    arguments = parser.parse_args()
+    results = read(arguments.results)
+    plots: dict[str, str] = {}
+    if not arguments.no_plots:
+        plots = draw(results, arguments.results, arguments.out.parent)
+    arguments.out.write_text(render(results, plots))
+    print(arguments.out)
+    return 0
+
+
+def read(folder: Path) -> dict[str, Result]:
+    """By file name, those that this script knows how to show."""
+    found: dict[str, Result] = {}
+    for path in sorted(folder.rglob("*.json")):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and _kind(content):
+            found[str(path.relative_to(folder).with_suffix(""))] = content
+    return found
+
+
+def render(results: dict[str, Result], plots: dict[str, str]) -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    parts += _summary(results)
+    for name, result in results.items():
+        parts.append(f"## {name}\n")
+        parts.append(_SHOW[_kind(result)](result))
+        if name in plots:
+            parts.append(f"![{name}]({plots[name]})\n")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+_HEAD = """# Results
+
+Made by `python benchmarks/report.py` from the JSON files in [results](results); nothing here is typed by hand.
+How it was measured, and what the words mean: [docs/performance.md](../docs/performance.md).
+"""
+
+
+def _kind(result: Result) -> str:
+    if result.get("what") == "updates beside limits":
+        return "updates"
+    if result.get("what") in ("limits", "loader"):
+        return str(result["what"])
+    return "digest" if "digest" in result else "gather" if "rank_to_rank_gb_per_s" in result else ""
+
+
+def _summary(results: dict[str, Result]) -> list[str]:
+    """One row for each case of updates: ours with proof, the limit, the best peer."""
+    rows: list[list[str]] = []
+    for name, result in results.items():
+        if _kind(result) != "updates":
+            continue
+        case = result["case"]
+        proven = next(
+            (row for row in result["methods"] if row["ours"] and row["settings"]["verify"] == "resident"), None
+        )
+        if proven is None:
+            continue
+        device = result["machine"]["gpus"][0] if result["machine"]["gpus"] else "CPU"
+        rows.append(
+            [
+                f"[{name}](#{name.replace('/', '').replace('+', '')})",
+                device,
+                case["model"],
+                f"{case['trainers']} + {case['engines']} {case['placement']}",
+                _ms(result["floor_s"]),
+                _ms(proven["usable_s"]["median"]),
+                _ratio(proven["times_limit"]),
+                f"{_ratio(proven['times_best_peer'])} ({proven['best_peer']})"
+                if proven.get("best_peer")
+                else "none ran",
+            ]
+        )
+    if not rows:
+        return []
+    head = [
+        "case",
+        "device",
+        "model",
+        "layout",
+        "limit, ms",
+        "usable, ms",
+        "times the limit",
+        "faster than the best peer",
+    ]
+    return ["## Summary\n", "With proof of what engines keep, always on.\n", table(head, rows)]
+
+
+def _machine(result: Result) -> str:
+    facts = result["machine"]
+    device = (
+        f"{len(facts['gpus'])} x {facts['gpus'][0]}" if facts.get("gpus") else facts.get("cpu", facts.get("device"))
+    )
+    parts = [
+        f"Machine: {device}, {facts.get('cores', '?')} cores; torch {facts['torch']}",
+        f"python {facts['python']}",
+    ]
+    parts += [f"NCCL {facts['nccl']}"] if "nccl" in facts else []
+    parts += [f"load average at the end {facts['load_average'][0]}"] if "load_average" in facts else []
+    revision, date = facts.get("revision", "not recorded"), facts.get("date", facts.get("time", "not recorded"))
+    return f"{'; '.join(parts)}. Revision `{revision}`, {date}.\n\n`{facts['command']}`\n"
+
+
+def _updates(result: Result) -> str:
+    case, size = result["case"], result["case"]["bytes"]
+    lines = [
+        f"{case['placement']}, {case['trainers']} trainers, {case['engines']} engines, {case['model']}: "
+        f"{size / 1e9:.2f} GB in {case['tensors']} tensors, kept as {case['parameters']} parameters.\n",
+        _machine(result),
+    ]
+    if result["machine"]["load_average"][0] > result["machine"]["cores"]:
+        lines.append("**The machine was loaded by others: only ratios within a row's own run mean anything.**\n")
+    rows: list[list[str]] = []
+    for name, found in result["limits"].items():
+        usable = found["usable_s"]
+        figures = [
+            _ms(usable["median"]),
+            _ms(usable["p95"]),
+            _ms(usable["min"]),
+            f"{size / usable['median'] / 1e9:.2f}",
+        ]
+        rows.append([f"limit: {name}", *figures, "", "", "", ""])
+    for row in sorted(result["methods"], key=lambda row: row["usable_s"]["median"]):
+        rows.append(
+            [
+                f"**{row['name']}**"
+                if row["ours"]
+                else row["name"] + (" (partly emulated)" if row["emulated"] else ""),
+                _ms(row["usable_s"]["median"]),
+                _ms(row["usable_s"]["p95"]),
+                _ms(row["usable_s"]["min"]),
+                f"{size / row['usable_s']['median'] / 1e9:.2f}",
+                _ratio(row["times_limit"]),
+                f"{row['settings']['bucket_bytes'] >> 20}",
+                _ms(_stall(case, row)),
+                _ms(row["returned_s"]["median"]),
+            ]
+        )
+    head = ["", "usable, ms", "p95", "least", "GB/s", "times the limit", "bucket, MiB", "stall, ms", "returned, ms"]
+    lines.append(table(head, rows))
+    lines.append(_watched(result))
+    if not case["generate"]:
+        lines.append(
+            "Nothing generated meanwhile: ours are the engine's own words, a peer holds still until it is done.\n"
+        )
+    for row in result["methods"]:
+        if row["emulated"]:
+            lines.append(f"- emulated in {row['name']}: {'; '.join(row['emulated'])}")
+    lines += [f"- not run: {name}: {why}" for name, why in result["not_run"].items()]
+    lines += [f"- failed: {name}: {why}" for name, why in result["failed"].items()]
+    if result.get("peers"):
+        versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
+        lines.append(f"- versions of the peers: {versions}")
+    return "\n".join(lines) + "\n"
+
+
+def _stall(case: Result, row: Result) -> float:
+    if case["generate"]:
+        return float(row["stall_s"]["median"])
+    return float(row["phases"].get("stall_s", row["usable_s"]["median"]))
+
+
+def _watched(result: Result) -> str:
+    keys = {
+        "messages": ("trainer_messages", "engine_messages"),
+        "metadata, KiB": ("trainer_metadata_bytes",),
+        "handle opens": ("engine_handle_opens",),
+        "launches, trainer": ("trainer_launches",),
+        "launches, engine": ("engine_launches",),
+        "kept, trainer, MB": ("trainer_held_bytes",),
+        "kept, engine, MB": ("engine_held_bytes",),
+        "peak, trainer, MB": ("trainer_peak_extra_bytes",),
+        "peak, engine, MB": ("engine_peak_extra_bytes",),
+    }
+    rows: list[list[str]] = []
+    for row in result["methods"]:
+        cells = [row["name"]]
+        for title, names in keys.items():
+            values = [row["watched"][name] for name in names if name in row["watched"]]
+            scale = 1e6 if title.endswith("MB") else 1024 if title.endswith("KiB") else 1
+            cells.append(f"{sum(values) / scale:.0f}" if values else "")
+        rows.append(cells)
+    return table(["one turn, watched", *keys], rows)
+
+
+def _limits(result: Result) -> str:
+    rows = [[name, f"{value:.2f}"] for name, value in result["gb_per_s"].items()]
+    return _machine(result) + "\n" + table(["", "GB/s"], rows)
+
+
+def _loader(result: Result) -> str:
+    rows = [
+        [name, _ms(row["seconds"]), _ms(row["host_seconds"]), f"{row['gb_per_s']:.2f}"]
+        for name, row in result["rows"].items()
+    ]
+    head = (
+        f"{result['model']}: {result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors, {result['routes']} routes, "
+        f"recorded in {result['record_s']:.2f} s.\n"
+    )
+    return head + "\n" + _machine(result) + "\n" + table(["", "ms", "until the call returns, ms", "GB/s"], rows)
+
+
+def _digest(result: Result) -> str:
+    rows = [[name, f"{row['gb_per_s']:.1f}", f"{row['of_read_limit']:.0%}"] for name, row in result["digest"].items()]
+    return _machine(result) + "\n" + table(["digest of", "GB/s", "of the read limit"], rows)
+
+
+def _gather(result: Result) -> str:
+    rows = [[str(row["receivers"]), _ms(row["median_s"]), f"{row['gb_per_s']:.1f}"] for row in result["updates"]]
+    lines = f"{result['device']}; one rank to another {result['rank_to_rank_gb_per_s']:.1f} GB/s.\n"
+    machine = _machine(result) + "\n" if "machine" in result else ""
+    return lines + "\n" + machine + table(["receivers", "ms", "GB/s"], rows)
+
+
+_SHOW: dict[str, Callable[[Result], str]] = {
+    "updates": _updates,
+    "limits": _limits,
+    "loader": _loader,
+    "digest": _digest,
+    "gather": _gather,
+}
+
+
+def draw(results: dict[str, Result], folder: Path, base: Path) -> dict[str, str]:
+    """A bar for each method and limit; by result, the plot's path from the page. Empty without matplotlib."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("no plots: matplotlib is not installed (weightcast[demo])", file=sys.stderr)
+        return {}
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "weightcast"  # the same figures give the same file
+    from matplotlib import pyplot as plt
+
+    plots: dict[str, str] = {}
+    for name, result in results.items():
+        if _kind(result) != "updates" or not result["methods"]:
+            continue
+        bars = [(f"limit: {key}", found, "0.6") for key, found in result["limits"].items()]
+        bars += [(row["name"], row, "tab:blue" if row["ours"] else "tab:orange") for row in result["methods"]]
+        bars.sort(key=lambda bar: bar[1]["usable_s"]["median"], reverse=True)
+        figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(bars)))
+        values = [bar[1]["usable_s"]["median"] * 1e3 for bar in bars]
+        low = [value - bar[1]["usable_s"]["min"] * 1e3 for value, bar in zip(values, bars, strict=True)]
+        high = [bar[1]["usable_s"]["p95"] * 1e3 - value for value, bar in zip(values, bars, strict=True)]
+        axes.barh([bar[0] for bar in bars], values, xerr=[low, high], color=[bar[2] for bar in bars], height=0.6)
+        axes.set_xscale("log")
+        axes.set_xlabel("ms until the last engine's weights are usable (median; least to p95), log scale")
+        figure.tight_layout()
+        path = folder / f"{name}.svg"
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+        plots[name] = str(path.relative_to(base)) if path.is_relative_to(base) else str(path)
+    return plots
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown; the first column to the left, the others to the right."""
+    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

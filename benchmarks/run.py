@@ -1,0 +1,134 @@
+"""Everything there is to measure on one machine, in one call.
+
+    python benchmarks/run.py --plan cpu --out benchmarks/results
+    python benchmarks/run.py --plan h200-4 --out $OUT --limit-s 560
+    python benchmarks/run.py --plan h200-4 --only disaggregated-1+1-8b --out $OUT
+
+Each case runs in a process of its own, with a deadline, most valuable first; each result is written when it is there.
+What fails is written down as well, and the exit code says how many did. ``report.py`` makes tables and plots of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+from plans import PLANS, Case  # noqa: E402
+
+_LEAST_S = 20.0
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """One case, in this process."""
+    from peers import sources
+    from peers.table import peers
+    from sweep import run_limits
+
+    from weightcast.cli.measuring.case import Plan, run_case
+    from weightcast.cli.measuring.contenders import ours
+
+    assert case.layout is not None
+    plan = Plan(turns=case.turns, budget_s=case.budget_s)
+    if case.kind == "limits":
+        return run_limits(case.layout, say=_say)
+    found = ours(case.layout, bucket_bytes=case.bucket_bytes, staging=case.staging)
+    others, not_run = peers(case.layout, bucket_bytes=case.peer_bytes) if case.peer_bytes else ([], {})
+    result = run_case(case.layout, [*found, *others], plan, not_run=not_run, say=_say)
+    result["peers"] = sources.versions()
+    return result
+
+
+def script_for(case: Case, plan: str, out: Path) -> list[str]:
+    """The command that measures a case."""
+    if case.kind in ("updates", "limits"):
+        return [sys.executable, str(HERE / "run.py"), "--plan", plan, "--case", case.name, "--out", str(out)]
+    return [sys.executable, str(HERE / f"{case.kind}.py"), *case.options, "--out", str(out / f"{case.name}.json")]
+
+
+def run_case_process(case: Case, plan: str, out: Path, left_s: float) -> dict[str, Any]:
+    """Start it, wait, end it and all that it started if it takes too long."""
+    command = script_for(case, plan, out)
+    deadline_s = min(case.deadline_s, left_s)
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        item for item in (str(HERE.parent / "src"), environment.get("PYTHONPATH", "")) if item
+    )
+    started = time.monotonic()
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        code: int | str = process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        code = f"still running after {deadline_s:.0f} s"
+    finally:
+        _end(process)
+    result = out / f"{case.name}.json"
+    return {
+        "name": case.name,
+        "code": code,
+        "seconds": round(time.monotonic() - started, 1),
+        "result": result.name if result.is_file() else None,
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process group that we started, and nothing else."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _say(text: str) -> None:
+    print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", choices=sorted(PLANS), required=True)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="of all cases together")
+    parser.add_argument("--only", action="append", default=[], help="this case; may be given several times")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    cases = PLANS[arguments.plan]()
+    if arguments.case:
+        case = next(case for case in cases if case.name == arguments.case)
+        result = measure(case)
+        result["machine"]["command"] = shlex.join(
+            ["python", "benchmarks/run.py", "--plan", arguments.plan, "--only", case.name]
+        )
+        (arguments.out / f"{case.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        return 0 if result["ok"] else 1
+
+    until = time.monotonic() + arguments.limit_s
+    log: list[dict[str, Any]] = []
+    for case in cases:
+        if arguments.only and case.name not in arguments.only:
+            continue
+        left_s = until - time.monotonic()
+        if left_s < _LEAST_S:
+            log.append({"name": case.name, "code": "no time was left", "seconds": 0.0, "result": None})
+        else:
+            print(f"{case.name}, {left_s:.0f} s left", file=sys.stderr, flush=True)
+            log.append(run_case_process(case, arguments.plan, arguments.out, left_s))
+            print(json.dumps(log[-1]), file=sys.stderr, flush=True)
+        (arguments.out / f"run-{arguments.plan}.json").write_text(json.dumps(log, indent=1) + "\n")
+    bad = [entry["name"] for entry in log if entry["code"] != 0]
+    print(json.dumps({"plan": arguments.plan, "cases": len(log), "failed": bad}))
+    return min(len(bad), 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
