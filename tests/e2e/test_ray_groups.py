@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.raycluster import cluster  # noqa: F401  a fixture
 from tests.toy_engine import toy_weights
-from weightcast import ConfigError, TrainerRankFailed
+from weightcast import ConfigError, TargetUnreachable, TrainerRankFailed
 from weightcast.ray import EngineKind, RolloutEngines, TrainWorkers, colocated, disaggregated
 
 
@@ -124,6 +124,13 @@ def test_every_engine_gets_every_version_and_says_so(job):
     assert report.ok
     assert [row.digests_matched for row in report.targets] == [1, 1]
     assert versions(job.engines.urls) == [1, 1]
+
+
+def test_an_error_of_all_ranks_arrives_as_it_was(job):
+    with pytest.raises(TargetUnreachable, match="cannot connect") as caught:
+        job.trainers.update(["http://127.0.0.1:9"], version=2)
+    assert caught.value.url == "http://127.0.0.1:9"
+    assert job.trainers.update(job.engines, version=3).ok  # and nothing is broken by it
 
 
 def test_an_error_in_one_rank_is_named_and_the_job_goes_on(job):

@@ -268,15 +268,17 @@ class RolloutEngines:
         if report is None:
             return
         rows = {row.url: row for row in report.targets}
-        if any(row.status == "serving" for row in report.targets):
+        moved = any(row.status == "serving" for row in report.targets)
+        if moved:
             self.version = report.version
         for member in self._members:
             row = rows.get(member.url)
             if row is None or member.state == "dead":
                 continue
-            current = row.status == "serving" and row.version_after == self.version
-            untouched = row.status == "untouched" and row.version_after == self.version
-            member.state = "serving" if current or untouched else "waiting"
+            if row.status == "serving":
+                member.state = "serving"
+            elif row.status == "quarantined" or moved:  # who was left untouched serves what the others do no longer
+                member.state = "waiting"
 
     def admit_started(self) -> None:
         """Before the first update: engines serve the weights that they were started with."""

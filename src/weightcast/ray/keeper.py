@@ -48,5 +48,5 @@ def _kill(session: int) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):  # the actor's end says when
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the engine would inherit
     os._exit(keep(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Engines under Ray without Ray: command lines, the keeper, and who may be asked after an update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from weightcast.ray import RolloutEngines, reference_engine, sglang_engine, vllm_engine
+from weightcast.ray.engines import _Member
+from weightcast.report import TargetReport, UpdateReport
+
+
+def test_command_lines():
+    kind = reference_engine("m", "--threads", "1")
+    assert kind.command[1:5] == ("-m", "weightcast", "serve", "m")
+    assert kind.command[-2:] == ("--threads", "1")
+    assert {"{host}", "{port}", "{tp}"} <= set(kind.command)
+    vllm = vllm_engine("m", "--enforce-eager", program=("/venv/bin/vllm", "serve"))
+    assert vllm.command[:3] == ("/venv/bin/vllm", "serve", "m")
+    assert '{"backend": "weightcast"}' in vllm.command
+    assert vllm.env["VLLM_PLUGINS"] == "weightcast"
+    plain = vllm_engine("m", receiver=False)
+    assert "VLLM_PLUGINS" not in plain.env
+    assert "--weight-transfer-config" not in plain.command
+    assert sglang_engine("m").wake == ("/resume_memory_occupation",)
+
+
+def keeper(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "weightcast.ray.keeper", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_keeper_ends_as_its_engine_does(end, code):
+    with keeper(f"import os, sys; {end}") as process:
+        assert process.wait(60) == code
+
+
+def test_the_engine_ends_when_the_pipe_closes_with_what_it_started():
+    # Whoever holds the other end may have been killed; the engine's child ignores what it is told.
+    child = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+    )
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(99)
+"""
+    with keeper(code) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGTERM)  # a stray signal is not the end
+        assert not gone(pid)
+        process.stdin.close()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 20
+    while not gone(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def group(*states: str) -> RolloutEngines:
+    engines = object.__new__(RolloutEngines)
+    engines._api_key, engines.version, engines._members = None, None, []
+    for number, state in enumerate(states):
+        member = _Member(number, None)  # type: ignore[arg-type]
+        member.url, member.state = f"http://{number}", state  # type: ignore[assignment]
+        engines._members.append(member)
+    return engines
+
+
+def report(version: int, *statuses: str) -> UpdateReport:
+    return UpdateReport(
+        version=version,
+        transport="ipc",
+        bytes=1,
+        buckets=1,
+        seconds=1.0,
+        phases={},
+        peak_extra_bytes=0,
+        digest="d",
+        targets=tuple(
+            TargetReport(url=f"http://{number}", engine="x", status=status)  # type: ignore[arg-type]
+            for number, status in enumerate(statuses)
+        ),
+    )
+
+
+def test_who_may_be_asked_after_an_update():
+    engines = group("serving", "waiting", "dead", "serving")
+    engines.admit(report(4, "serving", "serving", "serving", "quarantined"))
+    assert engines.urls == ("http://0", "http://1")  # the restarted one too; the dead stays dead
+    assert engines.version == 4
+    assert [target.url for target in engines.waiting] == ["http://3"]
+    engines.admit(report(5, "untouched", "untouched", "untouched", "untouched"))
+    assert engines.urls == ("http://0", "http://1")  # all serve what they served
+    assert engines.version == 4
+    engines.admit(report(6, "serving", "untouched", "untouched", "serving"))
+    assert engines.urls == ("http://0", "http://3")  # 1 is behind now
+    engines.admit(None)
+    assert engines.urls == ("http://0", "http://3")
+
+
+def test_a_first_update_that_fails_leaves_everybody_where_he_is():
+    engines = group("serving", "serving")
+    engines.admit(report(1, "untouched", "untouched"))
+    assert engines.urls == ("http://0", "http://1")
+    assert engines.version is None
