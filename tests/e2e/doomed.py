@@ -114,6 +114,12 @@ def joining(_: int, die: Callable[[], None]) -> None:
 
 
 @point
+def filling(count: int, die: Callable[[], None]) -> None:
+    """The other trainer ranks gather a bucket, and this one does not take part."""
+    wrap(ModuleExporter, "fill", before=on_call(count, die))
+
+
+@point
 def filled(count: int, die: Callable[[], None]) -> None:
     """A bucket is full, the one before it is under way."""
     wrap(ModuleExporter, "fill", after=on_call(count, die))

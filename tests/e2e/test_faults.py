@@ -373,35 +373,48 @@ def _sharded_and_doomed(urls: list[str], version: int, transport: str, victim: i
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
     def trouble() -> None:
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how != "raises":
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
         raise ZeroDivisionError("my own trouble")
 
+    timeout_s = 3.0 if how == "stops" else 10.0
+    dist.barrier()  # ranks may start seconds apart; the deadline is for what comes now
     try:
-        with WeightUpdater.connect(model, urls, transport=transport, bucket_bytes=30_000, timeout_s=10.0) as updater:
+        with WeightUpdater.connect(
+            model, urls, transport=transport, bucket_bytes=30_000, timeout_s=timeout_s
+        ) as updater:
             if dist.get_rank() == victim:
-                doomed.POINTS["filled"](4, trouble)
+                doomed.POINTS["filling"](4, trouble)
             updater.update(version=version)
     except (WeightcastError, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {error}"
     return "updated"
 
 
-@pytest.mark.parametrize("how", ["dies", "raises"])
-@pytest.mark.parametrize(("transport", "victim"), [("ipc", 1), ("broadcast", 0)])
+@pytest.mark.parametrize(
+    ("transport", "victim", "how"),
+    [
+        *(("ipc", 1, "dies"), ("ipc", 2, "stops"), ("ipc", 1, "raises")),
+        *(("broadcast", 0, "dies"), ("broadcast", 0, "raises"), ("broadcast", 1, "stops")),
+    ],
+)
 def test_a_rank_of_the_trainer_that_fails_ends_the_update_on_all(engines, transport, victim, how):
     chosen = [engines.one, engines.two]
     before = [serves_whole(engine) for engine in chosen]
-    ranks = Ranks(2)
+    ranks = Ranks(3)
     try:
         ranks.start(_sharded_and_doomed, [engine.url for engine in chosen], next_version(), transport, victim, how)
-        said = ranks.answer(1 - victim)
-        assert said.startswith("TrainerRankFailed")
-        assert f"trainer rank {victim}" in said
+        for other in {0, 1, 2} - {victim}:
+            said = ranks.answer(other)
+            assert said.startswith("TrainerRankFailed")
+            assert f"trainer rank {victim}" in said
+            if how == "raises":
+                assert "my own trouble" in said
         if how == "raises":
             assert ranks.answer(victim) == "ZeroDivisionError: my own trouble"
-            assert "my own trouble" in said
     finally:
+        for rank in ranks.processes:
+            rank.kill()
         ranks.close()
     assert [serves_whole(engine) for engine in chosen] == before
     version = next_version()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.cases import STEPS
+from tests.faults.cases import STEPS, all_cases
 from tests.faults.world import Result
 
 BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
@@ -35,8 +35,8 @@ def table(results: Sequence[Result]) -> str:
     worst = max((result.seconds for result in results), default=0.0)
     later = max((result.later_s for result in results), default=0.0)
     parts.append(
-        f"\n{len(results)} cases, {len(wrong)} wrong. The longest update with a fault in it took {worst:.1f} s, "
-        f"the longest after it {later:.1f} s."
+        f"\n{len(results)} of {len(list(all_cases()))} cases were played, {len(wrong)} came out wrong. "
+        f"The longest update with a fault in it took {worst:.1f} s, the longest after it {later:.1f} s."
     )
     parts += [f"\n- {result.case}: {'; '.join(result.wrong)}" for result in wrong]
     return "\n".join(parts)

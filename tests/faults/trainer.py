@@ -50,6 +50,7 @@ def update(urls: list[str], versions: list[int], options: dict[str, Any], flip: 
     model = trainer_of(versions[0])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     told: list[Told] = []
+    dist.barrier()  # a busy machine starts ranks seconds apart; deadlines are for what comes now
     restore = _flip(flip) if flip is not None and dist.get_rank() == 0 else None
     try:
         started = time.monotonic()

@@ -1,6 +1,7 @@
 """Two engines, a trainer of two ranks, a network between: a case is played in it, and then it is looked at.
 
-The *victim* is an engine of two ranks, the *bystander* one of one rank.  Whatever happens, afterwards
+The *bystander* is an engine of one rank, the *victim* another, of two where a rank of it is struck.  Whatever
+happens, afterwards
 
     nobody alive has waited longer than the limits below,
     the rank that failed was named if a rank did,
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -28,14 +30,38 @@ from tests.faults.kinds import KINDS, Kind
 from tests.faults.wire import Loop, Trap, Wire, WireFault
 from tests.harness import SMALL_BUCKETS, Engine, children, next_version, num_fds
 from tests.unit.ranks import Ranks
+from weightcast.head import FOLLOW_DEADLINES
+from weightcast.transports.link import margin_s
 
-DEADLINE_S = 1.0
-# A wait may last one deadline and a margin; the first update after a fault may consist of two such waits.
-MARGIN_S = 1.5
-UPDATE_LIMIT_S = 2 * (DEADLINE_S + MARGIN_S)
-LATER_LIMIT_S = DEADLINE_S + MARGIN_S
-# Who waits for a head that may be waiting for engines has the patience of a lease, and then looks for the culprit.
-FOLLOWER_LIMIT_S = 4 * DEADLINE_S + 3 * MARGIN_S
+PATIENCE_S = 3.0  # for a machine that does other things too: added to what a wait may last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long things may take.
+
+    Attributes:
+        deadline_s: ``timeout_s`` of the updates.
+    """
+
+    deadline_s: float
+
+    @property
+    def later_s(self) -> float:
+        """An update that nothing happens to, and that waits for nobody who failed before."""
+        return self.deadline_s / 2 + PATIENCE_S
+
+    @property
+    def struck_s(self) -> float:
+        """One that a fault happens in: at most two waits, each a little longer than a deadline."""
+        return 2 * (self.deadline_s + margin_s(self.deadline_s)) + PATIENCE_S
+
+    @property
+    def orphaned_s(self) -> float:
+        """One that loses a trainer rank: the others have the patience of the head's longest work, then look around."""
+        return FOLLOW_DEADLINES * self.deadline_s + PATIENCE_S + 3.0
+
+
 HANG_S = 60.0
 _TRAINER_RANKS = 2
 _ENGINE_FILES = 12  # an engine keeps the buffers of a few trainers mapped
@@ -72,15 +98,18 @@ class World:
 
     Args:
         kind: Of engines.
+        deadline_s: Of every wait in an update, in seconds.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, deadline_s: float) -> None:
+        self.limits = Limits(deadline_s=deadline_s)
         self.kind: Kind = KINDS[kind]
         self._loop = Loop()
         self._pool = ThreadPoolExecutor(2)
-        self._next_victim = self._pool.submit(self.kind.start, 2)
-        self.bystander = self.kind.start(1)
-        self.victim = self._new_victim()
+        self._spares = {ranks: self._pool.submit(self._start, ranks) for ranks in (1, 2)}
+        self.bystander = self._start(1)
+        self._victims: dict[int, Engine] = {}
+        self.victim = self._victim(1)
         self.wires = [Wire(self._loop, self.kind.step_of, engine.port) for engine in (self.bystander, self.victim)]
         self.ranks = Ranks(_TRAINER_RANKS)
         self._rank_pids = self._pids_of_ranks()
@@ -92,12 +121,14 @@ class World:
             wire.close()
         self._loop.close()
         self.ranks.close()
-        for engine in (self.bystander, self.victim, self._next_victim.result()):
+        for engine in (self.bystander, *self._victims.values(), *(spare.result() for spare in self._spares.values())):
             engine.close()
         self._pool.shutdown()
 
     def play(self, case: Case) -> Result:
         """Strike, look, heal, update again."""
+        self.victim = self._victim(2 if case.on == "engine rank" else 1)
+        self.wires[1].upstream = self.victim.port
         self._warm_up(case)
         wrong: list[str] = []
         trap = self._trap(case)
@@ -168,7 +199,7 @@ class World:
         if case.on == "network":
             fault: WireFault = case.fault  # type: ignore[assignment]
             trap.fault = fault
-            trap.delay_s = DEADLINE_S * 0.4
+            trap.delay_s = self.limits.deadline_s * 0.4
         elif case.on != "memory":
             trap.strike = self._strike(case)
         return trap
@@ -196,7 +227,7 @@ class World:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             if case.fault == "delay":
-                threading.Timer(DEADLINE_S * 0.4, lambda: _wake(pids)).start()
+                threading.Timer(self.limits.deadline_s * 0.4, lambda: _wake(pids)).start()
 
         return strike
 
@@ -209,7 +240,7 @@ class World:
         options = {
             "transport": case.transport,
             "bucket_bytes": SMALL_BUCKETS,
-            "timeout_s": DEADLINE_S,
+            "timeout_s": self.limits.deadline_s,
             "on_failure": "quarantine",
         }
         self.ranks.start(trainer.update, [wire.url for wire in self.wires], versions, options, flip)
@@ -239,9 +270,9 @@ class World:
                 continue
             if not ended:
                 return "no answer"
-            patience_s = FOLLOWER_LIMIT_S if lost is not None else UPDATE_LIMIT_S
+            patience_s = self.limits.orphaned_s if lost is not None else self.limits.struck_s
             for nth, one in enumerate(ended):
-                limit_s = patience_s if nth == 0 or case.step == "after" else LATER_LIMIT_S
+                limit_s = patience_s if nth == (case.step == "after") else self.limits.later_s
                 if one.seconds > limit_s:
                     wrong.append(f"trainer rank {rank}: update {nth + 1} took {one.seconds:.1f} s of {limit_s:g} s")
             if lost is not None and f"trainer rank {lost}" not in ended[-1].words:
@@ -251,7 +282,7 @@ class World:
         struck = told[0][1] if case.step == "after" and len(told[0]) > 1 else told[0][0]
         if struck.status == ("serving", "serving"):
             outcome = "unharmed"
-        elif struck.status == ("serving", "quarantined"):
+        elif struck.status in (("serving", "quarantined"), ("serving", "untouched")):
             outcome = "left out"
         else:
             outcome = "given up"
@@ -287,8 +318,9 @@ class World:
         """What was killed is started again."""
         if case.on in ("engine", "engine rank") and case.fault in ("kill", "stop"):
             if case.on == "engine rank" or case.fault == "kill":
-                self.victim.close()
-                self.victim = self._new_victim()
+                ranks = 2 if case.on == "engine rank" else 1
+                self._victims.pop(ranks).close()
+                self.victim = self._victim(ranks)
                 self.wires[1].upstream = self.victim.port
         elif self._lost_rank(case) is not None or self.ranks.broken:
             for process in self.ranks.processes:
@@ -297,10 +329,16 @@ class World:
             self.ranks = Ranks(_TRAINER_RANKS)
             self._rank_pids = self._pids_of_ranks()
 
-    def _new_victim(self) -> Engine:
-        engine = self._next_victim.result()
+    def _victim(self, ranks: int) -> Engine:
+        """The one of so many ranks; a new one if the last was killed, which was started meanwhile."""
+        if ranks not in self._victims:
+            self._victims[ranks] = self._spares[ranks].result()
+            self._spares[ranks] = self._pool.submit(self._start, ranks)
+        return self._victims[ranks]
+
+    def _start(self, ranks: int) -> Engine:
+        engine = self.kind.start(ranks)
         assert engine.port
-        self._next_victim = self._pool.submit(self.kind.start, 2)
         return engine
 
     def _pids_of_ranks(self) -> list[int]:

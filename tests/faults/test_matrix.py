@@ -1,0 +1,68 @@
+"""A part of the matrix that differs most from each other; ``make faults`` plays all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.cases import Case, all_cases
+from tests.faults.table import BEGIN, END, write_table
+from tests.faults.world import Result, World
+
+CHOSEN = [
+    "native, ipc: engine, kill at commit",
+    "native, ipc: engine, stop at after",
+    "native, ipc: trainer head, delay at middle bucket",
+    "native, ipc: network, drop at middle bucket",
+    "native, ipc: network, lose answer at commit",
+    "native, ipc: network, flip at first bucket",
+    "native, broadcast: engine, kill at middle bucket",
+    "native, broadcast: network, refuse at join",
+    "native, broadcast: network, flip answer at close",
+    "native, broadcast: memory, flip at last bucket",
+    "native, broadcast: trainer rank, stop at middle bucket",
+    "native, ipc: trainer head, kill at close",
+]
+CASES = {case.name: case for case in all_cases()}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    made = World("native", deadline_s=2.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_whatever_fails_engines_serve_whole_versions_and_nobody_waits_too_long(world: World, name: str) -> None:
+    result = world.play(CASES[name])
+    assert not result.wrong, result
+    assert result.outcome != "no answer"
+
+
+def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
+    assert len(CASES) == len(list(all_cases())) > 250
+    assert not any(case.step == "join" for case in CASES.values() if case.transport == "ipc")
+    assert {case.step for case in CASES.values() if case.on == "memory"} == {
+        *("first bucket", "middle bucket", "last bucket"),
+    }
+
+
+def test_the_table_stands_between_its_marks(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    case = Case(kind="native", transport="ipc", on="engine", fault="kill", step="commit")
+    told = {"case": case.name, "kind": "native", "transport": "ipc", "on": "engine", "fault": "kill", "step": "commit"}
+    good = Result(**told, outcome="left out", seconds=1.25, later_s=0.5, wrong=(), words="")
+    bad = Result(
+        **(told | {"step": "open"}), outcome="left out", seconds=9.0, later_s=0.5, wrong=("it hung",), words=""
+    )
+    write_table(page, [bad, good])
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| engine | kill | **wrong** 9.0 | left out 1.2 |" in text
+    assert "2 of 291 cases were played, 1 came out wrong" in text
+    assert "it hung" in text
