@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test wide-test fuzz check engine-test example-test gpu-test format clean
+.PHONY: setup demo test wide-test fuzz soak check engine-test example-test gpu-test format clean
 
 setup: $(READY)
 
@@ -36,6 +36,10 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.decoders --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.decoders --guided --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.surface --count $(FUZZ_REQUESTS)
+
+# A thousand updates under load with faults at random; tens of minutes.
+soak: setup
+	$(BIN)/weightcast bench soak --updates 1000 $(SOAK_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from weightcast.cli.soaking.leaks import Sample, Series, buffers_of
+from weightcast.cli.soaking.leaks import Sample, Series, buffers_of, segments_of, still_there
 from weightcast.cli.soaking.load import Answer, Judge
 from weightcast.cli.soaking.run import Result
 from weightcast.cli.soaking.trainer import Order
@@ -116,6 +118,22 @@ def test_buffers_that_are_held_are_counted():
     assert buffers_of(os.getpid()) == before + 1
     buffer.close()
     assert buffers_of(os.getpid()) == before
+
+
+def test_segments_that_outlive_their_process_are_found():
+    code = "import os, sys; os.open('/dev/shm/' + sys.argv[1], os.O_CREAT | os.O_RDWR); print(flush=True); input()"
+    name = f"weightcast-test-{os.getpid()}"
+    process = subprocess.Popen([sys.executable, "-c", code, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        assert segments_of(process.pid) == {name}
+        process.communicate(b"\n")
+        assert still_there({name, "another"}) == {name}
+    finally:
+        process.kill()
+        process.wait()
+        os.unlink(f"/dev/shm/{name}")
+    assert not still_there({name})
 
 
 def test_a_process_is_sampled():

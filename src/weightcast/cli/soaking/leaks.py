@@ -16,6 +16,7 @@ SPARE_FDS = 8
 SPARE_BYTES_PER_UPDATE = 16 << 10
 _WARM_UP = 0.2  # of the samples: imports, pools and caches fill
 _BUFFER = "memfd:weightcast-"
+_NAMED = "/dev/shm/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +89,25 @@ def buffers_of(pid: int) -> int:
     return len(found)
 
 
-def named_segments() -> set[str]:
-    """Names under /dev/shm."""
-    try:
-        return set(os.listdir("/dev/shm"))
-    except OSError:
-        return set()
+def segments_of(pid: int) -> set[str]:
+    """Names under /dev/shm that a process has open or mapped; other programs of this machine have theirs there too."""
+    found: set[str] = set()
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            where = line.partition(_NAMED)[2]
+            if where:
+                found.add(where.removesuffix(" (deleted)"))
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                where = os.readlink(f"/proc/{pid}/fd/{number}").partition(_NAMED)[2]
+                if where:
+                    found.add(where.removesuffix(" (deleted)"))
+    return found
+
+
+def still_there(names: set[str]) -> set[str]:
+    """Which of these names are under /dev/shm now."""
+    return {name for name in names if os.path.exists(_NAMED + name)}
 
 
 def _median(values: Sequence[int]) -> int:

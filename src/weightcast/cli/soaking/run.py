@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from weightcast.cli.soaking.leaks import Series, buffers_of, named_segments
+from weightcast.cli.soaking.leaks import Series, buffers_of, segments_of, still_there
 from weightcast.cli.soaking.load import Judge, Load, mode_counts
 from weightcast.cli.soaking.processes import Reaper, Running, session_of
 from weightcast.cli.soaking.trainer import Order, Outcome
@@ -90,7 +90,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             corrupted updates that went through.
         failures: Updates that failed although nothing was done to them.
         leaked_processes: Processes that outlived what had started them.
-        leaked_segments: Names in /dev/shm that were not there before.
+        leaked_segments: Names in /dev/shm that one of the processes had, and that are there when all have ended.
         leaked_buffers: Shared buffers that an engine still held when nobody updated it any more.
         leaked_fds: Descriptors gained by the first engine.
         slope_bytes_per_update: Memory gained by the first engine, by least squares.
@@ -152,7 +152,7 @@ class Soak:
         self._on_progress = on_progress
         self._random = random.Random(plan.seed)
         self._stack = ExitStack()
-        self._segments = named_segments()
+        self._segments: set[str] = set()
         self._wrong: list[str] = []
         self._faults: Counter[str] = Counter()
         self._transports: Counter[str] = Counter()
@@ -204,8 +204,7 @@ class Soak:
                 fault = self._random.choice(FAULTS if len(self._standing) > 1 else ("kill trainer", "abort", "corrupt"))
             self._one(version, fault)
             if version % _SAMPLE_EVERY == 0:
-                for series in self._series:
-                    series.take(version)
+                self._take_samples(version)
             self._on_progress(self._updates, plan.updates)
         seconds = time.monotonic() - started
         self._load.stop()
@@ -238,13 +237,22 @@ class Soak:
             mixed=self._mixed + len(self._judge.wrong),
             failures=self._failures,
             leaked_processes=self._left,
-            leaked_segments=len(named_segments() - self._segments),
+            leaked_segments=len(still_there(self._segments)),
             leaked_buffers=self._buffers,
             leaked_fds=max(0, first.growth("fds")),
             slope_bytes_per_update=round(first.slope_bytes),
             growing=growing,
             details=[*self._wrong, *self._judge.wrong][:20],
         )
+
+    def _take_samples(self, update: int) -> None:
+        for series in self._series:
+            series.take(update)
+        leaders = [engine.running.pid for engine in self._engines]
+        leaders += [self._trainer.pid] if self._trainer is not None else []
+        for leader in leaders:
+            for process in session_of(leader):
+                self._segments |= segments_of(process.pid)
 
     # -- one update
 
