@@ -93,7 +93,9 @@ class Rollouts:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.problems = problems
         self.args = args
-        self.client = httpx.Client(timeout=300, trust_env=False, limits=httpx.Limits(max_connections=None))
+        # Below what servers allow: a connection that the server is closing loses the request sent into it.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        self.client = httpx.Client(timeout=300, trust_env=False, limits=limits)
         self.pool = ThreadPoolExecutor(64)
 
     def step(self, number: int, urls: tuple[str, ...], version: int) -> list[Group]:

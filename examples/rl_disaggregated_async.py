@@ -104,7 +104,9 @@ class Rollouts:
         self.used: Counter[int] = Counter()  # groups trained on, by how many versions they were behind
         self.dropped = 0  # groups that were too old
         self.lost = 0  # requests that an engine did not answer
-        self.client = httpx.Client(timeout=300, trust_env=False, limits=httpx.Limits(max_connections=None))
+        # Below what servers allow: a connection that the server is closing loses the request sent into it.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        self.client = httpx.Client(timeout=300, trust_env=False, limits=limits)
         self.ready: queue.Queue[Group] = queue.Queue()
         # A group may wait for as many steps as it may be old, and one step is being trained on.
         self.room = threading.Semaphore(args.prompts * (args.staleness + 1))
