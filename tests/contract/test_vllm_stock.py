@@ -109,3 +109,7 @@ def test_the_id_in_the_store_is_an_object_of_vllms_class(said: tuple[str, dict[s
 
 def test_vllms_own_producer_packs_a_bucket_as_we_do(said: tuple[str, dict[str, Any]]) -> None:
     assert of(said, "chunks") == {"same": True}
+
+
+def test_our_own_backend_fits_this_version(said: tuple[str, dict[str, Any]]) -> None:
+    assert of(said, "plug_in") == {"registered": True, "abstract": [], "routes": True}

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import inspect
 import json
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -415,7 +416,35 @@ def chunks() -> dict[str, Any]:
     return {"same": same}
 
 
-CASES: tuple[Callable[[], dict[str, Any]], ...] = (nccl, ipc, left_open, aborted, refused, by_store, chunks)
+def plug_in() -> dict[str, Any]:
+    """Ours is a backend that this version can make, and its routes get into the server."""
+    import importlib.util
+
+    import vllm.entrypoints.openai.api_server as server
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from weightcast.plugins.vllm import register
+    from weightcast.plugins.vllm.worker import WeightcastEngine
+
+    os.environ["VLLM_PLUGINS"] = "weightcast"
+    register()
+    register()
+    app = FastAPI()
+    native = importlib.util.find_spec("vllm.plugins.endpoint_plugins") is not None
+    if not native:
+        wrapped = server.build_app
+        assert wrapped.__closure__ is not None
+        cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
+        cells["build"].cell_contents = lambda *arguments: app  # the rest of the server wants a model
+        server.build_app()
+    return {
+        "registered": "weightcast" in WeightTransferEngineFactory._registry,
+        "abstract": sorted(WeightcastEngine.__abstractmethods__),
+        "routes": native or any(getattr(route, "path", "") == "/weightcast/info" for route in app.routes),
+    }
+
+
+CASES: tuple[Callable[[], dict[str, Any]], ...] = (nccl, ipc, left_open, aborted, refused, by_store, chunks, plug_in)
 
 
 def main() -> None:

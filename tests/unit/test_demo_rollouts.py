@@ -44,3 +44,12 @@ def test_answer_becomes_completions():
 def test_an_answer_that_cannot_be_trained_on_names_the_engine(changes):
     with pytest.raises(TargetRejected, match="http://engine"):
         parse_completions(reply(**changes), url="http://engine")
+
+
+def test_an_engine_that_does_not_tell_the_version_with_its_answer_is_asked_for_it():
+    silent = json.loads(reply())
+    del silent["weight_version"]
+    [completion] = parse_completions(json.dumps(silent).encode(), url="http://engine", version=3)
+    assert completion.version == 3
+    with pytest.raises(TargetRejected, match="does not tell"):
+        parse_completions(json.dumps(silent).encode(), url="http://engine")

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import TargetRejected
+from weightcast.wire.messages import decode_info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class _Choice(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     choices: list[_Choice]
-    weight_version: int | Literal["default"]  # vLLM's word for the weights that it was started on
+    weight_version: int | None = None
 
 
 _reply_decoder = msgspec.json.Decoder(_Reply, strict=False)  # not strict: some servers write the version as text
@@ -77,13 +77,29 @@ class Engines:
         Raises:
             TargetError, DeadlineExceeded, WireError: As ``Client.post_json``.
         """
+        before = self._versions()
         waiting = [
             self._pool.submit(
-                _complete, client, prompt, group_size=group_size, max_tokens=max_tokens, seed=seed + number
+                _complete,
+                client,
+                prompt,
+                group_size=group_size,
+                max_tokens=max_tokens,
+                seed=seed + number,
+                version=version,
             )
-            for number, (client, prompt) in enumerate(zip(itertools.cycle(self._clients), prompts, strict=False))
+            for number, (prompt, client, version) in enumerate(
+                zip(prompts, itertools.cycle(self._clients), itertools.cycle(before), strict=False)
+            )
         ]
-        return [future.result() for future in waiting]
+        found = [future.result() for future in waiting]
+        if self._versions() != before:
+            raise TargetRejected("an engine was updated while it was asked", url=self._clients[0].target.url)
+        return found
+
+    def _versions(self) -> list[int | None]:
+        """What each engine serves now."""
+        return [decode_info(client.get_json("/weightcast/info")).version for client in self._clients]
 
     def close(self) -> None:
         """Drop every connection."""
@@ -107,8 +123,13 @@ def completion_request(prompt: list[int], *, group_size: int, max_tokens: int, s
     return msgspec.json.encode(body)
 
 
-def parse_completions(reply: bytes, *, url: str) -> list[Completion]:
+def parse_completions(reply: bytes, *, url: str, version: int | None = None) -> list[Completion]:
     """The completions in an answer of ``POST /v1/completions``.
+
+    Args:
+        reply: The answer.
+        url: Of the engine.
+        version: Of its weights, for an engine that does not say it with each answer; vLLM does not.
 
     Raises:
         TargetRejected: The answer lacks token ids, log-probabilities or the version.
@@ -119,13 +140,16 @@ def parse_completions(reply: bytes, *, url: str) -> list[Completion]:
         raise TargetRejected(
             f"{url}: POST /v1/completions: the answer is not what was asked for: {error}", url=url
         ) from error
+    version = version if decoded.weight_version is None else decoded.weight_version
+    if version is None:
+        raise TargetRejected(f"{url}: POST /v1/completions: the answer does not tell the weights' version", url=url)
     completions = [
         Completion(
             text=choice.text,
             token_ids=choice.token_ids,
             logprobs=choice.logprobs.token_logprobs,
             finished=choice.finish_reason == "stop",
-            version=0 if decoded.weight_version == "default" else decoded.weight_version,
+            version=version,
         )
         for choice in decoded.choices
     ]
@@ -138,6 +162,8 @@ def parse_completions(reply: bytes, *, url: str) -> list[Completion]:
     return completions
 
 
-def _complete(client: Client, prompt: list[int], *, group_size: int, max_tokens: int, seed: int) -> list[Completion]:
+def _complete(
+    client: Client, prompt: list[int], *, group_size: int, max_tokens: int, seed: int, version: int | None
+) -> list[Completion]:
     body = completion_request(prompt, group_size=group_size, max_tokens=max_tokens, seed=seed)
-    return parse_completions(client.post_json("/v1/completions", body), url=client.target.url)
+    return parse_completions(client.post_json("/v1/completions", body), url=client.target.url, version=version)

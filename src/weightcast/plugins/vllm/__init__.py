@@ -19,10 +19,16 @@ BACKEND = "weightcast"
 
 def register() -> None:
     """Make the weight-transfer backend known to this process; again and again does no harm."""
+    import importlib.util
+
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "weightcast.plugins.vllm.worker", "WeightcastEngine")
+    if importlib.util.find_spec("vllm.plugins.endpoint_plugins") is None:
+        from weightcast.plugins.vllm.older import add_routes
+
+        add_routes(endpoints)
 
 
 def endpoints() -> Endpoints:

@@ -79,7 +79,9 @@ class VllmHooks:
         """Pausing has dropped them, for the modes that do not keep them."""
 
     def set_version(self, version: int) -> None:
-        """vLLM attaches it to what it generates."""
+        """vLLM attaches it to what it generates, in the versions that do so."""
+        if not hasattr(self._client, "update_weight_version"):
+            return
         self.wait(self._client.update_weight_version(str(version)), _SHORT_S, "the new version to be noted")
 
     def listen(self, folder: str) -> None:

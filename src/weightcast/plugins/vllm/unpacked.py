@@ -23,6 +23,7 @@ from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.receiver.loader import residents_of
+from weightcast.wire.digest import tensor_digest
 
 _PROBE_ROWS = 256
 _FEW_ROWS = 8
@@ -59,6 +60,7 @@ class UnpackedModel:
         self._model = model
         self._packed: list[_Packed] = []
         self._derived: list[tuple[str, Any]] = []  # modules of vLLM, whose attributes are not known here
+        self._as_found: dict[str, dict[str, str]] = {}
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if method is None or not dict(layer.named_parameters(recurse=False)):
@@ -66,6 +68,8 @@ class UnpackedModel:
             kind = _kind(name, layer, method, device)
             if kind == "embedding":
                 self._derived.append((name, layer))
+            elif kind == "experts in place":
+                self._as_found[name] = _digests(layer)
             elif kind != "plain":
                 self._packed.append(_Packed(name=name, layer=layer, loaded=_loaded_form(layer), kind=kind))
         with self._unpacked():
@@ -88,6 +92,20 @@ class UnpackedModel:
                     _process(part.layer)
             for _, layer in self._derived:
                 _process(layer)
+
+    def check_layouts(self) -> None:
+        """After the first weights were loaded once more: do experts that are kept in place lie as they are loaded?
+
+        Raises:
+            ConfigError: Their kernels want them otherwise; an update would mix them up.
+        """
+        layers = dict(self._model.named_modules())
+        for name, digests in self._as_found.items():
+            if _digests(layers[name]) != digests:
+                raise ConfigError(
+                    f"the kernels of {name} keep experts in another layout than they are loaded in",
+                    hint="another backend for experts (the triton one keeps them), or vLLM's own weight transfer",
+                )
 
     def spot_check(self) -> None:
         """As ``check``, with a few columns of each linear layer."""
@@ -150,12 +168,19 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
     if type(method) is UnquantizedLinearMethod:
         packed = on_cpu and tuple(layer.weight.shape) != tuple(_recorded(layer)["weight"].shape)
         return "linear" if packed else "plain"
-    if type(method) is UnquantizedFusedMoEMethod and on_cpu:
-        return "experts"
+    if type(method) is UnquantizedFusedMoEMethod:
+        if on_cpu:
+            return "experts"
+        if all(dict(layer.named_parameters())[key].shape == meta.shape for key, meta in _recorded(layer).items()):
+            return "experts in place"
     raise ConfigError(
         f"{name} makes something of its weights that cannot be followed here: {type(method).__name__}",
         hint="a model without quantisation, or vLLM's own weight transfer",
     )
+
+
+def _digests(layer: nn.Module) -> dict[str, str]:
+    return {name: tensor_digest(parameter.data) for name, parameter in layer.named_parameters(recurse=False)}
 
 
 def _recorded(layer: nn.Module) -> dict[str, torch.Tensor]:

@@ -130,6 +130,11 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         errand.answer = self._receiver.apply(errand.message)
         errand.done.set()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """The trainer's half, which versions before 0.29 or so want to see in this class."""
+        raise RuntimeError("with the backend weightcast, updates are sent by weightcast.WeightUpdater")
+
     def shutdown(self) -> None:
         """Let go of groups and mapped memory; vLLM may call it twice."""
         self._receiver.interrupt("the engine is shutting down")
@@ -212,6 +217,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         unpacked.load_weights(self._checkpoint(found))
         if not found:
             raise ConfigError("vLLM was started without a checkpoint, so the names of its weights are unknown")
+        unpacked.check_layouts()
         unpacked.spot_check()
         finishers = (unpacked.pack, unpacked.spot_check)
         receiver = WeightReceiver(

@@ -1,0 +1,230 @@
+"""Our adapter, transports and payloads against SGLang's own code, of a version with sessions and of one before them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import selectors
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from tests.engines.environment import engine_python
+from tests.engines.overlays import overlay
+from tests.engines.sglang_server import STANDINS
+from weightcast import WeightUpdater
+from weightcast.engines.sglang.envelope import GLOBALS
+from weightcast.errors import ConfigError, UpdateFailed
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+RIG = Path(__file__).parent / "sglang_rig.py"
+# By version, the wheels that come before the environment's own.
+VERSIONS: dict[str, tuple[str, ...]] = {
+    "0.5.23": (),
+    "0.5.17": ("sglang==0.5.17", "transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.33.0"),
+}
+START_S = 300.0
+
+
+@dataclass
+class Rig:
+    version: str
+    url: str
+    client: httpx.Client
+
+    def __call__(self, path: str) -> dict[str, Any]:
+        return self.client.get(self.url + path).raise_for_status().json()
+
+    @property
+    def has_sessions(self) -> bool:
+        return self.version != "0.5.17"
+
+
+@pytest.fixture(scope="module")
+def rigs() -> Iterator[dict[str, Rig]]:
+    """One for each version, started side by side."""
+    python = engine_python("sglang-0.5.23-cpu")
+    started: dict[str, subprocess.Popen[str]] = {}
+    found: dict[str, Rig] = {}
+    try:
+        for version, wheels in VERSIONS.items():
+            path = [str(overlay(python, *wheels))] if wheels else []
+            environment = os.environ | {
+                "PYTHONPATH": os.pathsep.join([*path, str(STANDINS)]),
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "OMP_NUM_THREADS": "1",
+            }
+            started[version] = subprocess.Popen(
+                [str(python), str(RIG)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            )
+        for version, process in started.items():
+            assert process.stdout is not None
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                assert selector.select(START_S), f"the rig of {version} said nothing"
+            said = json.loads(process.stdout.readline() or "{}")
+            assert said.get("version") == version, f"the rig of {version} did not start: {said}"
+            found[version] = Rig(version, f"http://127.0.0.1:{said['port']}", httpx.Client(trust_env=False, timeout=30))
+        yield found
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        for rig in found.values():
+            rig.client.close()
+
+
+@pytest.fixture(params=VERSIONS)
+def rig(rigs: dict[str, Rig], request: pytest.FixtureRequest) -> Rig:
+    rigs[request.param]("/rig/clear")
+    return rigs[request.param]
+
+
+class Mixed(nn.Module):
+    """Tensors of several dtypes in an order that does not fit end to end, a scalar among them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(seed)
+        for name, dtype, shape in (
+            ("octets", torch.uint8, (3,)),
+            ("wide", torch.float32, (5, 4)),
+            ("halves", torch.bfloat16, (3, 7)),
+            ("scalar", torch.float32, ()),
+            ("eight", torch.float8_e4m3fn, (9,)),
+            ("last", torch.float16, (2, 3, 2)),
+        ):
+            self.register_buffer(name, (torch.rand(shape, generator=source) * 100).to(dtype))
+
+
+def told(model: nn.Module) -> dict[str, list[Any]]:
+    """The model as the rig describes what it has loaded."""
+    return {
+        name: [
+            str(tensor.dtype),
+            list(tensor.shape),
+            hashlib.sha256(bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())).hexdigest(),
+        ]
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def update(model: nn.Module, rig: Rig, version: int, **options: Any) -> None:
+    options = {"timeout_s": 30.0, "verify": "none", "allow_older": True, "bucket_bytes": 4096} | options
+    with WeightUpdater.connect(model, [rig.url], **options) as updater:
+        report = updater.update(version=version)
+        assert report.ok
+        assert report.targets[0].engine == f"sglang {rig.version}"
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_what_is_loaded_is_what_was_sent(rig: Rig, way: str) -> None:
+    model = Mixed(seed=len(way))
+    update(model, rig, 7, transport=way)
+    after = rig("/rig")
+    assert after["kept"] == told(model) != told(Mixed(seed=99))
+    assert rig("/model_info")["weight_version"] == "7"
+    assert not after["paused"]
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_the_steps_in_their_order(rig: Rig, way: str) -> None:
+    update(Mixed(seed=1), rig, 8, transport=way)
+    journal = rig("/rig")["journal"]
+    bucket = {"broadcast": "update_weights_from_distributed", "ipc": "update_weights_from_tensor"}[way]
+    assert journal.count(bucket) > 1
+    assert "flushed by an update" not in journal  # once at the end, never with a bucket
+    steps = [step for number, step in enumerate(journal) if number == 0 or journal[number - 1] != step]
+    expected = ["abort_request"]
+    if rig.has_sessions:
+        expected.append("begin_weight_update")
+    if way == "broadcast":
+        # The group is made when all sessions are open; a trainer that leaves takes it along.
+        expected.append("init_weights_update_group")
+    expected.append(bucket)
+    if rig.has_sessions:
+        expected.append("end_weight_update")
+    expected.append("flush_cache")
+    if "update_weight_version" in steps:
+        expected.append("update_weight_version")
+    expected.append("ContinueGenerationReqInput")
+    if way == "broadcast":
+        expected.append("destroy_weights_update_group")
+    assert steps == expected
+
+
+@pytest.mark.parametrize(
+    ("pause", "word"), [("retract", "PauseGenerationReqInput"), ("in_place", "PauseGenerationReqInput")]
+)
+def test_pause_modes_are_taken(rig: Rig, pause: str, word: str) -> None:
+    update(Mixed(seed=2), rig, 9, transport="ipc", pause=pause)
+    assert rig("/rig")["journal"][0] == word
+
+
+def test_a_group_is_kept_for_the_next_update_and_left_at_the_end(rig: Rig) -> None:
+    model = Mixed(seed=3)
+    with WeightUpdater.connect(
+        model, [rig.url], transport="broadcast", verify="none", timeout_s=30.0, allow_older=True
+    ) as updater:
+        for version in (10, 11, 12):
+            model.wide.add_(1)
+            updater.update(version=version)
+            assert rig("/rig")["kept"] == told(model)
+        journal = rig("/rig")["journal"]
+        assert journal.count("init_weights_update_group") == 1
+        assert "destroy_weights_update_group" not in journal
+    assert rig("/rig")["journal"].count("destroy_weights_update_group") == 1
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_a_bucket_that_the_model_refuses_leaves_it_paused_and_the_next_update_works(rig: Rig, way: str) -> None:
+    rig("/rig/refuse?scalar")
+    with pytest.raises(UpdateFailed, match=r"refused bucket \d+|refused POST|scalar") as caught:
+        update(Mixed(seed=4), rig, 20, transport=way)
+    assert caught.value.half_updated == (rig.url,)
+    assert rig("/rig")["paused"]
+    rig("/rig/clear")
+    model = Mixed(seed=5)
+    update(model, rig, 21, transport=way)
+    after = rig("/rig")
+    assert after["kept"] == told(model)
+    assert not after["paused"]
+
+
+def test_disk_is_not_for_empty_tensors_and_neither_is_anything_else(rig: Rig) -> None:
+    model = Mixed(seed=6)
+    model.register_buffer("nothing", torch.zeros(0, 4))
+    with pytest.raises(ConfigError, match="takes no empty tensors: nothing"):
+        update(model, rig, 30, transport="ipc")
+    assert rig("/rig")["journal"] == []
+
+
+def test_every_name_in_a_payload_is_on_the_list_of_the_decoder() -> None:
+    """The decoder's own list, read in its environment: dtypes too, which the envelope takes from the wire's table."""
+    from weightcast.wire.layout import DTYPES
+
+    names = sorted({tuple(name.split(" ")) for name in GLOBALS} | {("torch", dtype) for dtype in DTYPES})
+    code = (
+        "import sys, json; from sglang.srt.utils.common import SafeUnpickler as U; "
+        "print(json.dumps([n for n in json.loads(sys.argv[1]) if tuple(n) not in U.ALLOWED_GLOBALS]))"
+    )
+    done = subprocess.run(
+        [str(engine_python("sglang-0.5.23-cpu")), "-c", code, json.dumps(names)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(STANDINS), "SGLANG_USE_CPU_ENGINE": "1"},
+        check=True,
+        timeout=300,
+    )
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == []
