@@ -6,8 +6,13 @@ worker extension, on what it gets wrong.
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +21,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import Engine, push, status, verify, weightcast
+from tests.e2e.engines import ENVIRONMENT, Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.cli.demo.smollm2 import ensure_smollm2
+from weightcast.comm.group import Rendezvous
 from weightcast.errors import UpdateFailed
+from weightcast.wire.messages import Join, encode
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -73,7 +80,43 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
             assert report["targets"][0]["digests_matched"] == 2
             assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
         assert verify(folders["B"], engine) == (0, set())
-        refused = weightcast("push", tmp_path / "other", "--to", engine.url, "--version", 8)
+        # From a trainer that keeps experts stacked, sharded over two processes, which compares its own forward pass.
+        for version, name, via in ((8, "A", "ipc"), (9, "B", "broadcast")):
+            arguments = [f"--model={folders[name]}", f"--url={engine.url}", f"--via={via}", f"--version={version}"]
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.engines.trainer", *arguments, f"--store={tmp_path / via}"],
+                capture_output=True,
+                text=True,
+                env=ENVIRONMENT,
+                check=False,
+                timeout=400,
+            )
+            assert done.returncode == 0, done.stderr
+            (row,) = json.loads(done.stdout.splitlines()[-1])["targets"]
+            assert (row["proof"], row["version_after"]) == ("behaviour", version)
+            assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
+        # Stock vLLM answers nobody any more while it waits for a trainer that never comes.
+        store = Rendezvous(host="127.0.0.1", timeout_s=30.0)
+        lonely = Join(
+            group="lonely",
+            host="127.0.0.1",
+            port=store.port,
+            token="0" * 32,
+            first_rank=1,
+            world_size=3,
+            backend="gloo",
+            timeout_s=25.0,
+        )
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(engine.client.post, engine.url + "/weightcast/apply", content=encode(lonely))
+            while not store.store.check([f"weightcast/{lonely.token}/here/1"]):
+                assert not waits.done(), waits.result().text
+                time.sleep(0.05)
+            assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]
+            assert not waits.done()
+            assert waits.result().status_code >= 400
+            assert "missing [0]" in waits.result().text
+        refused = weightcast("push", tmp_path / "other", "--to", engine.url, "--version", 10)
         assert refused.returncode == 1
         assert "do not fit" in refused.stderr
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]
