@@ -71,7 +71,7 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
         timeout_s: Deadline of the whole wait, in seconds.
 
     Raises:
-        WeightcastError: Actors raised errors of this family and no others failed: the first one's, as it was.
+        WeightcastError: Those that failed raised errors of this family, and the others answered: the first, as it was.
         ActorsFailed: Any other failure, with the ranks.
     """
     deadline = time.monotonic() + timeout_s
@@ -92,7 +92,7 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
                 failed[place_of[reference]] = _cause(error)
     if not failed and not waiting:
         return [answers[place] for place in range(len(asked))]
-    if failed and all(isinstance(error, WeightcastError) for error in failed.values()):
+    if failed and not waiting and all(isinstance(error, WeightcastError) for error in failed.values()):
         raise failed[min(failed)]
     late = [place_of[reference] for reference in waiting]
     hint = None
