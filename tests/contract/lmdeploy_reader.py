@@ -25,7 +25,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.first = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
         self.second = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
-        self.half = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)
+        self.small = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)
         self.finished = 0
 
     def load_weights(self, weights: Any) -> None:

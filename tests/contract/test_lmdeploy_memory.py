@@ -36,7 +36,7 @@ RANKS = 2
 SPECS = [
     TensorSpec(name="first", dtype="float32", shape=(2, 3)),
     TensorSpec(name="second", dtype="float32", shape=(4,)),
-    TensorSpec(name="half", dtype="bfloat16", shape=(5,)),
+    TensorSpec(name="small", dtype="bfloat16", shape=(5,)),
 ]
 
 
@@ -132,7 +132,7 @@ def test_every_bucket_is_read_from_one_mapping_between_waiting_and_recording(
     # Another dtype is another view of the storage: the handle comes again.
     answer = reader.read(request_of(adapter, half, filled(slots[1], half, 0.5)))
     assert answer["calls"] == ["open", "event.open", "event.wait", "event.record"] * RANKS
-    assert [sums["half"] for sums in answer["sums"]] == [2.5] * RANKS
+    assert [sums["small"] for sums in answer["sums"]] == [2.5] * RANKS
     assert answer["finished"] == [0] * RANKS
     asked, _ = talk(adapter.commit(Commit(session="s")), b"null", b"")
     answer = reader.read(asked[0].body)
@@ -141,7 +141,7 @@ def test_every_bucket_is_read_from_one_mapping_between_waiting_and_recording(
     opened(adapter)
     answer = reader.read(request_of(adapter, half, filled(slots[0], half, 1.0)))
     assert answer["error"] == ""
-    assert [sums["half"] for sums in answer["sums"]] == [5.0] * RANKS
+    assert [sums["small"] for sums in answer["sums"]] == [5.0] * RANKS
 
 
 def test_the_end_is_a_list_without_a_load_format(reader: Reader) -> None:
