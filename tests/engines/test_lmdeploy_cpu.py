@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engines.lmdeploy_server import VERSIONS, Rig, rig
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
+from weightcast.cli.demo.smollm2 import ensure_smollm2
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.report import UpdateReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 
 PROMPTS = [[5, 17, 200, 33], [7, 7, 90, 311, 12, 4], [1, 400, 22]]
 COUNT = 12
@@ -66,6 +68,7 @@ def push(served: Served, name: str, version: int, **options: Any) -> UpdateRepor
         return updater.update(version=version)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("via", ["broadcast", "ipc"])
 def test_lmdeploy_answers_as_transformers_does_on_the_weights_that_were_sent(served: Served, via: str) -> None:
     for version, name in enumerate(("second", "third", "first"), start=1):
@@ -84,6 +87,7 @@ def test_lmdeploy_answers_as_transformers_does_on_the_weights_that_were_sent(ser
         assert served.rig.get("/is_sleeping") == {"is_sleeping": False}
 
 
+@pytest.mark.engine
 def test_one_updater_sends_again_and_again_and_posts_come_one_by_one(served: Served) -> None:
     for via in ("broadcast", "ipc"):
         with WeightUpdater.connect(
@@ -101,6 +105,7 @@ def test_one_updater_sends_again_and_again_and_posts_come_one_by_one(served: Ser
     assert served.rig.post("/rig_calls")["most_at_once"] == 1
 
 
+@pytest.mark.engine
 def test_an_engine_that_was_asleep_is_left_asleep(served: Served) -> None:
     # Colocated trainers let it sleep before they train, and wake its cache when they have made room.
     served.rig.client.post(served.rig.url + "/sleep?level=1", json={}).raise_for_status()
@@ -113,12 +118,14 @@ def test_an_engine_that_was_asleep_is_left_asleep(served: Served) -> None:
     assert push(served, "first", 31, transport="ipc").ok
 
 
+@pytest.mark.engine
 def test_another_pause_than_sleep_is_refused_before_anything_moves(served: Served) -> None:
     with pytest.raises(Exception, match="cannot hold still with pause='in_place'"):
         push(served, "second", 40, pause="in_place")
     assert served.serves("first")
 
 
+@pytest.mark.engine
 def test_executors_without_weight_methods_are_refused_before_anything_moves(weights: Any, tmp_path: Path) -> None:
     folders, models = weights
     with rig(folders["first"], tmp_path, "--executor", "uni", "--key", "secret") as running:
@@ -134,6 +141,7 @@ def test_executors_without_weight_methods_are_refused_before_anything_moves(weig
         assert served.serves("first")
 
 
+@pytest.mark.engine
 def test_checkpoint_engines_wire_reaches_any_executor(weights: Any, tmp_path: Path) -> None:
     folders, models = weights
     with rig(folders["first"], tmp_path, "--executor", "uni", "--device-type", "cuda") as running:
@@ -161,3 +169,32 @@ def test_checkpoint_engines_wire_reaches_any_executor(weights: Any, tmp_path: Pa
         assert push(served, "second", 8, transport="checkpoint-engine").ok
         running.client.post(running.url + "/wakeup", json={}).raise_for_status()
         assert served.serves("second")
+
+
+@pytest.mark.engine_full
+def test_smollm2_answers_as_transformers_does_whichever_way_it_came(tmp_path: Path) -> None:
+    folder = ensure_smollm2(lambda done, total: None)
+    prompts = [[504, 3575, 282, 4649, 314], [1604, 25, 30, 198], [28, 339, 506]]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    before = [greedy(model, prompt, COUNT) for prompt in prompts]
+    with rig(folder, tmp_path, "--device-type", "cuda") as running:
+        assert running.greedy(prompts, COUNT) == before
+        for version, via in enumerate(("ipc", "checkpoint-engine"), start=1):
+            generator = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(noise * parameter.std() * 0.05)
+            wanted = [greedy(model, prompt, COUNT) for prompt in prompts]
+            assert running.greedy(prompts, COUNT) != wanted
+            place = Target(running.url, engine="lmdeploy")
+            with WeightUpdater.connect(model, [place], transport=via, bucket_bytes=128 << 20) as updater:
+                report = updater.update(version=version)
+            assert report.ok, str(report)
+            assert running.greedy(prompts, COUNT) == wanted
+    with rig(folder, tmp_path) as running:  # the one before says that it has a GPU, which gloo would not meet
+        wanted = [greedy(model, prompt, COUNT) for prompt in prompts]
+        assert running.greedy(prompts, COUNT) == before != wanted
+        with WeightUpdater.connect(model, [target(running)], transport="broadcast", bucket_bytes=128 << 20) as updater:
+            assert updater.update(version=1).ok
+        assert running.greedy(prompts, COUNT) == wanted

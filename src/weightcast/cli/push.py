@@ -38,9 +38,10 @@ def push(
     via: Annotated[
         str,
         typer.Option(
-            metavar="auto|ipc|broadcast|disk",
+            metavar="auto|ipc|broadcast|disk|checkpoint-engine",
             help="ipc: shared memory on one host; broadcast: a process group; disk: a checkpoint folder, for engines "
-            "that load one while they run; auto: ipc where every engine is on this host, else broadcast.",
+            "that load one while they run; checkpoint-engine: that project's wire, for engines that have its receiver; "
+            "auto: ipc where every engine is on this host, else broadcast.",
         ),
     ] = "auto",
     engine: EngineKind = "auto",
