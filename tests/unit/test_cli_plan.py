@@ -8,8 +8,12 @@ import transformers
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tests.unit import families
 from weightcast.cli.app import app
-from weightcast.cli.plan import make_plan, specs_of
+from weightcast.cli.plan import make_plan, model_at, specs_of
+from weightcast.comm.memory import PeakMemory
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.quantise import Fp8Blocks
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
 
 
@@ -100,6 +104,85 @@ def test_plan_of_a_config_equals_that_of_its_checkpoint(name, tied, tmp_path):
     assert {spec.dtype for spec in specs_of(tmp_path / "config", "float32")} == {"float32"}
     result = run("plan", tmp_path / "config" / "config.json", "--json")
     assert json.loads(result.stdout)["tensors"] == len(from_config)
+
+
+@pytest.mark.parametrize("model_type", families.SETTINGS)
+def test_plan_of_a_config_is_what_the_exporter_would_send(model_type, tmp_path):
+    model = families.make(model_type)
+    model.config.dtype = "bfloat16"
+    model.config.save_pretrained(tmp_path)
+    want = {(spec.name, spec.dtype, spec.shape) for spec in ModuleExporter(model, wire_dtype=torch.bfloat16).specs()}
+    assert {(spec.name, spec.dtype, spec.shape) for spec in specs_of(tmp_path / "config.json", None)} == want
+    quantised = model_at(tmp_path / "config.json", None, fp8=True).specs
+    exporter = ModuleExporter(model, wire_dtype=torch.bfloat16, quantise=Fp8Blocks())
+    assert list(quantised) == list(exporter.specs())
+
+
+def test_plan_says_everything_about_a_config(tmp_path):
+    settings = families.SETTINGS["deepseek_v3"] | {"tie_word_embeddings": True, "num_nextn_predict_layers": 1}
+    config = transformers.AutoConfig.for_model("deepseek_v3", dtype="bfloat16", **settings)
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    shown = run("plan", path, "--bucket-bytes", "2KiB", "--trainer-ranks", "4")
+    assert shown.exit_code == 0, shown.output
+    assert "names: those of a checkpoint, by the table 'deepseek-v3'" in shown.stdout
+    assert "not covered: lm_head.weight: tied to model.embed_tokens.weight, sent once" in shown.stdout
+    assert "not covered: 1 draft (MTP) layer: transformers' model has none" in shown.stdout
+    assert "B float32" in shown.stdout  # the router's correction
+    assert "lmdeploy: buckets of 3.3 KiB or more are needed" in shown.stdout
+    assert "on each of 4 trainer ranks" in shown.stdout
+    found = json.loads(run("plan", path, "--bucket-bytes", "2KiB", "--trainer-ranks", "4", "--json").stdout)
+    assert "model.embed_tokens.weight" in found["oversized"]
+    assert found["trainer_peak_bytes"] == 2 * found["largest_bucket_bytes"] + (1 << 20)
+    assert {other["engine"]: other["buckets"] > 0 for other in found["others"]} == {
+        "native": True,
+        "sglang": False,
+        "vllm": False,
+        "lmdeploy": False,
+    }
+    for engine in ("sglang", "vllm", "lmdeploy"):
+        failed = run("plan", path, "--bucket-bytes", "2KiB", "--engine", engine)
+        assert failed.exit_code == 1
+        assert "model.embed_tokens.weight has 3360 bytes" in failed.stderr
+        done = json.loads(run("plan", path, "--bucket-bytes", "4KiB", "--engine", engine, "--json").stdout)
+        assert next(other for other in done["others"] if other["engine"] == engine)["buckets"] == done["buckets"]
+
+
+def test_a_ceiling_sets_the_size_of_a_bucket_or_says_what_it_needs(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(1000, 1000), "n": torch.zeros(100)}, path)
+    done = run("plan", path, "--ceiling", "3MiB", "--trainer-ranks", "2", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["bucket_bytes"] == 1 << 20
+    assert found["trainer_peak_bytes"] <= 3 << 20
+    failed = run("plan", path, "--ceiling", "3MiB", "--engine", "sglang", "--trainer-ranks", "2")
+    assert failed.exit_code == 1
+    assert "w has 4000000 bytes" in failed.stderr
+    assert "allow 10000000 bytes or more" in failed.stderr
+
+
+def test_a_model_with_thousands_of_experts_is_planned_without_their_memory(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    with PeakMemory(torch.device("cpu")) as peak:
+        done = run("plan", tmp_path / "config.json", "--engine", "sglang", "--bucket-bytes", "1GiB", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["tensors"], found["engine"]) == (18867, "sglang")
+    assert found["size_bytes"] == 61_064_245_248
+    assert peak.extra_bytes < 512 << 20
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from weightcast.errors import ConfigError
 from weightcast.exporters.segments import NEW, Arranged, Segment, check_used_once
 from weightcast.wire.digest import Box
@@ -98,9 +100,9 @@ def arrange(stored: Sequence[tuple[str, tuple[int, ...]]], family: Family, confi
     return joined
 
 
-def unmatched(stored: Iterable[tuple[str, tuple[int, ...]]], family: Family) -> list[str]:
-    """Names that no line of the table is about."""
-    return [name for name, _ in stored if not any(re.fullmatch(rule.match, name) for rule in family.rules)]
+def wire_dtype_of(name: str, family: Family, wanted: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that a tensor is cast to; None if it stays as it is, because nobody wants a cast or it must not be."""
+    return None if family.keeps_dtype is not None and re.fullmatch(family.keeps_dtype, name) else wanted
 
 
 def _rule_for(

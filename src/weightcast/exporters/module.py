@@ -10,7 +10,6 @@ Does not know engines, buckets' lifetimes or transports.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters import casting, lora
 from weightcast.exporters.families import family_named, family_of
 from weightcast.exporters.gather import Gatherer, Held
-from weightcast.exporters.mapping import Family, arrange
+from weightcast.exporters.mapping import Family, arrange, wire_dtype_of
 from weightcast.exporters.names import check_names, is_wrapper
 from weightcast.exporters.placed import PlacedTensors
 from weightcast.exporters.quantise import Fp8Blocks, Quantiser
@@ -79,14 +78,12 @@ class ModuleExporter:
             family = family_named(family)
         self.family = family or family_of(config, self._tensors.stored)
         self._arranged = arrange(self._tensors.stored, self.family, config)
-        kept = re.compile(self.family.keeps_dtype) if self.family.keeps_dtype else None
         specs: list[TensorSpec] = []
         for tensor in self._arranged:
             own = {self._tensors.places[segment.source].dtype for segment in tensor.segments}
             if len(own) > 1:
                 raise ConfigError(f"{tensor.name} is made of tensors of several dtypes: {', '.join(map(str, own))}")
-            wanted = None if kept is not None and kept.fullmatch(tensor.name) else wire_dtype
-            dtype = casting.wire_dtype(own.pop(), wanted)
+            dtype = casting.wire_dtype(own.pop(), wire_dtype_of(tensor.name, self.family, wire_dtype))
             name = names(tensor.name) if names is not None else tensor.name
             specs.append(TensorSpec(name=name, dtype=dtype_name(dtype), shape=tensor.shape))
         self._quantiser = Quantiser(specs, self._local, quantise) if quantise is not None else None
