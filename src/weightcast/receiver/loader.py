@@ -10,6 +10,7 @@ It knows names, boxes and storage; sessions, groups and versions are the agent's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import Box, Piece, as_unsigned, partial_sums
-from weightcast.wire.layout import TensorSlot, TensorSpec
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Held
 from weightcast.wire.routes import Route
 
@@ -44,6 +45,18 @@ def _place(tensor: torch.Tensor, name: str) -> tuple[object, ...]:
     if not tensor.numel():
         return (name,)
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy out of a bucket, in elements: from so far into the bucket to so far behind a parameter's first element."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    source_stride: tuple[int, ...]
+    source_offset: int
 
 
 class Loader:
@@ -91,6 +104,7 @@ class Loader:
         self.staging = Staging(self.residents, "none")
         self._arrived: dict[str, int] = {}
         self._whole: dict[str, torch.Tensor] = {}
+        self._known_copies: dict[int, tuple[BucketLayout, list[tuple[TensorSlot, list[_Copy]]]]] = {}
         self.touched = False
 
     @property
@@ -155,19 +169,24 @@ class Loader:
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for slot, view in bucket.views():
+        flats: dict[torch.dtype, torch.Tensor] = {}
+        for slot, copies in self._copies(bucket.layout):
             name = slot.spec.name
             if self._arrived.get(name, 0) != slot.first_row or (slot.whole and name in self._arrived):
                 raise Refused(f"{name}: rows from {slot.first_row} arrived after {self._arrived.get(name, 0)} rows")
             self._arrived[name] = slot.first_row + slot.num_rows
             if name in self.computed:
-                self._hand_over(slot, view)
+                self._hand_over(slot, bucket.view(slot))
                 continue
-            for route in self.routes.get(name, ()):
-                pair = self._pair(route, slot, view)
-                if pair is not None:
-                    targets.append(pair[0])
-                    sources.append(pair[1])
+            dtype = slot.spec.torch_dtype
+            flat = flats.get(dtype)
+            if flat is None:
+                flat = flats[dtype] = bucket.data[: bucket.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            for copy in copies:
+                target = self.staging.target(copy.parameter).detach()
+                targets.append(target.as_strided(copy.shape, copy.stride, target.storage_offset() + copy.offset))
+                start = flat.storage_offset() + copy.source_offset
+                sources.append(flat.as_strided(copy.shape, copy.source_stride, start))
         if targets:
             self.touched |= not self.staging.staged
             with torch.no_grad():
@@ -219,19 +238,17 @@ class Loader:
             for route, spec, total in zip(routes, specs, totals, strict=True)
         ]
 
-    def _pair(self, route: Route, slot: TensorSlot, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Target and source of the part of a route that lies in the slot's rows; None if none does."""
-        target = _region(self.staging.target(route.parameter), route)
-        if not slot.spec.shape:
-            return target, view
-        first = max(route.box_offset[0], slot.first_row)
-        last = min(route.box_offset[0] + route.box_shape[0], slot.first_row + slot.num_rows)
-        if last <= first:
-            return None
-        source = view.narrow(0, first - slot.first_row, last - first)
-        for dim in range(1, len(route.box_shape)):
-            source = source.narrow(dim, route.box_offset[dim], route.box_shape[dim])
-        return target.narrow(0, first - route.box_offset[0], last - first), source
+    def _copies(self, layout: BucketLayout) -> list[tuple[TensorSlot, list[_Copy]]]:
+        """What a layout asks for, worked out when it first comes.  Numbers only: a view would keep memory alive that
+        an engine gives back when it sleeps."""
+        known = self._known_copies.get(layout.index)
+        if known is None or known[0] != layout:
+            found = [
+                (slot, [copy for route in self.routes.get(slot.spec.name, ()) if (copy := _copy_of(route, slot))])
+                for slot in layout.slots
+            ]
+            known = self._known_copies[layout.index] = (layout, found)
+        return known[1]
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
         """Give a whole tensor to the model's own loader, put together first if it came in rows."""
@@ -270,6 +287,36 @@ def _sharing(model: nn.Module) -> str:
 def _region(tensor: torch.Tensor, route: Route) -> torch.Tensor:
     region = route.region
     return tensor.detach().as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= size
+    return tuple(reversed(stride))
+
+
+def _copy_of(route: Route, slot: TensorSlot) -> _Copy | None:
+    """The part of a route that lies in the slot's rows; None if none does."""
+    region, stride = route.region, _contiguous(slot.shape)
+    start = slot.offset_bytes // slot.spec.torch_dtype.itemsize
+    if not slot.spec.shape:
+        return _Copy(route.parameter, region.shape, region.stride, region.offset, stride, start)
+    first = max(route.box_offset[0], slot.first_row)
+    last = min(route.box_offset[0] + route.box_shape[0], slot.first_row + slot.num_rows)
+    if last <= first:
+        return None
+    begin = (first - slot.first_row, *route.box_offset[1:])
+    return _Copy(
+        parameter=route.parameter,
+        shape=(last - first, *route.box_shape[1:]),
+        stride=region.stride,
+        offset=region.offset + (first - route.box_offset[0]) * region.stride[0],
+        source_stride=stride,
+        source_offset=start + sum(at * step for at, step in zip(begin, stride, strict=True)),
+    )
 
 
 def _some(names: Sequence[str]) -> str:
