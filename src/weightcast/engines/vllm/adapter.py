@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from weightcast.comm.share import Shared
 from weightcast.engines.vllm import steps
+from weightcast.engines.vllm.checksums import as_one, checksums, compared
 from weightcast.engines.vllm.envelope import ID_KEY, ipc_handles, stored_id
 from weightcast.engines.vllm.facts import Facts
 from weightcast.engines.vllm.steps import if_there, post, whatever
@@ -49,6 +50,8 @@ class VllmAdapter:
         self._started = False
         self._touched = False
         self._version = 0
+        self._wants_checksums = False
+        self._checksums: dict[str, str] = {}
 
     def specs(self) -> Sequence[TensorSpec]:
         """vLLM does not say."""
@@ -69,6 +72,8 @@ class VllmAdapter:
         self._paused_s = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
         refuse_stale_cache(message, self._facts, self._info.engine)
+        self._wants_checksums = message.digest == "sha256" and message.verify != "none"
+        self._checksums = (yield from checksums()) if self._wants_checksums else {}
         started = time.monotonic()
         yield from steps.pause(message.pause)
         self._paused_s = started
@@ -77,7 +82,8 @@ class VllmAdapter:
         # Before a group is made nothing may be open: what is left of an old one can only be shut down then.
         if self._transport == "ipc" or self._in_group:
             yield from self._start()
-        return Ack(ok=True, state="updating", ranks=self._info.tp_size)
+        checksum = as_one(self._checksums)
+        return Ack(ok=True, state="updating", ranks=self._info.tp_size, checksum=checksum)
 
     def join(self, invitation: Invitation) -> Steps:
         """Join a group by NCCL's id; the versions before 0.29 or so find it in the group's store."""
@@ -126,12 +132,16 @@ class VllmAdapter:
         # Versions that take none with the request above have a route for it, or know no versions.
         yield from if_there(post("/update_weight_version", {"new_version": version}))
         yield from steps.resume()
+        stall_s = time.monotonic() - self._paused_s
+        found = (yield from checksums()) if self._wants_checksums else {}
         return Ack(
             ok=True,
             version=self._version,
             ranks=self._info.tp_size,
-            stall_s=time.monotonic() - self._paused_s,
+            stall_s=stall_s,
             not_updated=("the draft model",) if self._facts.draft else (),
+            checksum=as_one(found),
+            message=compared(self._checksums, found),
         )
 
     def abort(self, session: str, reason: str) -> Steps:

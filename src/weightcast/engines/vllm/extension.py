@@ -13,6 +13,7 @@ from typing import Literal
 from weightcast.comm.share import Shared
 from weightcast.engines.vllm import steps
 from weightcast.engines.vllm.adapter import SERVER_INFO, refuse_stale_cache
+from weightcast.engines.vllm.checksums import as_one, checksums, compared
 from weightcast.engines.vllm.facts import Facts
 from weightcast.engines.vllm.steps import if_there, post, whatever
 from weightcast.protocols import EngineRequest, Invitation, Meeting, Sharing, Steps
@@ -49,6 +50,8 @@ class ExtensionAdapter:
         self._started = False
         self._touched = False
         self._version = 0
+        self._wants_checksums = False
+        self._checksums: dict[str, str] = {}
 
     def specs(self) -> Sequence[TensorSpec]:
         """vLLM does not say."""
@@ -64,12 +67,15 @@ class ExtensionAdapter:
         self._paused_s = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
         refuse_stale_cache(message, self._facts, self._info.engine)
+        self._wants_checksums = message.digest == "sha256" and message.verify != "none"
+        self._checksums = (yield from checksums()) if self._wants_checksums else {}
         started = time.monotonic()
         yield from steps.pause(message.pause)
         self._paused_s = started
         yield _call("weightcast_start")
         self._started = True
-        return Ack(ok=True, state="updating", ranks=self._info.tp_size)
+        checksum = as_one(self._checksums)
+        return Ack(ok=True, state="updating", ranks=self._info.tp_size, checksum=checksum)
 
     def join(self, invitation: Invitation) -> Steps:
         """Join a group as our receiver does."""
@@ -106,12 +112,16 @@ class ExtensionAdapter:
         self._started = False
         yield from if_there(post("/update_weight_version", {"new_version": str(self._version)}))
         yield from steps.resume()
+        stall_s = time.monotonic() - self._paused_s
+        found = (yield from checksums()) if self._wants_checksums else {}
         return Ack(
             ok=True,
             version=self._version,
             ranks=self._info.tp_size,
-            stall_s=time.monotonic() - self._paused_s,
+            stall_s=stall_s,
             not_updated=("the draft model",) if self._facts.draft else (),
+            checksum=as_one(found),
+            message=compared(self._checksums, found),
         )
 
     def abort(self, session: str, reason: str) -> Steps:

@@ -114,14 +114,5 @@ class Facts:
         return "; ".join(words)
 
 
-def version_number(text: str) -> tuple[int, int]:
-    """Major and minor of a version of vLLM; very new if it cannot be read (a build from source)."""
-    parts = text.split(".")
-    try:
-        return int(parts[0]), int(parts[1])
-    except (IndexError, ValueError):
-        return (1 << 30, 0)
-
-
 def _table(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}  # type: ignore[return-value]
