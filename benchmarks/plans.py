@@ -73,7 +73,12 @@ def _cpu(name: str, model: str, placement: Any, trainers: int, engines: int, **m
     layout = Layout(
         model=model, placement=placement, trainers=trainers, engines=engines, device="cpu", generate=generate
     )
-    return Case(**({"name": name, "layout": layout, "bucket_bytes": _OURS_CPU, "peer_bytes": _PEERS_CPU} | more))
+    return Case(
+        **(
+            {"name": name, "layout": layout, "bucket_bytes": _OURS_CPU, "peer_bytes": _PEERS_CPU, "deadline_s": 420.0}
+            | more
+        )
+    )
 
 
 def _limits(gpus: int) -> list[Case]:

@@ -68,6 +68,8 @@ def _kind(result: Result) -> str:
         return "updates"
     if result.get("what") in ("limits", "loader"):
         return str(result["what"])
+    if "tests" in result:
+        return "engine"
     return "digest" if "digest" in result else "gather" if "rank_to_rank_gb_per_s" in result else ""
 
 
@@ -239,7 +241,28 @@ def _gather(result: Result) -> str:
     return lines + "\n" + machine + table(["receivers", "ms", "GB/s"], rows)
 
 
+def _engine(result: Result) -> str:
+    """Reports of updates that GPU tests of the reference engine made; the last of each test."""
+    facts = result["machine"]
+    rows: list[list[str]] = []
+    for name, test in result["tests"].items():
+        report = (test.get("reports") or [None])[-1]
+        if report is None:
+            continue
+        cells = [
+            _ms(report["seconds"]),
+            f"{report['bytes'] / report['seconds'] / 1e9:.1f}",
+            _ms(report["phases"]["stall"]),
+        ]
+        rows.append([name, report["transport"], f"{report['bytes'] / 1e9:.2f}", *cells])
+    head = ["test", "transport", "GB", "ms", "GB/s", "stall, ms"]
+    machine = f"Machine: {len(facts['gpus'])} x {facts['gpus'][0]}; torch {facts['torch']}, NCCL {facts['nccl']}.\n"
+    words = "Whole `update()` calls with real engines, as the trainer sees them; the last of each test.\n"
+    return "\n".join([words, machine, f"`{facts['command']}`\n", table(head, rows)])
+
+
 _SHOW: dict[str, Callable[[Result], str]] = {
+    "engine": _engine,
     "updates": _updates,
     "limits": _limits,
     "loader": _loader,
