@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import msgspec
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from weightcast.comm.ipc import Mapping
 from weightcast.comm.share import Shared, SharedSlot
@@ -78,3 +80,23 @@ def test_nothing_is_shared_in_a_way_that_nobody_asked_for(ways):
         assert slot.share(opens=0).torch == ()
     finally:
         slot.close()
+
+
+@pytest.mark.parametrize("opened", [0, 1, 2])
+def test_a_view_that_outlives_its_slot_does_no_harm(opened: int) -> None:
+    """An error's traceback holds such views; torch ends the process if the name is gone before the memory."""
+    slot = SharedSlot(1000, torch.device("cpu"), ("torch",))
+    shared = slot.share(opens=2)
+    name = f"/dev/shm/{shared.torch[0].handle.decode().lstrip('/')}"
+    engine = [
+        rebuild_storage_filename(torch.UntypedStorage, item.manager, item.handle, item.size_bytes)
+        for item in shared.torch[:opened]
+    ]
+    view = slot.data[3:9]
+    slot.close()
+    assert os.path.exists(name)
+    del view, slot
+    gc.collect()
+    assert not os.path.exists(name)
+    del engine
+    gc.collect()

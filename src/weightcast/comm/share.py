@@ -8,10 +8,11 @@ that engine reads.  It knows neither envelope nor engine.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Collection, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -246,13 +247,22 @@ class _Segment:
         return TorchMemory(kind="shm", device="cpu", size_bytes=size_bytes, handle=name, manager=manager)
 
     def close(self) -> None:
-        """Let go, and take the name away even if an engine that should have opened it never did."""
+        """Let go; the name goes with the memory, even if an engine that should have opened it never did."""
         self.data = torch.empty(0, dtype=torch.uint8)
-        self._storage = None
-        if self._name:
-            with suppress(FileNotFoundError):
-                os.unlink("/dev/shm/" + self._name.decode().lstrip("/"))
-            self._name = b""
+        storage, self._storage = self._storage, None
+        # An error under way may hold views of it, and torch ends the process if it cannot take the name away itself
+        # when the last one goes.  So the counts of those who never came are taken back, and torch does it.
+        for _ in range(self._count() - 1):
+            storage._shared_decref()
+        self._name = b""
+
+    def _count(self) -> int:
+        """How often torch counts the segment as open: the first number in it."""
+        try:
+            with open("/dev/shm/" + self._name.decode().lstrip("/"), "rb") as file:
+                return int.from_bytes(file.read(4), sys.byteorder, signed=True)
+        except (FileNotFoundError, IsADirectoryError):
+            return 0
 
 
 @contextmanager
