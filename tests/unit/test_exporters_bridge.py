@@ -1,0 +1,103 @@
+"""A bridge's stream becomes buckets; the bridge here is a fake with Megatron's habits: fused, pipelined, ordered."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.exports import ALONE, export, raw
+from weightcast.errors import ConfigError, WeightcastError
+from weightcast.exporters.bridge import BridgeExporter
+from weightcast.exporters.composed import ComposedExporter
+from weightcast.wire.layout import Packing, TensorSpec
+
+
+class FakeBridge:
+    """Keeps fused tensors and converts them when asked, one at a time, as bridges do."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(seed)
+        self.qkv = torch.randn(3, 2 + 1 + 1, 4, 8, dtype=dtype)  # groups, queries + key + value, head, hidden
+        self.fc1 = torch.randn(2 * 6, 8, dtype=dtype)
+        self.norm = torch.randn(8)
+        self.runs = 0
+        self.more = False
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.runs += 1
+        yield "q_proj.weight", self.qkv[:, :2].reshape(-1, 8)
+        yield "k_proj.weight", self.qkv[:, 2].reshape(-1, 8)
+        yield "v_proj.weight", self.qkv[:, 3].reshape(-1, 8)
+        yield "norm.weight", self.norm
+        yield "gate_proj.weight", self.fc1[:6]
+        yield "up_proj.weight", self.fc1[6:]
+        if self.more:
+            yield "surprise.weight", self.norm
+
+
+def test_each_update_reads_the_stream_once():
+    bridge = FakeBridge(0)
+    exporter = BridgeExporter(bridge.export_weights)
+    assert bridge.runs == 1
+    for count in (2, 3):
+        with torch.no_grad():
+            bridge.fc1 += 1
+        want = {name: raw(tensor) for name, tensor in FakeBridge.export_weights(bridge)}
+        bridge.runs = count - 1
+        assert export(exporter, bucket_bytes=300) == want  # tensors cut between buckets
+        assert bridge.runs == count
+
+
+def test_values_are_cast_and_shapes_may_be_told():
+    bridge = FakeBridge(1)
+    specs = [
+        TensorSpec(name=name, dtype="bfloat16", shape=tuple(tensor.shape)) for name, tensor in bridge.export_weights()
+    ]
+    exporter = BridgeExporter(bridge.export_weights, specs=specs)
+    assert export(exporter) == {name: raw(tensor.bfloat16()) for name, tensor in bridge.export_weights()}
+    assert {spec.dtype for spec in BridgeExporter(bridge.export_weights, wire_dtype=torch.bfloat16).specs()} == {
+        "bfloat16"
+    }
+
+
+def test_an_update_that_was_given_up_leaves_nothing_behind():
+    from weightcast.exporters.bucketize import bucketize
+    from weightcast.wire.layout import plan_buckets
+
+    bridge = FakeBridge(2)
+    exporter = BridgeExporter(bridge.export_weights)
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=300, packing=Packing())
+    buckets = bucketize(exporter, layouts, ALONE, [torch.empty(300, dtype=torch.uint8)])
+    next(buckets)
+    next(buckets)
+    assert export(exporter, bucket_bytes=300) == {name: raw(tensor) for name, tensor in bridge.export_weights()}
+
+
+def test_a_bridge_is_a_part_like_any_other():
+    bridge = FakeBridge(3)
+    composed = ComposedExporter({"policy": BridgeExporter(bridge.export_weights)})
+    assert export(composed) == {name: raw(tensor) for name, tensor in bridge.export_weights()}
+    assert not hasattr(composed, "logprobs")
+
+
+def test_a_bridge_that_changes_its_mind_is_an_error():
+    bridge = FakeBridge(4)
+    exporter = BridgeExporter(bridge.export_weights)
+    bridge.more = True
+    with pytest.raises(WeightcastError, match=r"yields surprise\.weight after its last"):
+        export(exporter)
+    bridge.more = False
+    bridge.norm = torch.ones(9)
+    with pytest.raises(WeightcastError, match=r"yields norm\.weight \[9\] where it had norm\.weight \[8\]"):
+        export(BridgeExporter(bridge.export_weights, specs=exporter.specs()))
+    with pytest.raises(ConfigError, match="no tensors"):
+        BridgeExporter(list)
+
+
+def test_one_dtype_in_a_bucket_needs_one_dtype():
+    bridge = FakeBridge(5, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight is wanted out of turn") as caught:
+        export(BridgeExporter(bridge.export_weights), packing=Packing(one_dtype=True))
+    assert "wire_dtype" in (caught.value.hint or "")
+    with pytest.raises(ConfigError, match="does not say which parts"):
+        list(BridgeExporter(bridge.export_weights).shards())
