@@ -229,10 +229,16 @@ class WeightUpdater:
             slot.close()
         self._slots.clear()
 
-    def _hear(self, decision: Decision) -> Decision:
+    def _hear(self, decision: Decision, *, entering: bool = False) -> Decision:
+        """What the head has decided.  At the entrance ranks may be late; after it they are there, waiting."""
         payload = msgspec.json.encode(decision) if self._group.is_head else None
-        heard = self._group.broadcast_bytes(payload, timeout_s=self._config.timeout_s * FOLLOW_DEADLINES)
+        heard = self._group.broadcast_bytes(payload, timeout_s=self._patience_s(entering=entering))
         return msgspec.json.decode(heard, type=Decision)
+
+    def _patience_s(self, *, entering: bool = False) -> float:
+        """For a message of the head: of those who wait for it, and of the head for those who should be waiting."""
+        waits = entering or not self._group.is_head
+        return self._config.timeout_s * (FOLLOW_DEADLINES if waits else 1)
 
     def _transact(self, version: int) -> UpdateReport:
         """Try until it is over; on ranks other than the head the version does not matter."""
@@ -254,7 +260,7 @@ class WeightUpdater:
                 decision = Decision()
                 if head is not None:
                     decision = head.open(version, self._specs)
-                decision = self._hear(decision)
+                decision = self._hear(decision, entering=True)
                 if decision.error or decision.again:
                     return decision
                 self._stream()
@@ -293,7 +299,7 @@ class WeightUpdater:
         buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
-            if self._group.broadcast_bytes(go, timeout_s=self._config.timeout_s * FOLLOW_DEADLINES) != b"go":
+            if self._group.broadcast_bytes(go, timeout_s=self._patience_s()) != b"go":
                 return
             slot = self._slots[layout.index % len(self._slots)] if receives else None
             if slot is not None:

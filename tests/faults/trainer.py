@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -63,6 +64,7 @@ def update(urls: list[str], versions: list[int], options: dict[str, Any], flip: 
                     restore()
     except WeightcastError as error:
         told.append(Told(version=0, seconds=time.monotonic() - started, words=f"{type(error).__name__}: {error}"))
+    gc.collect()  # what failed is held by its own traceback
     return told, num_fds("self")
 
 
