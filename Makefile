@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test wide-test fuzz soak check engine-test example-test gpu-test format clean
+.PHONY: setup demo test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
 
 setup: $(READY)
 
@@ -36,6 +36,10 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.decoders --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.decoders --guided --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.surface --count $(FUZZ_REQUESTS)
+
+# Every fault at every step of an update, and the tables of docs/reliability.md; half an hour on two idle cores.
+faults: setup
+	$(BIN)/python -m tests.faults --write docs/reliability.md $(FAULTS_ARGS)
 
 # A thousand updates under load with faults at random; tens of minutes.
 soak: setup
