@@ -27,9 +27,12 @@ import uvicorn  # noqa: E402
 from sglang.srt.entrypoints import http_server  # noqa: E402
 from sglang.srt.managers import tokenizer_control_mixin  # noqa: E402
 from sglang.srt.managers.scheduler_components import weight_updater as scheduler_side  # noqa: E402
-from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater as runner_side  # noqa: E402
+from sglang.srt.utils import common  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
+
+_OURS = ("/rig/clear", "/rig/refuse", "/rig/allowed")
 
 
 class Notes(torch.nn.Module):
@@ -56,6 +59,8 @@ class Manager(TokenizerManager):
         self.is_pause_cond = asyncio.Condition()
         self.model_update_lock = RWLock()
         self.mm_processor = None
+        self.gracefully_exit = False
+        self.server_status = ServerStatus.Up
         self.version = "default"
         self._updater = updater
         self._journal = journal
@@ -68,6 +73,10 @@ class Manager(TokenizerManager):
 
     def _update_weight_version_if_provided(self, weight_version: str | None) -> None:
         self.version = weight_version or self.version
+
+    def record_config_updates(self, *_: object, **updates: Any) -> None:
+        """The other version's name for the same."""
+        self.version = updates.get("weight_version", self.version)
 
     async def _async_dispatch_to_scheduler(self, message: Any) -> None:
         self._journal.append(type(message).__name__)
@@ -152,7 +161,7 @@ def build(journal: list[str]) -> tuple[Manager, Notes]:
         get_model_runner=lambda: SimpleNamespace(server_args=SimpleNamespace(weight_cache_mode="off")),
     )
     runner = SimpleNamespace(weight_updater=updater)
-    decode = sglang.srt.utils.common.MultiprocessingSerializer.deserialize
+    decode = common.MultiprocessingSerializer.deserialize
     known = set(scheduler_side.SchedulerWeightUpdaterManager.__dataclass_fields__)
     fields: dict[str, Any] = {
         "tp_worker": Worker(runner, decode),
@@ -179,7 +188,7 @@ class Outside:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "")
-        if scope["type"] != "http" or path not in ("/server_info", "/model_info", "/rig", "/rig/clear", "/rig/refuse"):
+        if scope["type"] != "http" or path not in ("/server_info", "/model_info", "/rig", *_OURS):
             await http_server.app(scope, receive, send)
             return
         answer: Any = {}
@@ -196,6 +205,8 @@ class Outside:
                     for name, tensor in self._notes.kept.items()
                 },
             }
+        elif path == "/rig/allowed":
+            answer = [" ".join(name) for name in getattr(common.SafeUnpickler, "ALLOWED_GLOBALS", ())]
         elif path == "/rig/clear":
             self._journal.clear()
             self._notes.kept.clear()

@@ -1,0 +1,112 @@
+"""An SGLang server of its own process, as its project ships it: nothing of ours is on its path but two stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.engines import Engine
+from tests.engines.environment import engine_python
+
+START_S = 400.0
+STANDINS = Path(__file__).parent / "standins"
+
+
+@contextmanager
+def sglang(logs: Path, *settings: tuple[Path, int, Sequence[str]]) -> Iterator[list[Engine]]:
+    """Several servers on the CPU in fp32, started side by side; ended on the way out.
+
+    Args:
+        logs: Where their logs go.
+        settings: For each a model's folder, tensor-parallel ranks, and options.
+    """
+    with ExitStack() as stack:
+        found: list[tuple[Engine, Path]] = []
+        for number, (model, tp, options) in enumerate(settings):
+            log = logs / f"sglang-{number}.log"
+            engine = _start(model, tp, options, log)
+            stack.callback(_stop, engine)
+            found.append((engine, log))
+        for engine, log in found:
+            _wait(engine, log)
+        yield [engine for engine, _ in found]
+
+
+def greedy_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """What it generates, greedily and past end-of-sequence tokens."""
+    return [answer["output_ids"] for answer in generate(engine, prompts, count)]
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> list[dict[str, Any]]:
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": sampling}
+    answer = engine.client.post(f"{engine.url}/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def checksum(engine: Engine) -> str:
+    """Its own, over all ranks."""
+    return engine.post("/weights_checker", action="checksum")["per_engine_checksum"]
+
+
+def _start(model: Path, tp: int, options: Sequence[str], log: Path) -> Engine:
+    python = engine_python("sglang-0.5.23-cpu")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "SGLANG_"))},
+        "PYTHONPATH": str(STANDINS),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # Without it every rank binds itself to cores of a NUMA node of its own.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp)),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [str(python), "-m", "sglang.launch_server", f"--model-path={model}", "--device=cpu", "--host=127.0.0.1"]
+    command += [f"--port={port}", f"--tp-size={tp}", "--dtype=float32", "--attention-backend=torch_native"]
+    command += ["--served-model-name=tiny", "--context-length=256", "--max-total-tokens=2048"]
+    command += ["--max-running-requests=8", "--mem-fraction-static=0.3", "--disable-cuda-graph"]
+    command += ["--disable-overlap-schedule", "--skip-server-warmup", *options]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True, start_new_session=True
+        )
+    client = httpx.Client(timeout=120.0, trust_env=False)
+    return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
+
+
+def _stop(engine: Engine) -> None:
+    family = engine.family()
+    engine.process.send_signal(signal.SIGTERM)
+    try:
+        engine.process.wait(10)
+    except subprocess.TimeoutExpired:
+        engine.process.kill()
+        engine.process.wait()
+    for member in family[1:]:
+        if member.is_running():
+            member.kill()
+    engine.client.close()
+
+
+def _wait(engine: Engine, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert engine.process.poll() is None, f"SGLang did not start:\n{log.read_text()[-6000:]}"
+        try:
+            if engine.client.get(f"{engine.url}/model_info").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(f"SGLang was not ready within {START_S:g} s:\n{log.read_text()[-6000:]}")
