@@ -27,6 +27,8 @@ class Case:
         peer_bytes: Sweep of the peers; empty for none of them.
         staging: Where engines of ours keep the second set.
         turns: Timed turns of each.
+        warm: Turns before those.
+        tries: Turns of each setting of a sweep.
         budget_s: No round starts later than that.
         deadline_s: The process is ended then.
         options: Of the other kinds.
@@ -39,6 +41,8 @@ class Case:
     peer_bytes: tuple[int, ...] = ()
     staging: str = "auto"
     turns: int = 10
+    warm: int = 2
+    tries: int = 2
     budget_s: float = 150.0
     deadline_s: float = 240.0
     options: tuple[str, ...] = ()
@@ -111,7 +115,8 @@ def _h200(gpus: int) -> list[Case]:
     cases.append(_gpu("colocated-1-8b", "qwen3-8b", "colocated", 1, 1))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
-    many = dict(turns=5, peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=150, deadline_s=240)
+    many: dict[str, Any] = dict(peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=140, deadline_s=300)
+    many |= dict(turns=5, warm=1, tries=1)
     if gpus >= 2:
         cases.append(_gpu("disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **many))
     cases.append(_gpu("colocated-1-many", "many-65536", "colocated", 1, 1, **many))

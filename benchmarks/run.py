@@ -40,7 +40,7 @@ def measure(case: Case) -> dict[str, Any]:
     from weightcast.cli.measuring.contenders import ours
 
     assert case.layout is not None
-    plan = Plan(turns=case.turns, budget_s=case.budget_s)
+    plan = Plan(turns=case.turns, warm=case.warm, tries=case.tries, budget_s=case.budget_s)
     if case.kind == "limits":
         return run_limits(case.layout, say=_say)
     found = ours(case.layout, bucket_bytes=case.bucket_bytes, staging=case.staging)

@@ -12,6 +12,8 @@ from weightcast.cli.measuring.shapes import model_shape
 _PIPE = "messages go through a pipe, not through HTTP or Ray"
 _SHM = "shared memory stands for CUDA IPC"
 _GLOO = "gloo stands for NCCL"
+_MOST_TENSORS = 20_000
+_TOO_MANY = "with so many tensors a turn takes most of a minute; the smaller models say what it does"
 
 
 def peers(layout: Layout, *, bucket_bytes: Sequence[int]) -> tuple[list[Contender], dict[str, str]]:
@@ -24,7 +26,9 @@ def peers(layout: Layout, *, bucket_bytes: Sequence[int]) -> tuple[list[Contende
     found: list[Contender] = []
     not_run: dict[str, str] = {}
     on_cpu = layout.device == "cpu"
-    largest = max(_bytes(place.shape) for place in model_shape(layout.model).places)
+    shape = model_shape(layout.model)
+    too_many = len(shape.places) > _MOST_TENSORS
+    largest = max(_bytes(place.shape) for place in shape.places)
 
     def add(
         name: str,
@@ -74,6 +78,7 @@ def peers(layout: Layout, *, bucket_bytes: Sequence[int]) -> tuple[list[Contende
             ("peers.per_tensor:BroadcastTrainer", "peers.per_tensor:BroadcastEngine"),
             sweep=bucket_bytes[:1],
             emulated=("all of it; the scheme of early RLHF frameworks", _PIPE, *device),
+            why_not=_TOO_MANY if too_many else "",
         )
         not_run["checkpoint-engine"] = "its way to other devices needs the Mooncake transfer engine over RDMA"
         return found, not_run
@@ -110,6 +115,7 @@ def peers(layout: Layout, *, bucket_bytes: Sequence[int]) -> tuple[list[Contende
         "IPC handle for each tensor",
         ("peers.per_tensor:HandlesTrainer", "peers.per_tensor:HandlesEngine"),
         emulated=("all of it; the naive scheme", _PIPE, *device),
+        why_not=_TOO_MANY if too_many else "",
     )
     return found, not_run
 

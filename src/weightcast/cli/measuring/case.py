@@ -149,8 +149,8 @@ class _Run:
         prepared: set[str] = set()
         done = 0
         while done < self._plan.warm + self._plan.turns:
-            if done > self._plan.warm and time.monotonic() > self._until:
-                self._say(f"time is up after {done - self._plan.warm} rounds")
+            if done and time.monotonic() > self._until:
+                self._say(f"time is up after {done} rounds")
                 break
             alive = [entry for entry in entries if entry.method.name not in self._failed]
             if self._rig is None:
@@ -167,11 +167,14 @@ class _Run:
                 except MeasuringFailed as error:
                     self._fail(entry.method, error)
                     break
-                if done >= self._plan.warm:
-                    entry.turns.append(turn)
+                entry.turns.append(turn)
             else:
                 done += 1
-                continue
+        self._forget_warm_up(entries)
+
+    def _forget_warm_up(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            entry.turns = entry.turns[self._plan.warm :] or entry.turns[-1:]
 
     def watch(self, entries: Sequence[_Entry]) -> None:
         """One more turn of each that is still there."""

@@ -219,6 +219,7 @@ class Rig:
         """Make the halves; seconds that it took."""
         started = time.monotonic()
         self._prepared += 1
+        self._ask("note", method.name, timeout_s=timeout_s)
         self._ask("prepare", method, self._prepared, timeout_s=timeout_s)
         return time.monotonic() - started
 
@@ -391,9 +392,11 @@ class _Worker:
     def do_hello(self, driver: Connection) -> None:
         synchronize(self._side.device)
 
+    def do_note(self, driver: Connection, name: str) -> None:
+        self._before[name] = held_bytes(self._side.device)  # before any process has begun to prepare
+
     def do_prepare(self, driver: Connection, method: Method, serial: int) -> None:
         self._side.serial = serial
-        self._before[method.name] = held_bytes(self._side.device)
         path = method.engine if isinstance(self._side, EngineSide) else method.trainer
         module, _, name = path.partition(":")
         half: Half = getattr(importlib.import_module(module), name)(self._side, **method.options)
