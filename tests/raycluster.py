@@ -10,6 +10,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray would end our actors for the memory that others use.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 # Before Ray starts: its processes inherit it.  An environment for actors alone would make Ray throw its idle ones away.
 _PATH = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
 

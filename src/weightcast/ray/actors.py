@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from weightcast.errors import EngineFailure, WeightcastError
 
 _GRACE_S = 15.0
+_GONE = (RayActorError, OutOfMemoryError)  # Ray ends actors itself when its node runs out of memory
 
 # Ray's annotations of these two describe what comes out as coroutines and functions; here they are actors.
 remote: Any = ray.remote
@@ -103,7 +104,7 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
     else:
         words = f"{', '.join(names[place] for place in late)} did not answer within {timeout_s:g} s"
         ranks = late
-    gone = bool(late) or any(isinstance(error, RayActorError) for error in failed.values())
+    gone = bool(late) or any(isinstance(error, _GONE) for error in failed.values())
     raise ActorsFailed(f"{what}: {words}", ranks=ranks, hint=hint, gone=gone)
 
 
@@ -122,6 +123,6 @@ def _cause(error: RayError) -> Exception:
 
 
 def _how(error: Exception) -> str:
-    if isinstance(error, RayActorError):
+    if isinstance(error, _GONE):
         return f"is gone: {why_gone(error)}"
     return f"failed: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
 from weightcast.comm.group import Rendezvous
 from weightcast.errors import ConfigError, EngineFailure
@@ -187,7 +187,7 @@ class RayExecutor(FarRanks):
                 raise EngineFailure(
                     f"rank {rank} was given no process within {timeout_s:g} s", ranks=[rank], hint="see `ray status`"
                 ) from error
-            except RayActorError as error:
+            except RayError as error:
                 raise self._lost(rank, "its start", error) from error
         return tuple(found)
 
@@ -209,5 +209,5 @@ class RayExecutor(FarRanks):
 
     def _lost(self, rank: int, what: str, error: Exception) -> EngineFailure:
         where = f" (pid {self.places[rank].pid} on {self.places[rank].address})" if self.places else ""
-        how = "is gone during" if isinstance(error, RayActorError) else "could not give"
+        how = "is gone during" if isinstance(error, (RayActorError, OutOfMemoryError)) else "could not give"
         return self._break(f"rank {rank}{where} {how} {what}: {why_gone(error)}", [rank])

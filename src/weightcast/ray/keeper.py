@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from types import FrameType
 
 _GRACE_S = 10.0
 
@@ -41,6 +42,10 @@ def keep(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
+
+
 def _kill(session: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
@@ -48,5 +53,5 @@ def _kill(session: int) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM):  # the actor's end says when
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the engine would inherit
+        signal.signal(number, _ignore)  # not SIG_IGN, which the engine would inherit
     os._exit(keep(sys.argv[1:]))
