@@ -17,7 +17,7 @@ import httpx
 from tests.e2e.engines import Engine
 from tests.engines.environment import engine_python, package_path
 
-START_S = 400.0
+START_S = 600.0
 
 
 @contextmanager
