@@ -25,7 +25,8 @@ def table(results: Sequence[Result]) -> str:
     for kind, transport in dict.fromkeys((result.kind, result.transport) for result in results):
         mine = [result for result in results if (result.kind, result.transport) == (kind, transport)]
         steps = [step for step in STEPS if any(result.step == step for result in mine)]
-        parts.append(f"\n### {kind}, {transport}\n")
+        deadlines = "; ".join(f"{value:g}" for value in sorted({result.deadline_s for result in mine}))
+        parts.append(f"\n### {kind}, {transport}, `timeout_s={deadlines}`\n")
         parts.append(f"| struck | fault | {' | '.join(steps)} |")
         parts.append("|---" * (len(steps) + 2) + "|")
         for on, fault in dict.fromkeys((result.on, result.fault) for result in mine):

@@ -24,6 +24,7 @@ CHOSEN = [
     "native, broadcast: trainer rank, stop at middle bucket",
     "native, ipc: trainer head, kill at close",
 ]
+NOTHING = {"words": "", "deadline_s": 1.5}
 CASES = {case.name: case for case in all_cases()}
 
 
@@ -63,6 +64,7 @@ def test_the_table_stands_between_its_marks(tmp_path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
+    assert "### native, ipc, `timeout_s=1.5`" in text
     assert "| engine | kill | **wrong** 9.0 | left out 1.2 |" in text
     assert "2 of 291 cases were played, 1 came out wrong" in text
     assert "it hung" in text
