@@ -72,7 +72,7 @@ class Rendezvous:
         """
         self.host = host
         try:
-            self.store = dist.TCPStore(
+            self._store: dist.TCPStore | None = dist.TCPStore(
                 host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
             )
         except (RuntimeError, ValueError) as error:
@@ -80,7 +80,22 @@ class Rendezvous:
                 f"cannot listen at {host}: {_first_line(error)}",
                 hint="is it an address of this host? (rendezvous_host)",
             ) from error
-        self.port: int = self.store.port
+        self.port: int = self._store.port
+
+    @property
+    def store(self) -> dist.TCPStore:
+        """The store.  It listens as long as anybody holds it, so whoever may have to give it up asks anew each time.
+
+        Raises:
+            GroupFailed: It was closed.
+        """
+        if self._store is None:
+            raise GroupFailed("nobody listens any more where the group was to meet")
+        return self._store
+
+    def close(self) -> None:
+        """Stop listening: members that wait there for others hear of it.  Safe to call twice."""
+        self._store = None
 
 
 class WorldGroup:
@@ -153,7 +168,7 @@ class WorldGroup:
                     self._finish(self._start(hello), "the first byte", timeout_s)
                 made.append(None)
             except (RuntimeError, ValueError, WeightcastError) as error:
-                made.append(error)
+                made.append(error.with_traceback(None))  # its frames hold the store, which would go on listening
             finally:
                 done.set()
 

@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -69,18 +69,17 @@ class Channel:
             self._group = None
         name = f"weightcast-{secrets.token_hex(4)}"
         token = secrets.token_hex(16)
-        self._store = Rendezvous(host=self._host, timeout_s=self._timeout_s)
+        self._store = meeting = Rendezvous(host=self._host, timeout_s=self._timeout_s)
         rank = 1
         for link in self._links:
             link.group_rank = rank
             rank += link.info.tp_size
         library = NcclLibrary() if self._meeting == "nccl-id" else None
         unique_id = library.unique_id() if library is not None else b""
-        store: Any = self._store.store  # it takes bytes, whatever its annotations say
         for link in self._links:
             if unique_id and isinstance(link.adapter, Storing):
                 for key, value in link.adapter.stored(unique_id).items():
-                    store.set(key, value)
+                    cast(Any, meeting.store).set(key, value)  # it takes bytes, whatever its annotations say
         refused = threading.Event()
         joins = [
             self._pool.submit(
@@ -90,7 +89,7 @@ class Channel:
                     session=link.session,
                     group=name,
                     host=self._host,
-                    port=self._store.port,
+                    port=meeting.port,
                     token=token,
                     first_rank=link.group_rank,
                     world_size=rank,
@@ -118,7 +117,7 @@ class Channel:
                 )
             else:
                 self._group = WorldGroup(
-                    store=self._store.store,
+                    store=lambda: meeting.store,
                     name=name,
                     token=token,
                     rank=0,
@@ -133,6 +132,7 @@ class Channel:
                 join.result()
         except BaseException as error:
             self.abort("not all could join")
+            meeting.close()  # a stock engine would wait there for the others, for half an hour
             raise self._culprit(error, joins, name) from error
 
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None) -> None:
