@@ -17,7 +17,7 @@ from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.wire.digest import tensor_digest
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = [[5, 17, 200, 33], [7, 7, 90, 311, 12, 4], [1, 400, 22]]
 COUNT = 10
