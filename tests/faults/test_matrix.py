@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.cases import Case, all_cases
+from tests.faults.cases import all_cases
 from tests.faults.table import BEGIN, END, write_table
 from tests.faults.world import Result, World
 
@@ -53,12 +53,9 @@ def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
 def test_the_table_stands_between_its_marks(tmp_path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    case = Case(kind="native", transport="ipc", on="engine", fault="kill", step="commit")
-    told = {"case": case.name, "kind": "native", "transport": "ipc", "on": "engine", "fault": "kill", "step": "commit"}
-    good = Result(**told, outcome="left out", seconds=1.25, later_s=0.5, wrong=(), words="")
-    bad = Result(
-        **(told | {"step": "open"}), outcome="left out", seconds=9.0, later_s=0.5, wrong=("it hung",), words=""
-    )
+    row = {"case": "x", "kind": "native", "transport": "ipc", "on": "engine", "fault": "kill"} | NOTHING
+    good = Result(**row, step="commit", outcome="left out", seconds=1.25, later_s=0.5, wrong=())
+    bad = Result(**row, step="open", outcome="left out", seconds=9.0, later_s=0.5, wrong=("it hung",))
     write_table(page, [bad, good])
     text = page.read_text()
     assert text.startswith("before\n")
