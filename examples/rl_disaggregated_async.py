@@ -376,7 +376,8 @@ def cluster(args: argparse.Namespace, needed: int) -> dict[str, Any]:
     if args.ray_address:
         return {"address": args.ray_address}
     own = {"num_gpus": args.gpus} if args.gpus else {}
-    return {"num_cpus": max(needed, 2), "include_dashboard": False, "object_store_memory": 256 << 20, **own}
+    own |= {"num_cpus": max(needed, 2), "object_store_memory": 256 << 20}
+    return {"address": "local", "include_dashboard": False, **own}
 
 
 def arguments() -> argparse.Namespace:

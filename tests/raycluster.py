@@ -26,7 +26,7 @@ def cluster() -> Iterator[None]:
     """One node."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _PATH)
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=STORE_BYTES, **_QUIET)
+        ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=STORE_BYTES, **_QUIET)
     try:
         yield
     finally:

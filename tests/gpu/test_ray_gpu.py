@@ -52,7 +52,9 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", PATH)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=512 << 20, log_to_driver=False)
+        ray.init(
+            address="local", num_cpus=8, include_dashboard=False, object_store_memory=512 << 20, log_to_driver=False
+        )
     try:
         yield
     finally:
