@@ -114,7 +114,7 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
         checks = [*answered]
         if info is not None:
             checks += [_state(info), *(_sharing(info) if _ours(info) else _stock(info))]
-            checks += [_staging(info), _memory(info, size_bytes)]
+            checks += [_staging(info), *([_memory(info, size_bytes)] if info.specs else [])]
             if _ours(info) and "broadcast" in info.transports:
                 checks += _meeting(client, info, host=host, timeout_s=timeout_s)
             if _ours(info):
@@ -170,7 +170,7 @@ def _stock(info: EngineInfo) -> Iterator[Check]:
         text=f"as it was started, it takes {ways or 'no update'}; not tried",
         hint=info.message or None,
     )
-    if "cuda" in {rank.device for rank in info.ranks}:
+    if "ipc" in info.transports and "cuda" in {rank.device for rank in info.ranks}:
         yield Check(
             name="ipc",
             level="ok",
