@@ -14,7 +14,7 @@ from weightcast.comm.share import Shared, TorchMemory
 from weightcast.engines.lmdeploy.adapter import LmdeployAdapter
 from weightcast.engines.lmdeploy.envelope import END, bucket_payload
 from weightcast.engines.lmdeploy.kind import LmdeployKind, describe
-from weightcast.errors import ConfigError, TargetRejected, WireError
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetRejected, WireError
 from weightcast.protocols import EngineRequest, Invitation
 from weightcast.rollout.dialects.unpickled import Named, read
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, plan_buckets
@@ -308,6 +308,8 @@ def recognised(**answers: Any) -> tuple[list[str], EngineInfo | None]:
             answer = answers.get(request.path.lstrip("/").replace("/", "_").split(".")[0], 404)
             if isinstance(answer, int):
                 request = steps.throw(TargetRejected("no", url="u", status=answer))
+            elif answer == "silence":
+                request = steps.throw(DeadlineExceeded(who="u", waiting_for="it", timeout_s=5.0))
             else:
                 request = steps.send(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
     except StopIteration as end:
@@ -378,6 +380,15 @@ def test_what_stands_in_the_way_is_said_before_anything_moves(
     assert found is not None
     assert found.transports == transports
     assert words in found.message
+
+
+def test_whose_ranks_are_busy_is_still_what_it_is() -> None:
+    # Ranks that wait for a broadcast answer nothing else; the server does.
+    _, found = recognised(**SERVER | {"update_weights_from_ipc": "silence", "destroy_weights_update_group": "silence"})
+    assert found is not None
+    assert (found.kind, found.transports, found.tp_size) == ("lmdeploy", ("ipc", "broadcast"), 2)
+    with pytest.raises(DeadlineExceeded):
+        recognised(**SERVER | {"is_sleeping": "silence"})
 
 
 def test_without_uuids_the_ranks_are_those_of_one_replica() -> None:

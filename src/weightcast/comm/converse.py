@@ -26,8 +26,8 @@ def converse(
 ) -> _Result:
     """Send every request of a step, in order, and return what the step came to.
 
-    A refusal (a status of 400 or more) is raised inside the generator, at its ``yield``; if it is not handled there
-    it comes out here.  Whatever else goes wrong ends the conversation.
+    A refusal (a status of 400 or more) is raised inside the generator, at its ``yield``, and so is silence beyond the
+    request's own limit; if it is not handled there it comes out here.  Whatever else goes wrong ends the conversation.
 
     Args:
         client: The engine.
@@ -54,6 +54,10 @@ def converse(
                     reply = send(request, limit_s)
                 except TargetRejected as error:
                     request = steps.throw(error)
+                except DeadlineExceeded as error:
+                    if request.timeout_s is None:
+                        raise
+                    request = steps.throw(error)  # it set that limit itself, and may know what silence means
                 else:
                     request = steps.send(reply)
         except StopIteration as end:

@@ -14,11 +14,13 @@ import msgspec
 
 from weightcast.comm.ipc import host_id
 from weightcast.engines.lmdeploy.adapter import LmdeployAdapter
-from weightcast.errors import TargetRejected
+from weightcast.errors import DeadlineExceeded, TargetRejected
 from weightcast.protocols import Adapter, EngineRequest
 from weightcast.wire.messages import PROTOCOL, EngineInfo, RankInfo, shown
 
 NO_GROUP = "weightcast-no-such-group"
+_STATUS = "/update_weights_from_ipc"
+_BUSY_S = 5.0  # what ranks are asked waits for what they are doing, a broadcast that nobody sends, say
 _HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 _START = b"process_start_time_seconds"
 _REUSED = (b"lmdeploy:prefix_cache_hit_rate", b"lmdeploy:cached_tokens_total")
@@ -42,7 +44,7 @@ class LmdeployKind:
         served = _first_model(models)
         if served.get("owned_by") != "lmdeploy" and not (yield from _has_its_routes()):
             return None
-        status = yield from _get("/update_weights_from_ipc")
+        status = yield from _get(_STATUS)
         sizes = yield from _get("/distserve/engine_info")
         refusal = yield from _ask_for_no_group()
         metrics = yield from _metrics()
@@ -173,10 +175,12 @@ def _ask_for_no_group() -> Generator[EngineRequest, bytes, int]:
     """Who has ranks that take weights looks for the group and does not find it; who has none cannot even look."""
     try:
         yield EngineRequest(
-            path="/destroy_weights_update_group", body=msgspec.json.encode({"group_name": NO_GROUP}), timeout_s=20.0
+            path="/destroy_weights_update_group", body=msgspec.json.encode({"group_name": NO_GROUP}), timeout_s=_BUSY_S
         )
     except TargetRejected as error:
         return error.status or 500
+    except DeadlineExceeded:
+        return 400  # its ranks are in the middle of something that has to do with groups
     return 400
 
 
@@ -202,11 +206,15 @@ def _metrics() -> Generator[EngineRequest, bytes, dict[bytes, float]]:
 def _get(path: str) -> Asking:
     """The JSON object behind a route, also one that was written as text; None if it has none."""
     try:
-        body = yield EngineRequest(method="GET", path=path)
+        body = yield EngineRequest(method="GET", path=path, timeout_s=_BUSY_S if path == _STATUS else None)
     except TargetRejected as error:
         if error.status in (401, 403):
             raise
         return None
+    except DeadlineExceeded:
+        if path != _STATUS:
+            raise
+        return {}  # it has the route; its ranks are busy
     try:
         answer = msgspec.json.decode(body)
         if isinstance(answer, str):
