@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from weightcast.errors import ConfigError
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def read_config(model_dir: Path) -> PretrainedConfig:
@@ -52,6 +52,8 @@ def check_config(config: PretrainedConfig, *, tp_size: int, max_len: int | None 
         "key-value heads": int(config.num_key_value_heads),
         "MLP width": int(config.intermediate_size),
     }
+    if hasattr(config, "moe_intermediate_size"):
+        sizes["experts' width"] = int(config.moe_intermediate_size)
     if tp_size < 1 or any(size % tp_size for size in sizes.values()):
         works = [n for n in range(1, min(sizes.values()) + 1) if not any(size % n for size in sizes.values())]
         raise ConfigError(

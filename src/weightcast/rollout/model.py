@@ -11,7 +11,7 @@ that whoever watches it can learn which box of which tensor goes where and repea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from weightcast.errors import ConfigError
 from weightcast.rollout.cache import SlotCache
 from weightcast.rollout.checkpoint import check_config, config_dtype, read_config, stored_tensors, weight_files
+from weightcast.rollout.experts import ExpertPart, is_stacked, local_shape, parts
 from weightcast.rollout.reduce import GroupReduce, Reduce, no_group
 from weightcast.wire.layout import TensorSpec, dtype_name
 
@@ -40,12 +41,16 @@ class _Place:
     """Where a whole tensor goes on this rank.
 
     Attributes:
+        parameter: Name of the parameter that takes it.
+        expert: Where in a stacked parameter; None for one that is this tensor's alone.
         shape: Its whole shape.
         dim: The dimension that is cut, or None.
         start: First index of this rank's part.
         length: Length of this rank's part.
     """
 
+    parameter: str
+    expert: ExpertPart | None = None
     shape: tuple[int, ...]
     dim: int | None
     start: int
@@ -142,12 +147,15 @@ class ReferenceModel(nn.Module):
         for prefix, module in list[tuple[str, nn.Module]](self.named_modules()):
             for leaf, whole in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{leaf}" if prefix else leaf
-                place = self._place(name, tuple(whole.shape))
-                parameter = nn.Parameter(
-                    torch.empty(place.local_shape, dtype=dtype, device=device), requires_grad=False
-                )
+                if is_stacked(name, tuple(whole.shape)):
+                    shape = local_shape(name, tuple(whole.shape), self.tp_size)
+                    self._places.update(self._expert_places(name, tuple(whole.shape)))
+                else:
+                    place = self._place(name, tuple(whole.shape))
+                    shape = place.local_shape
+                    self._places[name] = place
+                parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
                 module.register_parameter(leaf, parameter)
-                self._places[name] = place
                 self._parameters_by_name[name] = parameter
         if self.tied:
             self.lm_head.register_parameter("weight", self._parameters_by_name["model.embed_tokens.weight"])
@@ -163,25 +171,51 @@ class ReferenceModel(nn.Module):
         self.eval()
 
     def _place(self, name: str, shape: tuple[int, ...]) -> _Place:
-        parts = name.split(".")
-        owner, leaf = parts[-2], parts[-1]
+        owner, leaf = name.split(".")[-2:]
         dim = None
         if owner in _BY_OUTPUT:
             dim = 0
         elif owner in _BY_INPUT and leaf == "weight":
             dim = 1
         if dim is None or self.tp_size == 1:
-            return _Place(shape=shape, dim=None, start=0, length=0)
+            return _Place(parameter=name, shape=shape, dim=None, start=0, length=0)
         length = shape[dim] // self.tp_size
-        return _Place(shape=shape, dim=dim, start=self.tp_rank * length, length=length)
+        return _Place(parameter=name, shape=shape, dim=dim, start=self.tp_rank * length, length=length)
+
+    def _expert_places(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, _Place]]:
+        for part in parts(name, shape, self.tp_size):
+            length = part.shape[part.dim] // self.tp_size
+            yield (
+                part.name,
+                _Place(
+                    parameter=name,
+                    expert=part,
+                    shape=part.shape,
+                    dim=part.dim,
+                    start=self.tp_rank * length,
+                    length=length,
+                ),
+            )
+
+    def _region(self, place: _Place) -> torch.Tensor:
+        """What of this rank's parameters a whole tensor's part is copied to."""
+        parameter, part = self._parameters_by_name[place.parameter], place.expert
+        return parameter if part is None else parameter[part.expert, part.first_row : part.first_row + part.num_rows]
 
     def _sum_outputs(self) -> None:
         for module in list(self.modules()):
+            if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):  # experts, stacked
+                module.register_forward_hook(self._sum_experts)
+                continue
             for name, child in list(module.named_children()):
                 if name in _BY_INPUT:
                     linear = cast(nn.Linear, child)
                     weight, bias = linear._parameters["weight"], linear._parameters["bias"]
                     setattr(module, name, _SummedLinear(cast(nn.Parameter, weight), bias, self._reduce))
+
+    def _sum_experts(self, module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        self._reduce(output)
+        return output
 
     @property
     def head_dim(self) -> int:
@@ -194,8 +228,8 @@ class ReferenceModel(nn.Module):
     def expected_weights(self) -> list[TensorSpec]:
         """Every tensor that a complete update holds: Hugging Face names, whole shapes, this engine's dtype."""
         return [
-            TensorSpec(name=name, dtype=dtype_name(parameter.dtype), shape=self._places[name].shape)
-            for name, parameter in self._parameters_by_name.items()
+            TensorSpec(name=name, dtype=dtype_name(self._region(place).dtype), shape=place.shape)
+            for name, place in self._places.items()
         ]
 
     @torch.no_grad()
@@ -220,7 +254,7 @@ class ReferenceModel(nn.Module):
             if tuple(tensor.shape) != place.shape:
                 raise ConfigError(f"{name}: expected shape {place.shape}, got {tuple(tensor.shape)}")
             part = tensor if place.dim is None else tensor.narrow(place.dim, place.start, place.length)
-            self._parameters_by_name[name].copy_(part)
+            self._region(place).copy_(part)
             loaded.add(name)
         return loaded
 
