@@ -70,7 +70,8 @@ class Reader:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.kill()  # it has nothing to bring to an end
+        self._process.wait()
         self._process.stdout.close()
 
 
