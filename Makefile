@@ -56,9 +56,9 @@ engine-test: setup
 	$(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
 
 # The programs of examples/: a few steps of each with a tiny model, then each whole with SmolLM2 until the reward has
-# risen; a quarter of an hour on two cores.
+# risen; a quarter of an hour on two cores.  And three Ray nodes on addresses of this machine.
 example-test: setup
-	$(BIN)/python -m pytest -m example tests/e2e/test_examples.py $(TEST_ARGS)
+	$(BIN)/python -m pytest -m example tests/e2e/test_examples.py tests/e2e/test_ray_nodes.py $(TEST_ARGS)
 
 # On a machine with GPUs, with any Python that has torch and the packages of the extra `dev`.
 gpu-test:
