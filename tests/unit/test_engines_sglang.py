@@ -253,10 +253,18 @@ class TestAnUpdate:
     def test_by_folder_there_is_no_session(self) -> None:
         adapter = SglangAdapter(recognised())
         adapter.check([SPEC], transport="disk", bucket_bytes=100)
-        assert paths(talk(adapter.open(opening()), {})[0]) == ["/pause_generation"]
+        assert paths(talk(adapter.open(opening()), {})[0]) == ["/weights_checker", "/pause_generation"]
         asked, _ = talk(adapter.load_folder("s", "/f"), {})
+        # Rank 0 answers for itself; the folder must stay until the others have read it too.
+        assert paths(asked) == ["/update_weights_from_disk", "/weights_checker"]
         assert json.loads(asked[0].body) == {"model_path": "/f", "flush_cache": False}
         assert "/end_weight_update" not in paths(talk(adapter.commit(Commit(session="a" * 32)), {})[0])
+        with pytest.raises(TargetRejected):  # nothing has moved
+            talk(adapter.open(opening()), {"/weights_checker": 404})
+        one = SglangAdapter(recognised({"tp_size": 1}))
+        one.check([SPEC], transport="disk", bucket_bytes=100)
+        assert paths(talk(one.open(opening()), {})[0]) == ["/pause_generation"]
+        assert paths(talk(one.load_folder("s", "/f"), {})[0]) == ["/update_weights_from_disk"]
 
     def test_scores(self) -> None:
         said = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None]]}}

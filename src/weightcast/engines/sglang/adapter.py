@@ -83,6 +83,8 @@ class SglangAdapter:
         self._wants_checksum = message.verify in ("resident", "behaviour")
         if self._wants_checksum:
             self._checksum = yield from self._ask_checksum()
+        if self._by_folder:
+            yield from self._all_ranks()  # before anything moves: has it a way to say so?
         yield from self._hold_still(message.timeout_s)
         if not self._by_folder:
             yield from self._begin()
@@ -128,6 +130,7 @@ class SglangAdapter:
         """Load a checkpoint folder.  The server then calls its model by that path, and there is no way around that."""
         self._buckets += 1
         yield _post("/update_weights_from_disk", model_path=folder, flush_cache=False)
+        yield from self._all_ranks()  # that answer was rank 0's alone, and the folder is about to go
         return self._ack()
 
     def close(self, message: Close) -> Steps:
@@ -208,6 +211,11 @@ class SglangAdapter:
                 raise
         self._paused_at = time.monotonic()
         yield _post("/pause_generation", mode=_PAUSE_WORDS[self._pause])
+
+    def _all_ranks(self) -> Generator[EngineRequest, bytes, None]:
+        """Answered when every rank has come to it, and so has done all that it was asked to do before."""
+        if self._info.tp_size > 1:
+            yield _post("/weights_checker", action="checksum")
 
     def _begin(self) -> Generator[EngineRequest, bytes, None]:
         if self._has_sessions is False:
