@@ -41,17 +41,24 @@ def main() -> None:
     lmdeploy_rig.pretend_cuda()
     from lmdeploy.serve.openai.protocol import UpdateParamsRequest
 
-    models = [Model() for _ in range(RANKS)]
-    agents = [lmdeploy_rig.bare_agent(model) for model in models]
-    for rank, agent in enumerate(agents):
-        agent.dist_ctx.tp_group.rank = rank
+    from_ipc_handle = vars(lmdeploy_rig.HostEvent)["from_ipc_handle"]
+    models: list[Model] = []
+    agents: list[Any] = []
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if "events" in request:  # agents that have read nothing yet
+            models[:] = [Model() for _ in range(RANKS)]
+            agents[:] = [lmdeploy_rig.bare_agent(model) for model in models]
+            for rank, agent in enumerate(agents):
+                agent.dist_ctx.tp_group.rank = rank
+            lmdeploy_rig.HostEvent.from_ipc_handle = from_ipc_handle
+            if not request["events"]:
+                del lmdeploy_rig.HostEvent.from_ipc_handle
+            print("{}", flush=True)
+            continue
         lmdeploy_rig.CALLS.clear()
         words = ""
-        if request.pop("no_events", False) and hasattr(lmdeploy_rig.HostEvent, "from_ipc_handle"):
-            del lmdeploy_rig.HostEvent.from_ipc_handle
         try:
             for agent in agents:
                 agent.update_params(UpdateParamsRequest(**request))

@@ -57,6 +57,10 @@ class Reader:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n", log.read_text()[-3000:]
 
+    def start(self, *, events: bool = True) -> None:
+        """Agents that have read nothing yet, and that can import events or not."""
+        self.read({"events": events})
+
     def read(self, body: bytes | dict[str, Any], **more: Any) -> dict[str, Any]:
         """What a request does."""
         request = json.loads(body) if isinstance(body, bytes) else body
@@ -75,11 +79,17 @@ class Reader:
         self._process.stdout.close()
 
 
-@pytest.fixture(params=VERSIONS)
-def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
-    made = Reader(request.param, tmp_path / "reader.log")
+@pytest.fixture(params=VERSIONS, scope="module")
+def readers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    made = Reader(request.param, tmp_path_factory.mktemp("reader") / "log")
     yield made
     made.close()
+
+
+@pytest.fixture
+def reader(readers: Reader) -> Reader:
+    readers.start()
+    return readers
 
 
 @pytest.fixture
@@ -180,7 +190,8 @@ def test_where_events_cannot_be_imported_a_copy_is_read_for_ever(reader: Reader,
     # LMDeploy then copies what comes with a handle, and reads the copy for buckets that come without.  It can import
     # events on CUDA; for other devices the kind refuses this way (test_lmdeploy_adapter.py).
     adapter, first = sender(), layouts()[0]
-    reader.read(request_of(adapter, first, filled(slots[0], first, 1.0)), no_events=True)
+    reader.start(events=False)
+    reader.read(request_of(adapter, first, filled(slots[0], first, 1.0)))
     stale = reader.read(request_of(adapter, first, filled(slots[0], first, 2.0)))
     assert (stale["error"], stale["sums"][0]["first"]) == ("", 6.0)
 
