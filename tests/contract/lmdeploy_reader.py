@@ -39,12 +39,13 @@ class Model(torch.nn.Module):
 
 def main() -> None:
     lmdeploy_rig.pretend_cuda()
+    import lmdeploy
     from lmdeploy.serve.openai.protocol import UpdateParamsRequest
 
     from_ipc_handle = vars(lmdeploy_rig.HostEvent)["from_ipc_handle"]
     models: list[Model] = []
     agents: list[Any] = []
-    print("ready", flush=True)
+    print("ready", lmdeploy.__version__, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if "events" in request:  # agents that have read nothing yet

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.engines.environment import engine_python
-from tests.engines.lmdeploy_server import VERSIONS
+from tests.engines.lmdeploy_server import VERSIONS, lmdeploy
 from tests.unit.test_lmdeploy_adapter import opened, talk
 from weightcast.comm import opcodes
 from weightcast.comm.opcodes import mapping
@@ -44,18 +42,18 @@ class Reader:
     """LMDeploy's agents in their own environment."""
 
     def __init__(self, version: str, log: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        python, environment = lmdeploy(version)
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [engine_python(f"lmdeploy-{version}-cpu"), Path(__file__).parent / "lmdeploy_reader.py"],
+                [python, Path(__file__).parent / "lmdeploy_reader.py"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environment | {"OMP_NUM_THREADS": "1"},
+                env=environment,
                 text=True,
             )
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n", log.read_text()[-3000:]
+        assert self._process.stdout.readline() == f"ready {version}\n", log.read_text()[-3000:]
 
     def start(self, *, events: bool = True) -> None:
         """Agents that have read nothing yet, and that can import events or not."""

@@ -13,10 +13,21 @@ from typing import Any
 import httpx
 
 from tests.engines.environment import engine_python
+from tests.engines.overlays import overlay
 from tests.harness import wait_for
 
 VERSIONS = ("0.18.0", "0.16.0")
 START_S = 150.0
+
+
+def lmdeploy(version: str) -> tuple[Path, dict[str, str]]:
+    """A Python that has this version, and the variables to start it with; versions share all else that they need."""
+    python = engine_python(f"lmdeploy-{VERSIONS[0]}-cpu")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if version != VERSIONS[0]:
+        environment["PYTHONPATH"] = str(overlay(python, f"lmdeploy=={version}"))
+    return python, environment
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,12 +61,11 @@ class Rig:
 def rig(folder: Path, logs: Path, *options: str, version: str = VERSIONS[0]) -> Iterator[Rig]:
     """Serve a folder; ended on the way out."""
     log = logs / f"rig-{len(list(logs.glob('rig-*.log')))}.log"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    python, environment = lmdeploy(version)
     script = Path(__file__).parent / "lmdeploy_rig.py"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [engine_python(f"lmdeploy-{version}-cpu"), script, folder, *options],
+            [python, script, folder, *options],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
