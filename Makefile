@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
+.PHONY: setup demo engines test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
 
 setup: $(READY)
 
@@ -21,7 +21,11 @@ $(READY): pyproject.toml Makefile
 demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
-test: setup
+# Environments of real engines, made once under the user's cache folder; before the tests, whose deadlines are short.
+engines: setup
+	$(BIN)/python -m tests.engines.environment
+
+test: engines
 	$(BIN)/python -m pytest -m "not gpu and not engine_full and not wide and not example" $(TEST_ARGS)
 
 # Property tests with many more cases, on one to eight ranks; tens of minutes.
@@ -51,8 +55,8 @@ check: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Real engines on this machine's CPU.  Their environments are made once, under the user's cache folder.
-engine-test: setup
+# Real engines on this machine's CPU.
+engine-test: engines
 	$(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
 
 # The programs of examples/: a few steps of each with a tiny model, then each whole with SmolLM2 until the reward has
