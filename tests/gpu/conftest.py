@@ -1,7 +1,8 @@
-"""Results of GPU runs as JSON: ``--results DIR`` writes one file for each test, with versions and command."""
+"""Results of GPU runs as JSON: ``--results DIR`` collects what tests measure, with versions and command."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import platform
 import re
@@ -33,10 +34,12 @@ def record(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Any], None
     if folder is None or not kept:
         return
     file = Path(folder) / "gpu-e2e.json"
-    everything = json.loads(file.read_text()) if file.exists() else {"machine": machine(), "tests": {}}
-    everything["tests"][re.sub(r"^.*::", "", request.node.nodeid)] = kept
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(everything, indent=1) + "\n")
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes
+        everything = json.loads(file.read_text()) if file.exists() else {"machine": machine(), "tests": {}}
+        everything["tests"][re.sub(r"^.*::", "", request.node.nodeid)] = kept
+        file.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.gpu.memory import held_bytes
 from tests.gpu.trainer import toy_module
 from tests.toy_engine import toy_weights
 from weightcast import WeightcastError, WeightUpdater
@@ -82,7 +83,7 @@ def main() -> None:
         struck_at = 0.0
         if device.type == "cuda":
             torch.cuda.synchronize()
-            answer["free_bytes"] = torch.cuda.mem_get_info(device)[0]
+            answer["held_bytes"], answer["whose"] = held_bytes({os.getpid()}, {device.index or 0})
         print(json.dumps(answer), flush=True)
     os._exit(0)  # destroying NCCL groups after a peer was killed can wait for it
 

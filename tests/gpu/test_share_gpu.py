@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests.gpu.memory import held_bytes
 from weightcast.comm.share import SharedSlot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
@@ -28,7 +29,7 @@ for line in sys.stdin:
     total = int(tensor.to(torch.int64).sum())
     del tensor
     torch.cuda.ipc_collect()
-    print(total, torch.cuda.mem_get_info()[0], flush=True)
+    print(total, flush=True)
 """
 
 
@@ -36,7 +37,7 @@ def test_each_filling_is_seen_and_nothing_grows(record):
     device = torch.device("cuda", 0)
     size = 64 << 20
     slot = SharedSlot(size, device, {"torch", "weightcast"})
-    free: list[int] = []
+    held: list[int] = []
     with subprocess.Popen(
         [sys.executable, "-c", OPENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as opener:
@@ -52,12 +53,13 @@ def test_each_filling_is_seen_and_nothing_grows(record):
             }
             opener.stdin.write(json.dumps(words) + "\n")
             opener.stdin.flush()
-            total, left = opener.stdout.readline().split()
-            assert int(total) == (value % 251) * size
-            free.append(int(left))
+            assert int(opener.stdout.readline()) == (value % 251) * size
+            if value in (10, 100):
+                amount, whose = held_bytes({opener.pid}, {0})
+                held.append(amount)
         opener.stdin.close()
         assert opener.wait(timeout=60) == 0
     slot.close()
-    record("free_bytes_after_first_10", free[9])
-    record("free_bytes_after_last", free[-1])
-    assert free[9] - free[-1] < 8 << 20
+    record("held_bytes_after_10_and_100", held)
+    record("held_by", whose)
+    assert held[1] - held[0] < 8 << 20
