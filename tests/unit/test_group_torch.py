@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
+from tests.harness import wait_for
 from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup
 from weightcast.errors import DeadlineExceeded
 
@@ -39,9 +41,9 @@ def member(store, rank, size, rounds):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def head(store, size, timeout_s):
+def head(place, size, timeout_s, **settings):
+    settings = {"store": place.store} | settings
     return WorldGroup(
-        store=store.store,
         name="g",
         token="",
         rank=0,
@@ -50,6 +52,7 @@ def head(store, size, timeout_s):
         address="127.0.0.1",
         timeout_s=timeout_s,
         meeting="torch",
+        **settings,
     )
 
 
@@ -75,3 +78,20 @@ def test_one_who_does_not_come_is_waited_for_no_longer_than_the_deadline():
     finally:
         one.kill()
         one.communicate()
+
+
+def test_those_who_wait_hear_at_once_of_a_meeting_that_is_given_up():
+    place = Rendezvous(host="127.0.0.1", timeout_s=100)
+    waiting = member(place, 1, 3, 1)
+    cancelled = threading.Event()
+    try:
+        wait_for(lambda: place.store.num_keys() > 0, "the member to come", timeout_s=60)
+        threading.Timer(1.0, cancelled.set).start()
+        with pytest.raises(GroupFailed, match="cancelled"):
+            head(place, 3, 100, store=place.visit, cancelled=cancelled)
+        place.close()
+        # Its own deadline is 60 s away, and that of the thread which the head has left inside torch 100 s.
+        assert waiting.wait(30) != 0
+    finally:
+        waiting.kill()
+        waiting.communicate()

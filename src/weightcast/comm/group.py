@@ -71,9 +71,10 @@ class Rendezvous:
             GroupFailed: The address is not this host's.
         """
         self.host = host
+        self._timeout = timedelta(seconds=timeout_s)
         try:
             self._store: dist.TCPStore | None = dist.TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
+                host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout, use_libuv=True
             )
         except (RuntimeError, ValueError) as error:
             raise GroupFailed(
@@ -92,6 +93,14 @@ class Rendezvous:
         if self._store is None:
             raise GroupFailed("nobody listens any more where the group was to meet")
         return self._store
+
+    def visit(self) -> dist.TCPStore:
+        """A connection to the store: ``close`` ends every wait on it, also those deep inside torch.
+
+        Raises:
+            RuntimeError: It was closed.
+        """
+        return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
 
     def close(self) -> None:
         """Stop listening: members that wait there for others hear of it.  Safe to call twice."""

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -117,7 +118,8 @@ class Channel:
                 )
             else:
                 self._group = WorldGroup(
-                    store=lambda: meeting.store,
+                    # Gloo waits for the others inside torch, holding its store: it must not be the one that listens.
+                    store=meeting.visit if self._device.type == "cpu" else lambda: meeting.store,
                     name=name,
                     token=token,
                     rank=0,
@@ -175,8 +177,10 @@ class Channel:
             for post in as_completed(posts):
                 post.result()
         except BaseException as error:
+            answered = [post for post in posts if post.done()]  # the others answer because of what comes now
             group.abort(f"bucket {index} failed")
-            raise self._culprit(error, posts, f"bucket {index}") from error
+            self._let_go(group.name, posts)
+            raise self._culprit(error, posts, f"bucket {index}", answered) from error
 
     def abort(self, reason: str) -> None:
         """Make every wait end; the next ``connect`` makes a new group.  Safe to call twice and from any thread."""
@@ -192,7 +196,23 @@ class Channel:
         self._store = None
         self._pool.shutdown(wait=True)
 
-    def _culprit(self, error: BaseException, posts: Sequence[Future[None]], what: str) -> BaseException:
+    def _let_go(self, name: str, posts: Sequence[Future[None]]) -> None:
+        """Let stock engines on CPUs hear of a broadcast that failed.
+
+        Gloo's bytes go from member to member: who waits for another engine does not hear of our end, and waits for half
+        an hour.  Those that have answered are told to leave, which hangs up on those that wait for them.
+        """
+        if self._meeting == "torch" and self._device.type == "cpu":
+            answered = [link for link, post in zip(self._links, posts, strict=True) if post.done()]
+            leave_all(answered, name)
+
+    def _culprit(
+        self,
+        error: BaseException,
+        posts: Sequence[Future[None]],
+        what: str,
+        first: Sequence[Future[None]] = (),
+    ) -> BaseException:
         """Because of whom a step failed, by the targets' answers to it.
 
         When one member of a group dies, all the others fail too, and may say so first.  So the one that is lost
@@ -203,7 +223,8 @@ class Channel:
         refusals: list[TargetRejected] = []
         waiting = dict(zip(posts, self._links, strict=True))
         try:
-            for post in as_completed(posts, timeout=self._timeout_s + _LATE_S):
+            others = [post for post in posts if post not in first]
+            for post in chain(first, as_completed(others, timeout=self._timeout_s + _LATE_S)):
                 waiting.pop(post)
                 answer = post.exception()
                 if isinstance(answer, TargetRejected):
