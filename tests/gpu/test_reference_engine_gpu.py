@@ -70,7 +70,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def serve(model: Path, *, tp: int = 1, device: str = "cuda:0", dtype: str = "float32") -> Iterator[str]:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "weightcast.rollout.launch", str(model), "--port=0"),
+            *(sys.executable, "-m", "weightcast.rollout", str(model), "--port=0"),
             *(f"--tp={tp}", f"--device={device}", f"--dtype={dtype}", "--max-len=256"),
         ],
         stderr=subprocess.PIPE,

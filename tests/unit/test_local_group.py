@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.ranks import Ranks
-from weightcast.comm.local import Move, TrainerGroup
+from weightcast.comm.local import Move, TrainerGroup, _Launch
 from weightcast.errors import ConfigError, TrainerRankFailed
 
 CPU = torch.device("cpu")
@@ -216,3 +217,25 @@ def connect_without(absent: int) -> str:
 def test_a_rank_that_does_not_connect_is_named_and_all_can_try_again(three, absent):
     for rank, text in enumerate(three.run(connect_without, absent)):
         assert text.startswith(f"trainer rank {absent} did not come") is (rank != absent)
+
+
+def test_what_is_to_come_after_a_launch_is_done_by_its_thread():
+    inside, out = threading.Event(), threading.Event()
+    done_by: list[str] = []
+
+    def work() -> None:
+        inside.set()
+        assert out.wait(10)
+
+    launch = _Launch(work)
+    assert inside.wait(10)
+    assert launch.afterwards(lambda: done_by.append(threading.current_thread().name))
+    assert not done_by  # not under the thread's feet
+    out.set()
+    deadline = time.monotonic() + 10
+    while not done_by:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert done_by == ["weightcast-nccl"]
+    assert not launch.afterwards(lambda: done_by.append("too late"))
+    assert done_by == ["weightcast-nccl"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def updates(
-    size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of the synthetic model.")] = "256MiB",
+    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Bytes of the synthetic model.")] = "256MiB",
     model: Annotated[str, typer.Option(metavar="NAME", help="Shapes of a known model instead, such as qwen3-8b.")] = "",
     ranks: Annotated[
         int, typer.Option(metavar="N", help="Trainer processes; as many engines stand against them.", min=1)

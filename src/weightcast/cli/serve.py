@@ -22,8 +22,8 @@ _EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "transformers", "promethe
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face model folder.", show_default=False)],
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0 takes a free one.")] = 8000,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks; has to divide the heads.")] = 1,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto takes GPUs where there are any.")] = "auto",
     dtype: Annotated[
@@ -77,7 +77,8 @@ def serve(
         typer.Option("--tls-client-ca", metavar="FILE", help="Ask every caller for a certificate of this authority."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the model in answers; its folder's name by default.")
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Name of the model in answers; its folder's name by default."),
     ] = None,
     version: Annotated[int, typer.Option(metavar="N", help="Version of the weights in the folder.", min=0)] = 0,
     threads: Annotated[

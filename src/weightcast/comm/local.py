@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -73,6 +74,7 @@ class TrainerGroup:
         self._receivers: tuple[int, ...] = (0,)
         self._control: dist.ProcessGroup | None = None
         self._data: dist.ProcessGroup | None = None
+        self._launch: _Launch | None = None
         self._nccl = False
         self._rollcall: RollCall | None = None
         self._failure: str | None = None
@@ -363,7 +365,7 @@ class TrainerGroup:
         """Launch NCCL operations on the current stream and wait until they are complete.
 
         NCCL has no deadline of its own: not on the device, nor on the host, where the first message between two
-        ranks waits for both to connect.  So a thread launches, which an abort frees and which may be left behind.
+        ranks waits for both to connect.  So a thread launches, which may be left behind.
         """
         deadline = time.monotonic() + self.timeout_s
         stream = torch.cuda.current_stream(self.device)
@@ -375,13 +377,13 @@ class TrainerGroup:
                     one.wait()  # for the stream, not for the host
                 done.record(stream)
 
-        launched = _Launch(work)
-        while not (launched.launched and done.query()):
+        launch = self._launch = _Launch(work)
+        while not (launch.launched and done.query()):
             self._check()  # given up by another thread
             if time.monotonic() > deadline:
                 self._fail(self._others(), what, timed_out=True)
-            if launched.error is not None:
-                self._fail(self._others(), f"{what} ({launched.error})")
+            if launch.error is not None:
+                self._fail(self._others(), f"{what} ({launch.error})")
             time.sleep(0.00005)
 
     def _others(self) -> list[int]:
@@ -403,8 +405,12 @@ class TrainerGroup:
         data, control = self._data, self._control
         if self._nccl and data is not None:
             self._data = None
-            # An abort waits for NCCL's own threads, and they may wait for the rank that is lost.
-            left_behind.start(partial(_abort_nccl, data), name="weightcast-abort").join(_MAX_ABORT_S)
+            abort = partial(_abort_nccl, data)
+            # An abort frees the communicator.  Under a thread that is still connecting inside NCCL that corrupts the
+            # heap (seen with NCCL 2.28), and nothing is on the device yet: that thread does it when it comes out.
+            if self._launch is None or not self._launch.afterwards(abort):
+                # It waits for NCCL's own threads, and they may wait for the rank that is lost.
+                left_behind.start(abort, name="weightcast-abort").join(_MAX_ABORT_S)
             data = None
         for group in (data, control):
             if group is None:
@@ -421,9 +427,19 @@ class _Launch:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
+        self._guard = threading.Lock()
+        self._inside = True
+        self._after: Callable[[], None] | None = None
         self.launched = False
         self.error: RuntimeError | None = None
         left_behind.start(self._run, name="weightcast-nccl")
+
+    def afterwards(self, act: Callable[[], None]) -> bool:
+        """Have the thread do this when the work is over; False if it is over already."""
+        with self._guard:
+            if self._inside:
+                self._after = act
+            return self._inside
 
     def _run(self) -> None:
         try:
@@ -431,6 +447,11 @@ class _Launch:
             self.launched = True
         except RuntimeError as error:  # which torch's own errors are
             self.error = error
+        finally:
+            with self._guard:
+                self._inside = False
+            if self._after is not None:
+                self._after()
 
 
 def _abort_nccl(group: dist.ProcessGroup) -> None:
