@@ -137,6 +137,7 @@ class World:
         trap = self._trap(case)
         self.wires[1].set_trap(trap)
         before = children()
+        makers = {os.getpid(), *self.bystander.pids(), *self.victim.pids(), *self._rank_pids}
         told = self._update(case, [next_version(), next_version()], wrong, flip=self._index(case))
         if case.on != "memory" and not trap.sprung.is_set():
             wrong.append("the fault never struck")
@@ -157,7 +158,7 @@ class World:
             serves = self._look_at(engine, name, wrong)
             if serves != version:
                 wrong.append(f"{name} serves {serves} after an update to {version}")
-        self._look_for_leftovers(case, before, wrong)
+        self._look_for_leftovers(case, before, makers, wrong)
         first = [told[rank][0] for rank in alive]
         later = [told[rank][1] for rank in alive if len(told[rank]) > 1]
         return Result(
@@ -359,7 +360,7 @@ class World:
     def _count_files(self) -> None:
         self._baseline = dict(self._num_files)
 
-    def _look_for_leftovers(self, case: Case, before: set[int], wrong: list[str]) -> None:
+    def _look_for_leftovers(self, case: Case, before: set[int], makers: set[int], wrong: list[str]) -> None:
         files = self._files_of(self.bystander)
         if files > self._baseline["bystander"] + _ENGINE_FILES:
             wrong.append(f"the bystander has {files} open files, {self._baseline['bystander']} at first")
@@ -370,7 +371,9 @@ class World:
                     wrong.append(f"{name} has {self._num_files[name]} open files, {self._baseline[name]} at first")
         else:
             self._count_files()
-        segments = [name for name in os.listdir("/dev/shm") if "weightcast" in name or name.startswith("torch_")]
+        # Other tests may run beside these: only what carries the number of one of our processes is ours.
+        marks = [mark for pid in makers for mark in (f"torch_{pid}_", f"weightcast-tp-{pid}-")]
+        segments = [name for name in os.listdir("/dev/shm") if name.startswith(tuple(marks))]
         if segments:
             wrong.append(f"shared memory is left: {segments}")
         new = {pid for pid in children() - before if Path(f"/proc/{pid}").exists()}

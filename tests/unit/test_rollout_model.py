@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_ranks_together_equal_transformers(tmp_path, monkeypatch, family, size, 
         worker.close()
     columns = zip(*(future.result(0) for future in chosen), strict=True)
     assert [list(column) for column in columns] == [greedy(model, prompt, 12) for prompt in prompts()]
-    assert not list(Path("/dev/shm").glob("weightcast-tp-*"))
+    assert not list(Path("/dev/shm").glob(f"weightcast-tp-{os.getpid()}-*"))
 
 
 def test_sums_larger_than_a_chunk_and_of_other_dtypes(tmp_path):

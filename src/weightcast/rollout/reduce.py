@@ -208,7 +208,7 @@ def _share_memory(store: Any, *, rank: int, size: int) -> mmap.mmap | None:
     path = Path()
     if rank == 0:
         if platform.machine() in ("x86_64", "AMD64") and os.access("/dev/shm", os.W_OK):
-            handle, name = tempfile.mkstemp(prefix="weightcast-tp-", dir="/dev/shm")
+            handle, name = tempfile.mkstemp(prefix=f"weightcast-tp-{os.getpid()}-", dir="/dev/shm")
             path = Path(name)
             os.ftruncate(handle, num_bytes)
             segment = mmap.mmap(handle, num_bytes)
