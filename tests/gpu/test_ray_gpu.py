@@ -1,11 +1,13 @@
 """Trainers and engines as Ray actors on GPUs: colocated through CUDA IPC, disaggregated through NCCL, ranks as actors.
 
 Ray may come from a folder: ``PYTHONPATH=site_ray make gpu-test TEST_ARGS="-k ray --results DIR"``.  The examples run
-with a model of half a gibibyte that is made on the spot, or with the one in ``WEIGHTCAST_MODEL``.
+with a model of half a gibibyte that is made on the spot, or with the one in ``WEIGHTCAST_MODEL``; with vLLM too, where
+it is (``test_vllm_gpu.py``).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +24,9 @@ pytest.importorskip("ray", reason="Ray is not installed here")
 
 import ray
 
+from tests.engines.environment import package_path
+from tests.gpu.test_vllm_gpu import FLAGS as VLLM_FLAGS
+from tests.gpu.test_vllm_gpu import SITE as VLLM_SITE
 from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast.ray import (
     Bundles,
@@ -187,15 +192,22 @@ def test_ranks_keep_the_callers_order_of_gpus(cluster):
     assert seen[0][1] == seen[1][1][::-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("rl_colocated", ("--trainers=2", "--engines=2")),
-        ("rl_disaggregated", ("--trainers=1", "--engines=1")),
-        ("rl_disaggregated_async", ("--trainers=1", "--engines=1", "--staleness=1")),
-    ],
-)
-def test_examples(name, arguments, folder, tmp_path, record):
+COLOCATED = ("rl_colocated", "--trainers=2", "--engines=2")
+DISAGGREGATED = ("rl_disaggregated", "--trainers=1", "--engines=1")
+ASYNCHRONOUS = ("rl_disaggregated_async", "--trainers=1", "--engines=1", "--staleness=1")
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+@pytest.mark.parametrize("example", [COLOCATED, DISAGGREGATED, ASYNCHRONOUS], ids=lambda example: example[0])
+def test_examples(example, engine, folder, tmp_path, record):
+    name, *arguments = example
+    environment = os.environ | {"PYTHONPATH": PATH, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+    if engine == "vllm":
+        if not VLLM_SITE and importlib.util.find_spec("vllm") is None:
+            pytest.skip("vLLM is not installed here")
+        environment["PATH"] = f"{vllm_program(tmp_path)}{os.pathsep}{environment['PATH']}"
+        flags = "--gpu-memory-utilization=0.2 --max-model-len=1024 --enforce-eager"
+        arguments += ["--engine=vllm", f"--engine-args={flags} {' '.join(VLLM_FLAGS)}"]
     model = os.environ.get("WEIGHTCAST_MODEL", str(folder))
     done = subprocess.run(
         [
@@ -204,11 +216,23 @@ def test_examples(name, arguments, folder, tmp_path, record):
         ],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": PATH, "RAY_USAGE_STATS_ENABLED": "0"},
+        env=environment,
         timeout=450,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    logs = "".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in tmp_path.glob("engine-*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:] + logs
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == list(range(1, UPDATES + 1))
     assert all(row["digest"] for row in rows)
-    record(name, {"output": done.stdout, "rows": rows})
+    record(f"{name}, {engine}", {"output": done.stdout, "rows": rows})
+
+
+def vllm_program(folder: Path) -> Path:
+    """A folder with a program ``vllm``, as an environment of its own has."""
+    program = folder / "bin" / "vllm"
+    program.parent.mkdir()
+    path = os.pathsep.join(part for part in (package_path(folder / "metadata"), VLLM_SITE) if part)
+    run = f'exec {sys.executable} -m vllm.entrypoints.cli.main "$@"'
+    program.write_text(f"#!/bin/sh\nPYTHONPATH={path} VLLM_USE_FLASHINFER_SAMPLER=0 {run}\n")
+    program.chmod(0o755)
+    return program.parent

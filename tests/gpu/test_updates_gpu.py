@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])}
+PYTHONPATH = os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
 
 
 def needs(count: int) -> pytest.MarkDecorator:
@@ -70,7 +71,7 @@ def start_trainer(devices: list[str], targets: list[str], **options: object) -> 
             ],
             stdout=subprocess.PIPE,
             text=True,
-            env=ENVIRONMENT,
+            env=os.environ | {"PYTHONPATH": PYTHONPATH},
         )
         for rank, device in enumerate(devices)
     ]
@@ -79,7 +80,7 @@ def start_trainer(devices: list[str], targets: list[str], **options: object) -> 
 def results(trainers: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for trainer in trainers:
-        output, _ = trainer.communicate(timeout=150)
+        output, _ = trainer.communicate(timeout=240)
         found.append(json.loads(output.strip().splitlines()[-1]))
     return found
 

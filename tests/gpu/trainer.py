@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--bucket-bytes", type=int, default=1 << 20)
     parser.add_argument("--verify", default="resident")
+    parser.add_argument("--tolerance", type=float, default=0.1)
     parser.add_argument("--timeout", type=float, default=30.0)
     parser.add_argument("--die-after", type=int, default=-1)
     args = parser.parse_args()
@@ -94,6 +95,7 @@ def main() -> None:
             transport=args.transport,
             bucket_bytes=args.bucket_bytes,
             verify=args.verify,
+            behaviour_tolerance=args.tolerance,
             timeout_s=args.timeout,
             progress=progress,
         ) as updater:
