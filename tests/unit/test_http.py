@@ -135,6 +135,24 @@ def test_a_refusal_has_the_engines_own_words(body, words):
             assert len(str(caught.value)) < 3000
 
 
+def test_a_connection_on_which_a_server_failed_is_not_used_again():
+    # uvicorn closes it a moment after a route has raised; what was sent into it meanwhile would be lost.
+    def fail_and_hang_up(end: socket.socket, _: bytes) -> None:
+        end.sendall(answer(500, b"Internal Server Error"))
+        assert end.recv(65536) == b""
+        raise ConnectionError
+
+    def talk(end: socket.socket, body: bytes) -> None:
+        (fail_and_hang_up if body else say(answer(200, b"fine")))(end, body)
+
+    with talking(talk) as (client, server):
+        for ask in (client.post_json, client.open_lease):
+            with pytest.raises(TargetRejected, match="status 500"):
+                ask("/apply", b"{}")
+            assert client.get_json("/info") == b"fine"
+        assert len(server.requests) == 4
+
+
 def test_a_wrong_key_gets_a_hint_and_is_never_printed():
     with talking(say(answer(401, b"no")), api_key="hunter2") as (client, _):
         with pytest.raises(TargetRejected) as caught:

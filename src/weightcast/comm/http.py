@@ -80,7 +80,9 @@ class Client:
         try:
             response = self._client.send(request, stream=True)
             if response.status_code >= 400:
-                raise self._refusal("POST", path, response.status_code, self._read(response, deadline))
+                content = self._read(response, deadline)
+                _hang_up_on_failure(response)
+                raise self._refusal("POST", path, response.status_code, content)
             chunks = response.iter_raw()
             frame = _read_frame(chunks, deadline)
             lease = Lease(response, chunks)
@@ -106,6 +108,7 @@ class Client:
             with self._client.stream(method, path, content=body, timeout=self._timeouts(limit)) as response:
                 # httpx's own limit is on each read: an answer that trickles would never end.
                 content = self._read(response, deadline)
+                _hang_up_on_failure(response)
                 if response.status_code >= 400:
                     raise self._refusal(method, path, response.status_code, content)
                 return content
@@ -168,6 +171,16 @@ class Lease:
     def close(self) -> None:
         """Let go; safe to call twice."""
         self._response.close()
+
+
+def _hang_up_on_failure(response: httpx.Response) -> None:
+    """Use the connection no more after a status of 500 or above.
+
+    A server whose route raised (uvicorn) answers, and closes the connection a moment later without having said so: the
+    next request would be lost in it.
+    """
+    if response.status_code >= 500:
+        response.extensions["network_stream"].close()
 
 
 def _read_frame(chunks: Iterator[bytes], deadline: float) -> bytes:
