@@ -14,6 +14,12 @@ def touch(num_bytes: int) -> torch.Tensor:
     return torch.ones(num_bytes, dtype=torch.uint8)
 
 
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch):
+    """An agent that another test has left in the middle of an update measures on."""
+    monkeypatch.setattr(memory, "_open", [])
+
+
 @pytest.fixture(params=["kernel", "sampler"])
 def way(request, monkeypatch, tmp_path):
     if request.param == "sampler":
