@@ -16,6 +16,8 @@ import torch
 
 from weightcast import __version__
 
+pytest.register_assert_rewrite("tests.gpu.servers")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", default=None, metavar="DIR", help="keep what GPU tests measure, as JSON, in DIR")

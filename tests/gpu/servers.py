@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ import pytest
 import torch
 
 from tests.gpu.memory import held_bytes, process_tree
-from tests.gpu.test_updates_gpu import free_port, train
+from tests.gpu.test_updates_gpu import train
 from tests.tiny import tiny_tokenizer
 
 START_S = 400.0
@@ -68,6 +70,18 @@ class Server:
         return held_bytes(process_tree(self.process.pid), self.gpus)
 
 
+def quiet_port() -> int:
+    """A free port that no outgoing connection takes meanwhile: servers bind theirs only after half a minute."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
 @contextmanager
 def started(
     command: Callable[[int], Sequence[str]], *, gpus: tuple[int, ...], log: Path, environment: dict[str, str]
@@ -80,7 +94,7 @@ def started(
         log: Where its output goes; the end of it is printed if the test fails.
         environment: Beside this process's own.
     """
-    port = free_port()
+    port = quiet_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command(port)],
@@ -212,8 +226,8 @@ def check_updates(
             assert (row["status"], row["version_after"], row["ranks"]) == ("serving", version, len(server.gpus)), row
             assert row["proof"] == verify, row
             digests[model].add(report["digest"])
-        assert engine.answers(server) == (after if model == b else before)
         assert engine.checksum(server) == sums[model]
+        assert engine.answers(server) == (after if model == b else before)
         return result["reports"]
 
     reports = update(b, [1, 2, 3])

@@ -206,7 +206,7 @@ def test_examples(example, engine, folder, tmp_path, record):
         if not VLLM_SITE and importlib.util.find_spec("vllm") is None:
             pytest.skip("vLLM is not installed here")
         environment["PATH"] = f"{vllm_program(tmp_path)}{os.pathsep}{environment['PATH']}"
-        flags = "--gpu-memory-utilization=0.2 --max-model-len=1024 --enforce-eager"
+        flags = f"--gpu-memory-utilization=0.1 --kv-cache-memory-bytes={1 << 30} --max-model-len=1024 --enforce-eager"
         arguments += ["--engine=vllm", f"--engine-args={flags} {' '.join(VLLM_FLAGS)}"]
     model = os.environ.get("WEIGHTCAST_MODEL", str(folder))
     done = subprocess.run(
@@ -219,8 +219,12 @@ def test_examples(example, engine, folder, tmp_path, record):
         env=environment,
         timeout=450,
     )
-    logs = "".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in tmp_path.glob("engine-*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:] + logs
+    if done.returncode != 0:
+        for log in tmp_path.glob("engine-*.log"):  # the first error is the one that matters
+            lines = log.read_text().splitlines()
+            first = next((number for number, line in enumerate(lines) if " ERROR " in line), len(lines))
+            print(f"--- {log.name}", *lines[max(first - 5, 0) : first + 60], sep="\n")
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == list(range(1, UPDATES + 1))
     assert all(row["digest"] for row in rows)

@@ -2,6 +2,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -239,3 +240,27 @@ def test_what_is_to_come_after_a_launch_is_done_by_its_thread():
     assert done_by == ["weightcast-nccl"]
     assert not launch.afterwards(lambda: done_by.append("too late"))
     assert done_by == ["weightcast-nccl"]
+
+
+def test_nccl_is_launched_from_a_thread_and_waited_for(monkeypatch):
+    waited: list[str] = []
+
+    class Event:
+        recorded = False
+
+        def record(self, stream: object) -> None:
+            self.recorded = True
+
+        def query(self) -> bool:
+            return self.recorded
+
+    class Work:
+        def wait(self) -> None:
+            waited.append(threading.current_thread().name)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    group = TrainerGroup.connect(CPU, timeout_s=5)
+    group._run_nccl(lambda: [Work(), Work()], "a test")
+    assert waited == ["weightcast-nccl"] * 2

@@ -377,13 +377,13 @@ class TrainerGroup:
                     one.wait()  # for the stream, not for the host
                 done.record(stream)
 
-        launch = self._launch = _Launch(work)
-        while not (launch.launched and done.query()):
+        at_work = self._launch = _Launch(work)
+        while not (at_work.launched and done.query()):
             self._check()  # given up by another thread
             if time.monotonic() > deadline:
                 self._fail(self._others(), what, timed_out=True)
-            if launch.error is not None:
-                self._fail(self._others(), f"{what} ({launch.error})")
+            if at_work.error is not None:
+                self._fail(self._others(), f"{what} ({at_work.error})")
             time.sleep(0.00005)
 
     def _others(self) -> list[int]:
