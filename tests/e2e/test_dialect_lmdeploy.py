@@ -198,20 +198,28 @@ def test_an_engine_that_hangs_is_named_within_the_deadline(world: World) -> None
     world.one.client.get(world.one.url + "/is_sleeping", timeout=30.0)
 
 
-def test_an_engine_that_dies_is_named_and_its_successor_is_updated(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("via", "route"),
+    [
+        ("broadcast", "/update_weights_from_distributed"),
+        pytest.param("ipc", "/update_weights", marks=pytest.mark.wide),
+    ],
+)
+def test_an_engine_that_dies_is_named_and_its_successor_is_updated(
+    world: World, tmp_path: Path, via: str, route: str
+) -> None:
     settings = {"dialect": "lmdeploy", "staging": "none"}
-    for via, route in (("broadcast", "/update_weights_from_distributed"), ("ipc", "/update_weights")):
-        with engines(world.folders["first"], tmp_path, settings | {"faults": f"die@{route}#2"}) as (mortal,):
-            port = httpx.URL(mortal.url).port
-            with connect(world, "second", [target(mortal)], transport=via) as updater:
-                with pytest.raises(UpdateFailed) as caught:
-                    updater.update(version=1)
-                assert mortal.url in str(caught.value)
-                assert [row.status for row in caught.value.report.targets] == ["quarantined"]
-                mortal.process.wait(30)
-                with engines(world.folders["first"], tmp_path, settings | {"port": port}) as (successor,):
-                    assert updater.update(version=2).ok
-                    assert serves(world, successor, "second")
+    with engines(world.folders["first"], tmp_path, settings | {"faults": f"die@{route}#2"}) as (mortal,):
+        port = httpx.URL(mortal.url).port
+        with connect(world, "second", [target(mortal)], transport=via) as updater:
+            with pytest.raises(UpdateFailed) as caught:
+                updater.update(version=1)
+            assert mortal.url in str(caught.value)
+            assert [row.status for row in caught.value.report.targets] == ["quarantined"]
+            mortal.process.wait(30)
+            with engines(world.folders["first"], tmp_path, settings | {"port": port}) as (successor,):
+                assert updater.update(version=2).ok
+                assert serves(world, successor, "second")
 
 
 def test_what_it_would_bite_with_is_refused_before_anything_moves(world: World) -> None:

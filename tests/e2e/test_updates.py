@@ -331,7 +331,7 @@ def test_nothing_is_left_behind(engines, transport):
     before = settled()
     model = trainer_of(0)
     with connect(model, chosen, transport=transport) as updater:
-        for _ in range(20):
+        for _ in range(8):
             version = next_version()
             model.set_version(version)
             assert updater.update(version=version).ok
