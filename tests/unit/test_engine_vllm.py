@@ -245,6 +245,51 @@ def test_what_is_refused_at_init_for_another_reason_is_not_asked_again() -> None
     assert server.asked.count("/init_weight_transfer_engine") == 1
 
 
+@pytest.mark.parametrize(
+    ("version", "ranks", "accepts", "said"),
+    [
+        ("0.33.0", 2, {"packed": True}, [{"packed": True}]),
+        ("0.25.1", 2, {}, [{}]),
+        ("0.25.1", 1, {"packed": True}, [{}, {"packed": True}]),
+        ("0.1.dev7", 1, {}, [{"packed": True}, {}]),
+    ],
+)
+def test_the_form_of_the_version_comes_first(
+    version: str, ranks: int, accepts: dict[str, Any], said: list[dict[str, Any]]
+) -> None:
+    heard: list[dict[str, Any]] = []
+
+    def init(body: dict[str, Any]) -> dict[str, Any] | TargetRejected:
+        heard.append(body["init_info"])
+        return {} if body["init_info"] == accepts else refusal("Invalid init_info for IPCWeightTransferEngine")
+
+    server = a_server(
+        started(weight_transfer_config={"backend": "ipc"}),
+        version={"version": version},
+        get_world_size={"world_size": ranks},
+        pause={},
+        init_weight_transfer_engine=init,
+    )
+    adapter = VllmAdapter(info_of(server))
+    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    server.ask(adapter.open(opening()))
+    assert heard == said
+
+
+def test_several_workers_are_not_asked_again_since_their_refusals_would_be_taken_for_answers() -> None:
+    server = a_server(
+        started(weight_transfer_config={"backend": "ipc"}),
+        pause={},
+        init_weight_transfer_engine=refusal("Invalid init_info for IPCWeightTransferEngine"),
+    )
+    adapter = VllmAdapter(info_of(server))
+    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    with pytest.raises(TargetRejected) as caught:
+        server.ask(adapter.open(opening()))
+    assert "restart it" in (caught.value.hint or "")
+    assert server.asked.count("/init_weight_transfer_engine") == 1
+
+
 def test_the_extension_hears_our_messages_as_text() -> None:
     server = a_server(started(), pause={}, collective_rpc={"results": [None]}, resume={})
     adapter = ExtensionAdapter(info_of(server))

@@ -1,12 +1,13 @@
 """vLLM's own weight transfer: init, start, update, finish; backends ``nccl`` and ``ipc``.
 
-What changed between its versions is asked, not looked up: a route that is not there is left out, and a form of
-``init_info`` that is refused is followed by the one before it.
+What changed between its versions is asked where that is possible: a route that is not there is left out.  Which form
+of ``init_info`` comes first goes by the version, and one that is refused is followed by the next.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
@@ -27,6 +28,8 @@ SERVER_INFO = EngineRequest(method="GET", path="/server_info?config_format=json"
 _ACTIVE = "already active"  # in vLLM's words for a session that somebody has left open
 # What a worker says to fields that its version does not know, or lacks.
 _OTHER_FORM = ("Invalid init_info", "unexpected keyword", "required positional", "required keyword")
+# Up to 0.26 `packed` and its size belong to every update; 0.29 has them in `init_info`, and in between it changed.
+_NEW_FORM = (0, 27)
 
 
 class VllmAdapter:
@@ -174,14 +177,24 @@ class VllmAdapter:
     def _init(
         self, forms: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> Generator[EngineRequest, bytes, None]:
-        """Initialise, newest form first; what an old one lacks goes into every update instead."""
-        for index, (init_info, in_updates) in enumerate(forms):
+        """Initialise.  Forms are newest first; what an old one lacks goes into every update instead."""
+        order = list(forms) if version_of(self._info.engine) >= _NEW_FORM else list(reversed(forms))
+        for number, (init_info, in_updates) in enumerate(order, 1):
             try:
                 yield post("/init_weight_transfer_engine", {"init_info": init_info})
             except TargetRejected as error:
-                if index + 1 < len(forms) and any(words in str(error) for words in _OTHER_FORM):
-                    continue
-                raise
+                if number == len(order) or not any(words in str(error) for words in _OTHER_FORM):
+                    raise
+                if self._info.tp_size > 1:
+                    # It has read the refusal of one worker.  Those of the others wait, and would be taken for the
+                    # answers to what is asked next (seen with 0.25.1: every answer one too early from then on).
+                    raise TargetRejected(
+                        str(error),
+                        url=error.url,
+                        hint="this vLLM takes another form of init_info; restart it and report its version",
+                        status=error.status,
+                    ) from error
+                continue
             self._old_form = in_updates
             return
 
@@ -205,6 +218,12 @@ class VllmAdapter:
         except TargetRejected:
             yield from whatever(post("/finish_weight_update"))
             yield from whatever(shutdown)
+
+
+def version_of(engine: str) -> tuple[int, ...]:
+    """Major and minor number out of ``"vllm 0.25.1"``; what is no release (``0.1.dev7``) counts as new."""
+    found = re.search(r"(\d+)\.(\d+)\.\d", engine)
+    return (int(found[1]), int(found[2])) if found else _NEW_FORM
 
 
 def refuse_stale_cache(message: Open, facts: Facts, engine: str) -> None:
