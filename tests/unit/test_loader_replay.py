@@ -19,13 +19,13 @@ SHAPE = model_shape("tiny-moe")
 SPECS = [TensorSpec(name=place.name, dtype="bfloat16", shape=place.shape) for place in SHAPE.places]
 
 
-def update(loader: Loader, version: int, *, bucket_bytes: int, shift: int = 0) -> None:
+def update(loader: Loader, version: int, *, bucket_bytes: int, shift: int = 0, device: torch.device = CPU) -> None:
     """One update, bucket by bucket; ``shift`` moves the buckets within a larger buffer."""
-    pattern = Pattern(CPU)
+    pattern = Pattern(device)
     numbers = {place.name: number for number, place in enumerate(SHAPE.places)}
     loader.begin()
     for layout in plan_buckets(SPECS, bucket_bytes=bucket_bytes, packing=Packing()):
-        data = torch.zeros(layout.size_bytes + shift, dtype=torch.uint8)[shift:]
+        data = torch.zeros(layout.size_bytes + shift, dtype=torch.uint8, device=device)[shift:]
         bucket = Bucket(layout, data)
         for slot, view in bucket.views():
             row_words = slot.spec.row_bytes // 2

@@ -27,6 +27,8 @@ from weightcast.wire.routes import Route
 
 Finisher = Callable[[], object]
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def residents_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; those that are one and the same memory once."""
@@ -169,7 +171,7 @@ class Loader:
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        flats: dict[torch.dtype, torch.Tensor] = {}
+        flats: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
         for slot, copies in self._copies(bucket.layout):
             name = slot.spec.name
             if self._arrived.get(name, 0) != slot.first_row or (slot.whole and name in self._arrived):
@@ -179,14 +181,19 @@ class Loader:
                 self._hand_over(slot, bucket.view(slot))
                 continue
             dtype = slot.spec.torch_dtype
-            flat = flats.get(dtype)
-            if flat is None:
-                flat = flats[dtype] = bucket.data[: bucket.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            if dtype not in flats:
+                flat = bucket.data[: bucket.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+                flats[dtype] = flat, _bits(flat)
+            values, bits = flats[dtype]
             for copy in copies:
-                target = self.staging.target(copy.parameter).detach()
+                target, source = self.staging.target(copy.parameter).detach(), values
+                if target.dtype == dtype:
+                    # As bits: the copy of many tensors at once goes through float32, and what is no number comes out
+                    # of that with other bits than it had (seen with bfloat16 on CUDA).
+                    target, source = _bits(target), bits
                 targets.append(target.as_strided(copy.shape, copy.stride, target.storage_offset() + copy.offset))
-                start = flat.storage_offset() + copy.source_offset
-                sources.append(flat.as_strided(copy.shape, copy.source_stride, start))
+                start = source.storage_offset() + copy.source_offset
+                sources.append(source.as_strided(copy.shape, copy.source_stride, start))
         if targets:
             self.touched |= not self.staging.staged
             with torch.no_grad():
@@ -262,6 +269,12 @@ class Loader:
         self.touched = True
         with torch.no_grad():
             self._load_weights([(name, view)])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size."""
+    dtype = _INTEGERS.get(tensor.element_size())
+    return tensor if dtype is None else tensor.view(dtype)
 
 
 def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
