@@ -385,6 +385,7 @@ class TrainerGroup:
             if at_work.error is not None:
                 self._fail(self._others(), f"{what} ({at_work.error})")
             time.sleep(0.00005)
+        self._launch = None  # it holds the buffers
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
