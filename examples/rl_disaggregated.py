@@ -197,7 +197,8 @@ class Learner:
         logprobs = torch.log_softmax(logits.float(), -1).gather(-1, target[:, None])[:, 0]
         behaviour = torch.tensor([value for row in group.logprobs for value in row], device=self.device)
         weight = advantage[of[len(group.prompt) :]].to(self.device)
-        ratio = torch.exp(logprobs - behaviour)
+        # Bounded: an engine may say -9999 for a token that it sampled, and infinity times no advantage is no number.
+        ratio = torch.exp((logprobs - behaviour).clamp(-20, 20))
         loss = -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.28) * weight).sum()
         return loss, (logprobs.detach() - behaviour).abs().sum()
 

@@ -144,3 +144,19 @@ def test_gradient_steps_raise_the_rewarded_completion(model, groups):
     gained = plain_logprobs(model, groups[1:]).detach() - before
     worse, better = gained[:2].mean(), gained[2:].mean()
     assert better > worse
+
+
+def test_a_token_that_the_engine_held_to_be_impossible_spoils_no_gradient():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    impossible = torch.tensor([-9999.0, -2.0])
+    loss = clipped_loss(
+        logprobs,
+        behaviour_logprobs=impossible,
+        advantages=torch.zeros(2),
+        num_tokens=2,
+        clip_low=0.2,
+        clip_high=0.28,
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.isfinite(logprobs.grad).all()

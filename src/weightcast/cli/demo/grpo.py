@@ -102,7 +102,7 @@ def clipped_loss(
     Returns:
         A scalar.
     """
-    ratio = torch.exp(logprobs - behaviour_logprobs)
+    ratio = torch.exp((logprobs - behaviour_logprobs).clamp(-20, 20))  # infinity times no advantage is no number
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages).sum() / num_tokens
 
