@@ -23,7 +23,7 @@ UPDATES = ["update_weights"] * 3
 OLD = ("0.25.1",)
 
 
-@pytest.fixture(scope="module", params=["0.33.0", "0.32.0", "0.25.1"])
+@pytest.fixture(scope="module", params=["0.33.0", pytest.param("0.32.0", marks=pytest.mark.wide), "0.25.1"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What the rig printed, and under which version."""
     version: str = request.param

@@ -368,6 +368,7 @@ def test_port_in_use_and_other_mistakes_of_serve(engine, models, tmp_path):
     assert engine.get("/health").status_code == 200
 
 
+@pytest.mark.wide  # test_openai_server.py does it under load
 def test_sigterm_ends_an_engine_with_all_its_processes(models, tmp_path):
     root, _ = models
     engine = Engine(root / "old", tmp_path / "log", "--tp", "2")

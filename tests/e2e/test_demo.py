@@ -90,6 +90,7 @@ def test_rows_summary_picture_and_logs(finished):
         assert f"version {STEPS}" in (logs / "trainer-1.log").read_text()
 
 
+@pytest.mark.wide
 def test_sigterm_in_the_middle_leaves_no_process(model, tmp_path):
     with start("--steps", 1000, "--modes", "disaggregated", "--model", model, "--out", tmp_path) as demo:
         assert demo.stdout is not None
