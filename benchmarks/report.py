@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -242,23 +244,33 @@ def _gather(result: Result) -> str:
 
 
 def _engine(result: Result) -> str:
-    """Reports of updates that GPU tests of the reference engine made; the last of each test."""
+    """What GPU tests of real engines made: the last update of a test, or the middle one of the last ten of many."""
     facts = result["machine"]
     rows: list[list[str]] = []
     for name, test in result["tests"].items():
-        report = (test.get("reports") or [None])[-1]
-        if report is None:
+        name = re.sub(r"^test_|_on_the_(pushed_)?weights", "", name)
+        grown = ""
+        if "case" in test:  # a stock engine, or vLLM with our receiver in it
+            transport, size = test["case"]["via"], test["bytes"]
+            seconds, stall = (statistics.median(test[key][-10:]) for key in ("seconds", "stall_s"))
+            grown = f"{test['growth_over_20_bytes'] / 1e6:.0f}"
+        elif test.get("reports"):
+            report = test["reports"][-1]
+            transport, size, seconds = report["transport"], report["bytes"], report["seconds"]
+            stall = report["phases"]["stall"]
+        else:
             continue
-        cells = [
-            _ms(report["seconds"]),
-            f"{report['bytes'] / report['seconds'] / 1e9:.1f}",
-            _ms(report["phases"]["stall"]),
-        ]
-        rows.append([name, report["transport"], f"{report['bytes'] / 1e9:.2f}", *cells])
-    head = ["test", "transport", "GB", "ms", "GB/s", "stall, ms"]
-    machine = f"Machine: {len(facts['gpus'])} x {facts['gpus'][0]}; torch {facts['torch']}, NCCL {facts['nccl']}.\n"
-    words = "Whole `update()` calls with real engines, as the trainer sees them; the last of each test.\n"
-    return "\n".join([words, machine, f"`{facts['command']}`\n", table(head, rows)])
+        rows.append(
+            [name, transport, f"{size / 1e9:.2f}", _ms(seconds), f"{size / seconds / 1e9:.1f}", _ms(stall), grown]
+        )
+    head = ["test", "transport", "GB", "ms", "GB/s", "stall, ms", "engine's growth over 20, MB"]
+    versions = "".join(f", {name} {facts[name]}" for name in ("lmdeploy", "sglang", "vllm", "ray") if name in facts)
+    machine = (
+        f"Machine: {len(facts['gpus'])} x {facts['gpus'][0]}; torch {facts['torch']}, NCCL {facts['nccl']}{versions}.\n"
+    )
+    words = "Whole `update()` calls with real engines, as the trainer sees them.\n"
+    note = [result["note"] + "\n"] if "note" in result else []
+    return "\n".join([words, machine, *note, f"`{facts['command']}`\n", *([table(head, rows)] if rows else [])])
 
 
 _SHOW: dict[str, Callable[[Result], str]] = {
