@@ -37,14 +37,9 @@ MOE: dict[str, Any] = DENSE | {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
-MIXED: dict[str, Any] = MOE | {"mlp_only_layers": [0]}  # a dense layer, and one of experts
 PROMPTS = [[5, 6, 7, 8], [10, 300, 4, 77, 12], [400, 401, 17]]
 COUNT = 12
 BUCKET_BYTES = 300_000
-
-
-def mixed(folder: Path, *, seed: int) -> Any:
-    return tiny_model(folder, family="qwen3_moe", seed=seed, **MIXED)
 
 
 def nudge(model: Any, *, seed: int) -> None:
@@ -73,10 +68,9 @@ def version_of(engine: Engine) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {name: tmp_path_factory.mktemp(name) for name in ("dense", "moe", "mixed")}
+    found = {"dense": tmp_path_factory.mktemp("dense"), "moe": tmp_path_factory.mktemp("moe")}
     tiny_model(found["dense"], **DENSE)
     tiny_model(found["moe"], family="qwen3_moe", **MOE)
-    mixed(found["mixed"], seed=0)
     for folder in found.values():
         tiny_tokenizer(folder)
     return found
@@ -87,7 +81,7 @@ def servers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     """Tiny on two ranks, and the real SmolLM2; beside each other, since starting is what takes long."""
     smollm2 = ensure_smollm2(lambda done, total: None)
     logs = tmp_path_factory.mktemp("logs")
-    with sglang(logs, (folders["mixed"], 2, ()), (smollm2, 1, ())) as found:
+    with sglang(logs, (folders["dense"], 2, ()), (smollm2, 1, ())) as found:
         yield found
 
 
@@ -98,7 +92,7 @@ def two_ranks(servers: list[Engine]) -> Engine:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_three_updates_in_a_row_answer_as_transformers_does(two_ranks: Engine, tmp_path: Path, way: str) -> None:
-    model = mixed(tmp_path, seed=WAYS.index(way) + 1)
+    model = tiny_model(tmp_path, seed=WAYS.index(way) + 1, **DENSE)
     first = int(version_of(two_ranks)) + 1 if version_of(two_ranks).isdigit() else 1
     options = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60.0, "transport": way, "verify": "behaviour"}
     seen = [greedy_tokens(two_ranks, PROMPTS, COUNT)]
@@ -124,7 +118,7 @@ def test_three_updates_in_a_row_answer_as_transformers_does(two_ranks: Engine, t
 
 
 def test_the_same_weights_have_the_same_checksum_whichever_way_they_came(two_ranks: Engine, tmp_path: Path) -> None:
-    model = mixed(tmp_path, seed=9)
+    model = tiny_model(tmp_path, seed=9, **DENSE)
     found: list[str] = []
     for number, way in enumerate(WAYS):
         nudged = copy.deepcopy(model)
@@ -139,7 +133,7 @@ def test_the_same_weights_have_the_same_checksum_whichever_way_they_came(two_ran
 def test_a_session_that_a_dead_trainer_left_open_is_ended(two_ranks: Engine, tmp_path: Path) -> None:
     two_ranks.post("/pause_generation", mode="abort")
     two_ranks.post("/begin_weight_update")
-    model = mixed(tmp_path, seed=21)
+    model = tiny_model(tmp_path, seed=21, **DENSE)
     assert update(model, two_ranks, 70, transport="ipc", allow_older=True).ok
     assert greedy_tokens(two_ranks, PROMPTS, COUNT) == answers(model)
 
@@ -147,7 +141,7 @@ def test_a_session_that_a_dead_trainer_left_open_is_ended(two_ranks: Engine, tmp
 def test_a_bucket_that_is_refused_leaves_it_quarantined_until_the_next_update(
     two_ranks: Engine, tmp_path: Path
 ) -> None:
-    model = mixed(tmp_path, seed=22)
+    model = tiny_model(tmp_path, seed=22, **DENSE)
     good = model.model.norm.weight
     options = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60.0, "transport": "broadcast", "allow_older": True}
     model.model.norm.weight = torch.nn.Parameter(torch.ones(64))
@@ -168,14 +162,14 @@ def test_a_bucket_that_is_refused_leaves_it_quarantined_until_the_next_update(
 def test_an_older_version_is_refused_and_nothing_moves(two_ranks: Engine, tmp_path: Path) -> None:
     before = checksum(two_ranks), version_of(two_ranks)
     with pytest.raises(UpdateFailed, match="is older than") as caught:
-        update(mixed(tmp_path, seed=23), two_ranks, 1)
+        update(tiny_model(tmp_path, seed=23, **DENSE), two_ranks, 1)
     assert caught.value.report.targets[0].status == "untouched"
     assert (checksum(two_ranks), version_of(two_ranks)) == before
     assert two_ranks.client.get(two_ranks.url + "/ready").status_code == 200
 
 
 def test_the_command_line_pushes_and_says_what_it_found(two_ranks: Engine, tmp_path: Path) -> None:
-    model = mixed(tmp_path, seed=24)
+    model = tiny_model(tmp_path, seed=24, **DENSE)
     done = weightcast("push", tmp_path, "--to", two_ranks.url, "--version", 90, "--via", "disk", "--json")
     assert done.returncode == 0, done.stderr
     assert '"sglang 0.5.23"' in done.stdout
@@ -215,7 +209,7 @@ class TestMore:
     def more(self, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         logs = tmp_path_factory.mktemp("logs")
         with sglang(
-            logs, (folders["dense"], 2, ("--admin-api-key=secret",)), (folders["moe"], 1, ()), (folders["moe"], 2, ())
+            logs, (folders["dense"], 1, ("--admin-api-key=secret",)), (folders["moe"], 1, ()), (folders["moe"], 2, ())
         ) as found:
             yield found
 
