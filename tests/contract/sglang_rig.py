@@ -2,7 +2,8 @@
 
 Runs in SGLang's environment, whichever version is first on the path.  Real: the FastAPI app, the tokenizer manager's
 methods with their locks, the safe unpickler, the flattened bucket, the scheduler's weight-update manager and the model
-runner's weight updater with its process groups.  Not there: processes, scheduling, a model.  Prints its port as JSON.
+runner's weight updater with its process groups; checkpoint-engine's receiver, with host memory in the place of a GPU's.
+Not there: processes, scheduling, a model.  Prints its port as JSON.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 
+import host_memory  # noqa: E402
 import sglang  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import uvicorn  # noqa: E402
+from sglang.srt.checkpoint_engine import checkpoint_engine_worker  # noqa: E402
 from sglang.srt.entrypoints import http_server  # noqa: E402
 from sglang.srt.managers import tokenizer_control_mixin  # noqa: E402
 from sglang.srt.managers.scheduler_components import weight_updater as scheduler_side  # noqa: E402
@@ -31,8 +34,9 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.model_executor.model_runner_components import weight_updater as runner_side  # noqa: E402
 from sglang.srt.utils import common  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
+from torch.multiprocessing import reductions  # noqa: E402
 
-_OURS = ("/rig/clear", "/rig/refuse", "/rig/allowed")
+_OURS = ("/rig/clear", "/rig/refuse", "/rig/allowed", "/rig/gpu")
 
 
 class Notes(torch.nn.Module):
@@ -60,6 +64,7 @@ class Manager(TokenizerManager):
         self.model_update_lock = RWLock()
         self.mm_processor = None
         self.gracefully_exit = False
+        self.initial_weights_loaded = True
         self.server_status = ServerStatus.Up
         self.version = "default"
         self._updater = updater
@@ -128,6 +133,9 @@ class Worker:
             message.names, message.dtypes, message.shapes, message.group_name, message.load_format
         )
 
+    def update_weights_from_ipc(self, message: Any) -> Any:
+        return self._runner.weight_updater.update_weights_from_ipc(message)
+
     def update_weights_from_tensor(self, message: Any) -> Any:
         return self._runner.weight_updater.update_weights_from_tensor(
             named_tensors=self._deserialize(message.serialized_named_tensors[0]), load_format=message.load_format
@@ -158,7 +166,7 @@ def build(journal: list[str]) -> tuple[Manager, Notes]:
         get_model=lambda: notes,
         update_model_fields=None,
         recapture_cuda_graph=None,
-        get_model_runner=lambda: SimpleNamespace(server_args=SimpleNamespace(weight_cache_mode="off")),
+        get_model_runner=lambda: SimpleNamespace(server_args=SimpleNamespace(weight_cache_mode="off"), model=notes),
     )
     runner = SimpleNamespace(weight_updater=updater)
     decode = common.MultiprocessingSerializer.deserialize
@@ -185,6 +193,7 @@ class Outside:
         self._manager = manager
         self._notes = notes
         self._journal = journal
+        self._device = "cpu"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "")
@@ -193,7 +202,8 @@ class Outside:
             return
         answer: Any = {}
         if path == "/server_info":
-            answer = {"version": sglang.__version__, "tp_size": 1, "dp_size": 1, "pp_size": 1, "device": "cpu"}
+            answer = {"version": sglang.__version__, "tp_size": 1, "dp_size": 1, "pp_size": 1}
+            answer["device"] = self._device
         elif path == "/model_info":
             answer = {"served_model_name": "notes", "weight_version": self._manager.version}
         elif path == "/rig":
@@ -207,7 +217,10 @@ class Outside:
             }
         elif path == "/rig/allowed":
             answer = [" ".join(name) for name in getattr(common.SafeUnpickler, "ALLOWED_GLOBALS", ())]
+        elif path == "/rig/gpu":
+            self._device = "cuda"
         elif path == "/rig/clear":
+            self._device = "cpu"
             self._journal.clear()
             self._notes.kept.clear()
             self._notes.refuses = ""
@@ -223,8 +236,18 @@ def _sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bytes(flat.tolist())).hexdigest()
 
 
+def pretend_gpu() -> None:
+    """For checkpoint-engine's wire, which is for accelerators."""
+    host_memory.receive_on_host()
+    reductions.rebuild_cuda_tensor = host_memory.open_segment(lambda _: None)
+    worker = checkpoint_engine_worker.SGLangCheckpointEngineWorkerExtensionImpl
+    worker.get_device_uuid = lambda self: "GPU-cpu"
+    worker.get_device_id = lambda self: "cpu"
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    pretend_gpu()
     journal: list[str] = []
     manager, notes = build(journal)
     http_server._global_state = SimpleNamespace(tokenizer_manager=manager)

@@ -33,6 +33,7 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "0.5.23": (),
     "0.5.17": ("sglang==0.5.17", "transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.33.0"),
 }
+CHECKPOINT_ENGINE = ("checkpoint-engine==0.4.2", "loguru==0.7.3")
 START_S = 300.0
 
 
@@ -58,9 +59,9 @@ def rigs() -> Iterator[dict[str, Rig]]:
     found: dict[str, Rig] = {}
     try:
         for version, wheels in VERSIONS.items():
-            path = [str(overlay(python, *wheels))] if wheels else []
+            path = [overlay(python, *each) for each in (wheels, CHECKPOINT_ENGINE) if each]
             environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join([*path, str(STANDINS)]),
+                "PYTHONPATH": os.pathsep.join(map(str, [*path, STANDINS, STANDINS.parent])),
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "OMP_NUM_THREADS": "1",
             }
@@ -171,6 +172,34 @@ def test_the_steps_in_their_order(rig: Rig, way: str) -> None:
 def test_pause_modes_are_taken(rig: Rig, pause: str, word: str) -> None:
     update(Mixed(seed=2), rig, 9, transport="ipc", pause=pause)
     assert rig("/rig")["journal"][0] == word
+
+
+def test_checkpoint_engines_wire(rig: Rig) -> None:
+    rig("/rig/gpu")
+    model = Mixed(seed=3)
+    update(model, rig, 7, transport="checkpoint-engine")
+    after = rig("/rig")
+    assert after["kept"] == told(model)
+    assert rig("/model_info")["weight_version"] == "7"
+    assert "begin_weight_update" not in after["journal"]
+    assert after["journal"].count("update_weights_from_ipc") == 1
+    update(Mixed(seed=4), rig, 8, transport="checkpoint-engine")
+    assert rig("/rig")["kept"] == told(Mixed(seed=4))
+
+
+def test_a_tensor_that_is_refused_on_checkpoint_engines_wire(rig: Rig) -> None:
+    rig("/rig/gpu")
+    rig("/rig/refuse?scalar")
+    with pytest.raises(UpdateFailed, match="scalar is not what this model wants") as caught:
+        update(Mixed(seed=3), rig, 7, transport="checkpoint-engine")
+    assert caught.value.report.targets[0].status == "quarantined"
+    assert rig("/rig")["paused"]
+    rig("/rig/clear")
+    rig("/rig/gpu")
+    update(Mixed(seed=5), rig, 8, transport="checkpoint-engine")
+    after = rig("/rig")
+    assert after["kept"] == told(Mixed(seed=5))
+    assert not after["paused"]
 
 
 def test_a_group_is_kept_for_the_next_update_and_left_at_the_end(rig: Rig) -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing.reductions as reductions
 from fastapi import Body
+from host_memory import open_segment, receive_on_host
 
 CALLS: list[str] = []
 
@@ -45,15 +46,6 @@ class HostEvent:
         return cls()
 
 
-def open_segment(*args: Any) -> torch.Tensor:
-    """In the place of ``rebuild_cuda_tensor``: the same arguments, but the handle names a segment."""
-    _, size, stride, offset, _, dtype, device, handle, size_bytes, _, _, manager, *_ = args
-    assert device == "cpu", "the engine puts its own device there"
-    CALLS.append("open")
-    storage = reductions.rebuild_storage_filename(torch.UntypedStorage, manager, handle, size_bytes)
-    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
-
-
 def pretend_cuda() -> None:
     """What LMDeploy calls of CUDA on its way to the weights, on a build of torch without it."""
     cuda: Any = torch.cuda
@@ -62,7 +54,7 @@ def pretend_cuda() -> None:
     cuda.empty_cache = lambda: None
     cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid="rig-0")
     cuda.Event = HostEvent
-    reductions.rebuild_cuda_tensor = open_segment
+    reductions.rebuild_cuda_tensor = open_segment(CALLS.append)
 
 
 def build_model(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -284,14 +276,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pretend_cuda()
     if args.device_type == "cuda":
-        from checkpoint_engine import worker
-
-        class Device:
-            device_module = types.SimpleNamespace(
-                synchronize=lambda: None, ipc_collect=lambda: None, empty_cache=lambda: None
-            )
-
-        worker.DeviceManager = Device
+        receive_on_host()
     # LMDeploy destroys groups by torch's global function, which wants a default group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, config = build_model(args.folder, torch.float32)

@@ -64,6 +64,7 @@ def sglang(model: Path, gpus: tuple[int, ...], log: Path) -> AbstractContextMana
         pytest.param("ipc", ["cuda:0", "cuda:1"], (0, 1), id="sglang ipc, two ranks", marks=needs(2)),
         pytest.param("broadcast", ["cuda:2"], (0, 1), id="sglang nccl to two ranks", marks=needs(3)),
         pytest.param("disk", ["cuda:0"], (0,), id="sglang disk"),
+        pytest.param("checkpoint-engine", ["cuda:0"], (0,), id="sglang checkpoint-engine"),
     ],
 )
 def test_an_updated_engine_answers_as_one_started_on_the_weights(

@@ -120,9 +120,10 @@ class Feed:
             TargetLost: One fell silent.
         """
         what = f"bucket {layout.index}"
+        memories = memory_of_ranks(self.link, shared)
         if not self._sockets:
-            self._begin(memory_of_ranks(self.link, shared), what)
-        first = memory_of_ranks(self.link, shared)[0].first_byte
+            self._begin(memories, what)
+        first = memories[0].first_byte
         self._ask(opcodes.pickled(table(layout, first)), what)
         self.link.sent += 1
 
@@ -165,13 +166,13 @@ class Feed:
         zmq = _zmq()
         token = secrets.token_hex(8)
         addresses: dict[str, str] = {}
-        for rank in self.link.info.ranks:
+        for rank, memory in zip(self.link.info.ranks, memories, strict=True):
             # An abstract name: nothing is left in the file system, whoever dies.
             address = f"ipc://@weightcast-{token}-{rank.rank}.sock"
             socket = self._context.socket(zmq.REQ)
             socket.bind(address)
             self._sockets.append(socket)
-            addresses[f"GPU-{rank.device}"] = address
+            addresses[f"GPU-{memory.device if rank.device == 'cuda' else rank.device}"] = address
         self.link.touch()
         self._answer = answer = Future[None]()
         steps = cast(TakesHandles, self.link.adapter).handles(addresses)
@@ -290,6 +291,10 @@ def memory_of_ranks(link: Link, shared: Sequence[Shared]) -> list[TorchMemory]:
     for rank in link.info.ranks:
         offered = [item.ring[rank.rank] for item in shared if rank.rank < len(item.ring)]
         mine = [memory for memory in offered if memory.kind == "shm" or memory.device == rank.device]
+        if rank.device == "cuda" and len(offered) > 1:  # it does not tell: as the trainer's ranks sit
+            mine = offered[rank.rank : rank.rank + 1]
+        elif rank.device == "cuda":
+            mine = offered
         if not mine:
             raise ConfigError(
                 f"{link.url}: no trainer rank has filled a buffer on GPU {rank.device} of rank {rank.rank}",

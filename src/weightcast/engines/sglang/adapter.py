@@ -45,6 +45,7 @@ class SglangAdapter:
         self._has_checker: bool | None = None
         self._groups: set[str] = set()
         self._session_open = False
+        self._in_sessions = True
         self._by_folder = False
         self._paused_at = 0.0
         self._buckets = 0
@@ -60,6 +61,7 @@ class SglangAdapter:
     def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
         """As ``Adapter.check``: environment that must agree, tensors that it cannot take."""
         self._by_folder = transport == "disk"
+        self._in_sessions = transport in ("broadcast", "ipc")
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
@@ -86,7 +88,7 @@ class SglangAdapter:
         if self._by_folder:
             yield from self._all_ranks()  # before anything moves: has it a way to say so?
         yield from self._hold_still(message.timeout_s)
-        if not self._by_folder:
+        if self._in_sessions:
             yield from self._begin()
         return self._ack(checksum=self._checksum)
 
@@ -124,6 +126,12 @@ class SglangAdapter:
                 load_format=_BUCKET,
                 flush_cache=False,
             )
+        return self._ack()
+
+    def handles(self, addresses: dict[str, str]) -> Steps:
+        """As ``transports.checkpoint_engine.TakesHandles``.  Without a session: SGLang wants none here."""
+        self._buckets += 1
+        yield _post("/update_weights_from_ipc", zmq_handles=addresses, flush_cache=False)
         return self._ack()
 
     def load_folder(self, session: str, folder: str) -> Steps:

@@ -98,7 +98,11 @@ def _what_it_takes(server: Answer) -> tuple[tuple[str, ...], list[str]]:
             f"quantization={server['quantization']} that is made on loading is not made anew by an update: serve a "
             "checkpoint that is quantised already"
         )
-    return (("disk",) if online else ("ipc", "broadcast", "disk")), messages
+    if online:
+        return ("disk",), messages
+    # Whether checkpoint-engine is installed there it says only when it is needed.
+    more = () if server.get("device") == "cpu" else ("checkpoint-engine",)
+    return ("ipc", "broadcast", "disk", *more), messages
 
 
 def _either(path: str, older: str) -> Generator[EngineRequest, bytes, Answer | None]:
