@@ -78,10 +78,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def servers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    """Tiny on two ranks, and the real SmolLM2; beside each other, since starting is what takes long."""
+    """Tiny on two ranks, dense and of experts, and SmolLM2; side by side, since starting is what takes long."""
     smollm2 = ensure_smollm2(lambda done, total: None)
     logs = tmp_path_factory.mktemp("logs")
-    with sglang(logs, (folders["dense"], 2, ()), (smollm2, 1, ())) as found:
+    with sglang(logs, (folders["dense"], 2, ()), (smollm2, 1, ()), (folders["moe"], 2, ())) as found:
         yield found
 
 
@@ -201,6 +201,24 @@ def test_smollm2_answers_as_transformers_does(servers: list[Engine]) -> None:
         before = found
 
 
+def experts_arrive(engine: Engine, folder: Path, way: str) -> None:
+    model = tiny_model(folder, family="qwen3_moe", seed=30 + WAYS.index(way), **MOE)
+    before = greedy_tokens(engine, PROMPTS, COUNT)
+    for _ in range(2):
+        nudge(model, seed=1)
+        report = update(model, engine, int(time.monotonic()), transport=way, allow_older=True, verify="behaviour")
+        assert report.targets[0].proof == "behaviour", report.targets[0].message
+        found = greedy_tokens(engine, PROMPTS, COUNT)
+        assert found == answers(model)
+        assert found != before
+        before = found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_arrive_on_two_ranks(servers: list[Engine], tmp_path: Path, way: str) -> None:
+    experts_arrive(servers[2], tmp_path, way)
+
+
 @pytest.mark.engine_full
 class TestMore:
     """What `make test` has no time for."""
@@ -208,25 +226,12 @@ class TestMore:
     @pytest.fixture(scope="class")
     def more(self, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         logs = tmp_path_factory.mktemp("logs")
-        with sglang(
-            logs, (folders["dense"], 1, ("--admin-api-key=secret",)), (folders["moe"], 1, ()), (folders["moe"], 2, ())
-        ) as found:
+        with sglang(logs, (folders["dense"], 1, ("--admin-api-key=secret",)), (folders["moe"], 1, ())) as found:
             yield found
 
-    @pytest.mark.parametrize("number", [1, 2], ids=["moe on one rank", "moe on two"])
     @pytest.mark.parametrize("way", WAYS)
-    def test_experts_arrive(self, more: list[Engine], tmp_path: Path, way: str, number: int) -> None:
-        engine = more[number]
-        model = tiny_model(tmp_path, family="qwen3_moe", seed=30 + WAYS.index(way), **MOE)
-        before = greedy_tokens(engine, PROMPTS, COUNT)
-        for _ in range(2):
-            nudge(model, seed=1)
-            report = update(model, engine, int(time.monotonic()), transport=way, allow_older=True, verify="behaviour")
-            assert report.targets[0].proof == "behaviour", report.targets[0].message
-            found = greedy_tokens(engine, PROMPTS, COUNT)
-            assert found == answers(model)
-            assert found != before
-            before = found
+    def test_experts_arrive_on_one_rank(self, more: list[Engine], tmp_path: Path, way: str) -> None:
+        experts_arrive(more[1], tmp_path, way)
 
     @pytest.mark.parametrize("way", WAYS)
     @pytest.mark.parametrize("pause", ["abort", "retract", "in_place", "wait"])
