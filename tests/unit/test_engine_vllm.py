@@ -126,6 +126,12 @@ def test_a_server_tells_what_it_takes_and_what_it_lacks(info: Any, transports: t
     assert words in found.message
 
 
+def test_how_a_server_is_spread_out() -> None:
+    parallel = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    server = a_server(started(weight_transfer_config={"backend": "nccl"}, parallel_config=parallel))
+    assert info_of(server).sizes == "tp 2, dp 2, ep 2"
+
+
 def test_a_server_that_was_started_again_is_another_member() -> None:
     first, again, other = (
         a_server(started(instance_id=number)).ask(VllmKind().recognise("http://127.0.0.1:1")) for number in "112"
@@ -301,6 +307,11 @@ def test_the_extension_hears_our_messages_as_text() -> None:
     assert said["method"] == "weightcast_apply"
     assert decode(said["args"][0].encode()).layout == layout  # type: ignore[union-attr]
     assert server.ask(adapter.abort(SESSION, "no")).state == "quarantined"
+    server.ask(adapter.open(opening()))
+    assert server.ask(adapter.abort(SESSION, "no")).state == "quarantined"  # what was half written still is
+    assert server.asked[-1] != "/resume"
+    server.ask(adapter.open(opening()))
+    server.ask(adapter.commit(Commit(session=SESSION)))
     server.ask(adapter.open(opening()))
     assert server.ask(adapter.abort(SESSION, "no")).state == "serving"
     assert server.asked[-1] == "/resume"

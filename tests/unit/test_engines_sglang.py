@@ -77,6 +77,8 @@ class TestRecognising:
         info = recognised()
         assert (info.kind, info.engine, info.model, info.version) == ("sglang", "sglang 0.5.23", "tiny", 12)
         assert (info.tp_size, info.staging, info.host_id, info.paused) == (2, "none", host_id(), False)
+        assert info.sizes == "tp 2"
+        assert recognised({"dp_size": 2, "ep_size": 2}).sizes == "tp 2, dp 2, ep 2"
         assert [rank.device for rank in info.ranks] == ["cpu", "cpu"]
         assert info.transports == ("ipc", "broadcast", "disk")
 
@@ -248,6 +250,21 @@ class TestAnUpdate:
         talk(adapter.open(opening()), {})
         talk(adapter.bucket("s", LAYOUT, group="g", shared=()), {})
         asked, ack = talk(adapter.abort("s", "why"), {"/end_weight_update": 400})
+        assert (paths(asked), ack.state) == (["/end_weight_update"], "quarantined")
+        # An update that ends before its first bucket does not let go on what an earlier one has half written.
+        talk(adapter.open(opening()), {})
+        asked, ack = talk(adapter.abort("s", "why"), {})
+        assert (paths(asked), ack.state) == (["/end_weight_update"], "quarantined")
+        talk(adapter.open(opening()), {})
+        talk(adapter.bucket("s", LAYOUT, group="g", shared=()), {})
+        talk(adapter.commit(Commit(session="a" * 32)), {})
+        talk(adapter.open(opening()), {})
+        assert talk(adapter.abort("s", "why"), {})[1].state == "serving"
+
+    def test_who_was_left_paused_by_somebody_else_goes_on_after_a_whole_update_only(self) -> None:
+        adapter = SglangAdapter(msgspec.structs.replace(recognised(), paused=True))
+        talk(adapter.open(opening()), {})
+        asked, ack = talk(adapter.abort("s", "why"), {})
         assert (paths(asked), ack.state) == (["/end_weight_update"], "quarantined")
 
     def test_by_folder_there_is_no_session(self) -> None:

@@ -266,6 +266,10 @@ def test_untouched_it_wakes_and_touched_it_sleeps_on() -> None:
     asked, ack = talk(adapter.abort("s", "why"), b"")
     # It lets go of our memory when it falls asleep, and is kept from serving parts of two versions.
     assert ([request.path for request in asked], ack.state) == (["/sleep?level=1"], "quarantined")
+    # An update that ends before its first bucket does not wake what an earlier one has half written.
+    talk(adapter.open(opening()), b'{"is_sleeping": true}', 404, b"")
+    asked, ack = talk(adapter.abort("s", "why"))
+    assert (asked, ack.state) == ([], "quarantined")
     asked, _ = talk(adapter.open(opening()), b'{"is_sleeping": true}', 404, b"")
     assert [request.path for request in asked][-1] == "/wakeup?tags=weights"
     talk(adapter.bucket("s", layouts()[0], group=None, shared=shared()), b"null")
@@ -336,7 +340,7 @@ SERVER: dict[str, Any] = {
 def test_a_server_is_described_by_what_its_routes_answer() -> None:
     asked, found = recognised(**SERVER)
     assert found is not None
-    assert (found.kind, found.model, found.tp_size, found.staging) == ("lmdeploy", "qwen", 2, "none")
+    assert (found.kind, found.model, found.sizes, found.staging) == ("lmdeploy", "qwen", "tp 2, dp 2", "none")
     assert [rank.device for rank in found.ranks] == ["aa", "bb"]
     assert {rank.pid for rank in found.ranks} == {1_700_000_000}
     assert found.transports == ("ipc", "broadcast", "checkpoint-engine")

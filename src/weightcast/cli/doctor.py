@@ -124,7 +124,7 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
     engine = ""
     if info is not None:
         version = "?" if info.version is None else info.version
-        engine = f"{info.engine}, {info.model}, tp {info.tp_size}, {info.state} version {version}"
+        engine = f"{info.engine}, {info.model}, {info.sizes}, {info.state} version {version}"
     return Diagnosis(
         url=target.url, engine=engine, checks=tuple(checks), ok=all(check.level != "fail" for check in checks)
     )
@@ -170,12 +170,14 @@ def _stock(info: EngineInfo) -> Iterator[Check]:
         text=f"as it was started, it takes {ways or 'no update'}; not tried",
         hint=info.message or None,
     )
-    if "ipc" in info.transports and "cuda" in {rank.device for rank in info.ranks}:
+    if "ipc" in info.transports and "cuda" in info.devices:
         yield Check(
             name="ipc",
             level="ok",
             text="it does not tell its GPUs: ipc only on request (--via ipc), from trainer ranks on the same GPUs",
         )
+    elif set(info.devices) != {"cpu"}:
+        yield Check(name="gpus", level="ok", text="its ranks are on " + ", ".join(info.devices))
 
 
 def _failed(name: str, error: WeightcastError, hint: str) -> Check:

@@ -15,7 +15,7 @@ from weightcast.errors import WeightcastError
 if TYPE_CHECKING:
     from weightcast.wire.messages import EngineInfo
 
-_HEADERS = ("url", "engine", "model", "state", "version", "digest", "tp", "staging", "updated by")
+_HEADERS = ("url", "engine", "model", "state", "version", "digest", "parallel", "staging", "updated by")
 
 
 def status(
@@ -86,7 +86,7 @@ def _row(target: Target, answer: EngineInfo | WeightcastError) -> tuple[str, ...
         _state(answer),
         version,
         answer.digest or "not proven",
-        str(answer.tp_size),
+        answer.sizes,
         answer.staging,
         answer.session_owner or "-",
     )
@@ -105,6 +105,9 @@ def _fields(target: Target, answer: EngineInfo | WeightcastError) -> dict[str, A
         "version": answer.version,
         "digest": answer.digest,
         "tp": answer.tp_size,
+        "dp": answer.dp_size,
+        "ep": answer.ep_size,
+        "devices": answer.devices,
         "staging": answer.staging,
         "transports": answer.transports,
         "session_owner": answer.session_owner,

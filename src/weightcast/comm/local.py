@@ -493,7 +493,14 @@ def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
     # By default torch ends the whole process when an NCCL operation of any group fails or passes the group's
     # limit.  We have deadlines of our own, far shorter than the limit we give it, and want to say who failed.
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        group = dist.new_group(backend=backend, timeout=timeout)
+        try:
+            group = dist.new_group(backend=backend, timeout=timeout)
+        except RuntimeError as error:  # which torch's own errors are
+            raise TrainerRankFailed(
+                f"trainer ranks have met, but could not make a {backend} group within {timeout.total_seconds():g} s: "
+                f"{error}",
+                hint="a rank has died since, or is too busy for so short a timeout_s",
+            ) from error
     assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is a member
     return group
 

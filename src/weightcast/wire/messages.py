@@ -337,6 +337,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         version: Version it serves; None if unknown.
         digest: Model digest of what it serves, from its last commit; None if it was never proven.
         tp_size: Tensor-parallel size.
+        dp_size: Data-parallel replicas behind its URL.
+        ep_size: Expert-parallel size.
         host_id: Boot id of its host: two processes with the same one can share memory.
         ranks: Where its ranks run.
         staging: ``device``, ``host`` or ``none``: where a new version waits for its commit.
@@ -364,6 +366,19 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     message: str = ""
     paused: bool = False
     kind: str = "native"
+    dp_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    ep_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+
+    @property
+    def sizes(self) -> str:
+        """How it is spread out, in words."""
+        more = [f"{name} {size}" for name, size in (("dp", self.dp_size), ("ep", self.ep_size)) if size > 1]
+        return ", ".join([f"tp {self.tp_size}", *more])
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """UUID of each rank's GPU, ``cpu``, or ``cuda`` where it does not say."""
+        return tuple(rank.device for rank in self.ranks)
 
 
 def shown(text: str) -> str:

@@ -42,6 +42,7 @@ class LmdeployAdapter:
         self._transport = ""
         self._version: int | None = None
         self._ours = False  # it sleeps because of us
+        self._mixed = False  # maybe parts of two versions, from the first bucket on
         self._still_since: float | None = None
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -96,10 +97,12 @@ class LmdeployAdapter:
         """A bucket comes: the engine enters the broadcast, or reads memory that it maps."""
         if group is not None:
             self._way = "broadcast"
+            self._mixed = True
             if layout.size_bytes:  # an engine that is told of nothing would wait for it all the same
                 yield from _post("/update_weights_from_distributed", _table(layout, group))
             return Ack(ok=True)
         self._way = "ipc"
+        self._mixed = True
         memories = self._memory_of_ranks(shared)
         dtype = check_readable(layout, memories[0])
         handle = self._kept.lacks(memories, dtype)
@@ -120,6 +123,7 @@ class LmdeployAdapter:
             addresses: ZeroMQ address by UUID of the GPU.
         """
         self._way = "checkpoint-engine"
+        self._mixed = True
         yield from _post("/update_weights_from_ipc", {"zmq_handles": addresses})
         return Ack(ok=True)
 
@@ -137,6 +141,7 @@ class LmdeployAdapter:
             end = {"serialized_named_tensors": [END] * self._info.tp_size, "finished": True}
             yield EngineRequest(path="/update_weights", body=msgspec.json.encode(end))
             self._kept.nothing()
+        self._mixed = False
         stall_s, words = (
             0.0,
             "it was asleep before this update, and is left so: POST /wakeup?tags=kv_cache when it may run",
@@ -156,9 +161,9 @@ class LmdeployAdapter:
         )
 
     def abort(self, session: str, reason: str) -> Steps:
-        """Wake it if nothing has been touched; else it stays asleep until it gets all weights."""
+        """Wake it if nothing has been touched, by an earlier update either; else it sleeps until it gets all weights."""
         self._kept.nothing()
-        if self._way:
+        if self._mixed:
             if self._way == "ipc":  # what it has mapped of ours it lets go of when it falls asleep
                 yield from _tidy(EngineRequest(path="/sleep?level=1"))
             return Ack(ok=True, state="quarantined")

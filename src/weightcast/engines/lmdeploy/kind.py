@@ -110,6 +110,8 @@ def describe(
         message="; ".join(messages),
         paused=asleep,
         kind="lmdeploy",
+        dp_size=_size(sizes, "dp_size"),
+        ep_size=_size(sizes, "ep_size"),
     )
 
 
@@ -152,10 +154,12 @@ def _in_rank_order(status: Answer) -> list[str]:
 
 def _attention_tp(sizes: Answer) -> int:
     """Ranks behind this URL that join a group: with data parallelism each replica has a server of its own."""
-    tp_size, dp_size = sizes.get("tp_size"), sizes.get("dp_size")
-    tp_size = tp_size if isinstance(tp_size, int) and tp_size > 0 else 1
-    dp_size = dp_size if isinstance(dp_size, int) and dp_size > 0 else 1
-    return max(1, tp_size // dp_size)
+    return max(1, _size(sizes, "tp_size") // _size(sizes, "dp_size"))
+
+
+def _size(sizes: Answer | None, name: str) -> int:
+    size = (sizes or {}).get(name)
+    return size if isinstance(size, int) and size > 0 else 1
 
 
 def _first_model(models: Answer | None) -> Answer:

@@ -49,6 +49,8 @@ class SglangAdapter:
         self._by_folder = False
         self._paused_at = 0.0
         self._buckets = 0
+        # Maybe parts of two versions: of ours, from the first bucket on, or of whoever left it paused before us.
+        self._mixed = info.paused
         self._pause = "abort"
         self._version = 0
         self._wants_checksum = False
@@ -109,6 +111,7 @@ class SglangAdapter:
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """A bucket, from the group or from shared memory.  The cache is left alone until the end."""
         self._buckets += 1
+        self._mixed = True
         if group is not None:
             yield _post(
                 "/update_weights_from_distributed",
@@ -131,12 +134,14 @@ class SglangAdapter:
     def handles(self, addresses: dict[str, str]) -> Steps:
         """As ``transports.checkpoint_engine.TakesHandles``.  Without a session: SGLang wants none here."""
         self._buckets += 1
+        self._mixed = True
         yield _post("/update_weights_from_ipc", zmq_handles=addresses, flush_cache=False)
         return self._ack()
 
     def load_folder(self, session: str, folder: str) -> Steps:
         """Load a checkpoint folder.  The server then calls its model by that path, and there is no way around that."""
         self._buckets += 1
+        self._mixed = True
         yield _post("/update_weights_from_disk", model_path=folder, flush_cache=False)
         yield from self._all_ranks()  # that answer was rank 0's alone, and the folder is about to go
         return self._ack()
@@ -160,11 +165,12 @@ class SglangAdapter:
                 words.append(_compared(self._checksum, checksum, self._info.tp_size))
         yield from self._stamp()
         yield _post("/continue_generation")
+        self._mixed = False
         stall_s = time.monotonic() - self._paused_at
         return self._ack(version=self._version, stall_s=stall_s, message="; ".join(words), checksum=checksum)
 
     def abort(self, session: str, reason: str) -> Steps:
-        """Before any bucket it goes on with what it has; after one it stays paused, since that may be a mixture."""
+        """Before any bucket it goes on with what it has; after one, of this update or an earlier one, it stays paused."""
         if self._session_open:
             self._session_open = False
             try:
@@ -172,7 +178,7 @@ class SglangAdapter:
             except TargetRejected:
                 if not self._buckets:
                     raise
-        if self._buckets:
+        if self._mixed:
             return self._ack(state="quarantined")
         yield _post("/continue_generation")
         return self._ack()

@@ -79,6 +79,8 @@ def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> Engine
         message="; ".join(messages),
         paused=paused,
         kind="sglang",
+        dp_size=int(server.get("dp_size") or 1),
+        ep_size=int(server.get("ep_size") or 1),
     )
 
 

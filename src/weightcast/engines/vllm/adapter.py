@@ -51,7 +51,8 @@ class VllmAdapter:
         self._old_form: Mapping[str, Any] = {}
         self._paused_s = 0.0
         self._started = False
-        self._touched = False
+        # Maybe parts of two versions: of ours, from the first bucket on, or of whoever left it paused before us.
+        self._mixed = info.paused
         self._version = 0
         self._wants_checksums = False
         self._checksums: dict[str, str] = {}
@@ -71,7 +72,7 @@ class VllmAdapter:
             ConfigError: This pause would leave cache of the old weights to new requests.
         """
         self._version = message.version
-        self._started = self._touched = False
+        self._started = False
         self._paused_s = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
         refuse_stale_cache(message, self._facts, self._info.engine)
@@ -118,7 +119,7 @@ class VllmAdapter:
             body["tensor_sizes"] = [slot.size_bytes for slot in layout.slots]
             body["ipc_handles_pickled"] = ipc_handles(shared)
         if layout.size_bytes:  # nothing is broadcast otherwise, and an engine that waits for it would wait for ever
-            self._touched = True
+            self._mixed = True
             yield post("/update_weights", {"update_info": body})
         return Ack(ok=True, state="updating", ranks=self._info.tp_size)
 
@@ -135,6 +136,7 @@ class VllmAdapter:
         # Versions that take none with the request above have a route for it, or know no versions.
         yield from if_there(post("/update_weight_version", {"new_version": version}))
         yield from steps.resume()
+        self._mixed = False
         stall_s = time.monotonic() - self._paused_s
         found = (yield from checksums()) if self._wants_checksums else {}
         return Ack(
@@ -148,9 +150,9 @@ class VllmAdapter:
         )
 
     def abort(self, session: str, reason: str) -> Steps:
-        """After the first bucket nothing brings the old weights back: it stays paused."""
+        """After a first bucket nothing brings the old weights back: it stays paused, until an update has succeeded."""
         self._in_group = False  # whoever aborts has aborted the group as well
-        if self._touched:
+        if self._mixed:
             return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)
         if self._started and not (yield from whatever(post("/finish_weight_update"))):
             return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)

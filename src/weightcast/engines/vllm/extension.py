@@ -48,7 +48,8 @@ class ExtensionAdapter:
         self._facts = Facts()
         self._paused_s = 0.0
         self._started = False
-        self._touched = False
+        # Maybe parts of two versions: of ours, from the first bucket on, or of whoever left it paused before us.
+        self._mixed = info.paused
         self._version = 0
         self._wants_checksums = False
         self._checksums: dict[str, str] = {}
@@ -63,7 +64,7 @@ class ExtensionAdapter:
     def open(self, message: Open) -> Steps:
         """Hold still; a session that was left open is closed."""
         self._version = message.version
-        self._started = self._touched = False
+        self._started = False
         self._paused_s = 0.0
         self._facts = Facts.of((yield from if_there(SERVER_INFO)))
         refuse_stale_cache(message, self._facts, self._info.engine)
@@ -95,7 +96,7 @@ class ExtensionAdapter:
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """A bucket comes, from a group or from mapped memory."""
-        self._touched = True
+        self._mixed = True
         if group is not None:
             return self._apply(Announce(session=session, layout=layout, source=BroadcastSource(group=group)))
         handles = tuple(item.memory for item in shared if item.memory is not None)
@@ -112,6 +113,7 @@ class ExtensionAdapter:
         self._started = False
         yield from if_there(post("/update_weight_version", {"new_version": str(self._version)}))
         yield from steps.resume()
+        self._mixed = False
         stall_s = time.monotonic() - self._paused_s
         found = (yield from checksums()) if self._wants_checksums else {}
         return Ack(
@@ -125,8 +127,8 @@ class ExtensionAdapter:
         )
 
     def abort(self, session: str, reason: str) -> Steps:
-        """After the first bucket nothing brings the old weights back: it stays paused."""
-        if self._touched:
+        """After a first bucket nothing brings the old weights back: it stays paused, until an update has succeeded."""
+        if self._mixed:
             return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)
         if self._started and not (yield from whatever(_call("weightcast_finish"))):
             return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)

@@ -33,6 +33,8 @@ class Facts:
         prefix_caching: Likewise for reusing the cache of one request for another.
         draft: True if it has a speculative draft model.
         quantization: How its weights are quantised; empty for not at all.
+        dp_size: Data-parallel replicas.
+        experts_apart: True if experts are spread over all of its ranks.
         instance: Changes whenever it is started; empty if it does not say.
     """
 
@@ -44,6 +46,8 @@ class Facts:
     prefix_caching: bool | None = None
     draft: bool = False
     quantization: str = ""
+    dp_size: int = 1
+    experts_apart: bool = False
     instance: str = ""
 
     @staticmethod
@@ -60,7 +64,9 @@ class Facts:
             return Facts()
         environment = _table(answer.get("vllm_env"))
         transfer = _table(config.get("weight_transfer_config")).get("backend")
-        extension = _table(config.get("parallel_config")).get("worker_extension_cls")
+        parallel = _table(config.get("parallel_config"))
+        extension = parallel.get("worker_extension_cls")
+        replicas = parallel.get("data_parallel_size")
         backend: Backend | None = None
         other = ""
         if transfer in ("nccl", "ipc"):
@@ -80,6 +86,8 @@ class Facts:
             prefix_caching=None if caching is None else bool(caching),
             draft=config.get("speculative_config") is not None,
             quantization=str(_table(config.get("model_config")).get("quantization") or ""),
+            dp_size=replicas if isinstance(replicas, int) and replicas > 0 else 1,
+            experts_apart=parallel.get("enable_expert_parallel") is True,
             instance=str(config.get("instance_id") or ""),
         )
 

@@ -58,6 +58,8 @@ class VllmKind:
             specs=(),
             message=facts.advice(),
             paused=bool((paused or {}).get("is_paused")),
+            dp_size=facts.dp_size,
+            ep_size=count if facts.experts_apart else 1,
         )
 
     def adapter(self, info: EngineInfo) -> Adapter:
