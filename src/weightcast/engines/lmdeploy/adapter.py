@@ -161,7 +161,7 @@ class LmdeployAdapter:
         )
 
     def abort(self, session: str, reason: str) -> Steps:
-        """Wake it if nothing has been touched, by an earlier update either; else it sleeps until it gets all weights."""
+        """Wake it if nothing has been touched, earlier either; else it sleeps until it gets all weights."""
         self._kept.nothing()
         if self._mixed:
             if self._way == "ipc":  # what it has mapped of ours it lets go of when it falls asleep

@@ -170,7 +170,7 @@ class SglangAdapter:
         return self._ack(version=self._version, stall_s=stall_s, message="; ".join(words), checksum=checksum)
 
     def abort(self, session: str, reason: str) -> Steps:
-        """Before any bucket it goes on with what it has; after one, of this update or an earlier one, it stays paused."""
+        """Before any bucket it goes on with what it has; after one, of an earlier update too, it stays paused."""
         if self._session_open:
             self._session_open = False
             try:
