@@ -151,6 +151,26 @@ def test_a_new_group_can_be_connected_after_an_abort(three):
     three.run(exchange_messages)
 
 
+def connect_where_torch_fails() -> str:
+    def fail(**_: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
+
+    made, dist.new_group = dist.new_group, fail
+    try:
+        TrainerGroup.connect(CPU, timeout_s=5)
+    except TrainerRankFailed as error:
+        return str(error)
+    finally:
+        dist.new_group = made
+    return "no error"
+
+
+def test_a_group_that_torch_cannot_make_is_an_error_of_ours(three):
+    for words in three.run(connect_where_torch_fails):
+        assert "could not make a gloo group within 5 s: Gloo connectFullMesh failed" in words
+    three.run(exchange_messages)
+
+
 # -- when a rank fails
 
 
