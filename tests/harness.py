@@ -52,8 +52,17 @@ class Engine:
 
     def __init__(self, *args: str, port: int = 0) -> None:
         self.args = args
+        self._launch(_serve, ["--seed", "0", "--port", str(port), *args])
+
+    def _launch(self, serve: Callable[..., None], *args: Any) -> None:
+        """Start its process.
+
+        Args:
+            serve: Called there with the arguments and a connection that wants the port; leads a group of its own.
+            args: Its first arguments.
+        """
         self._ready, theirs = _context.Pipe(duplex=False)
-        self.process = _context.Process(target=_serve, args=(["--seed", "0", "--port", str(port), *args], theirs))
+        self.process = _context.Process(target=serve, args=(*args, theirs))
         self.process.start()
         theirs.close()
         self._port: int | None = None

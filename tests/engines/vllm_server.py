@@ -34,10 +34,37 @@ def vllm(
         key: Its API key.
         stock: Without our receiver, with its own routes for updates.
     """
-    python = engine_python("vllm-0.32.0-cpu")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    command, environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
+    log = logs / "vllm.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True)
+    client = httpx.Client(timeout=120.0, trust_env=False)
+    engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
+    try:
+        _wait(engine, log)
+        yield engine
+    finally:
+        family = engine.family()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for member in family[1:]:
+            if member.is_running():
+                member.kill()
+        client.close()
+
+
+def vllm_command(
+    model: Path, logs: Path, port: int, *options: str, tp: int = 1, key: str | None = None, stock: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """What starts such a server, and in which environment; arguments as those of ``vllm``."""
+    python = engine_python("vllm-0.32.0-cpu")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
         "PYTHONPATH": package_path(logs / "metadata"),
@@ -60,26 +87,7 @@ def vllm(
     command += ["--max-num-seqs=8", f"--tensor-parallel-size={tp}"]
     command += [*([] if stock else ["--weight-transfer-config", '{"backend": "weightcast"}']), *options]
     command += [f"--api-key={key}"] if key else []
-    log = logs / "vllm.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True)
-    client = httpx.Client(timeout=120.0, trust_env=False)
-    engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
-    try:
-        _wait(engine, log)
-        yield engine
-    finally:
-        family = engine.family()
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for member in family[1:]:
-            if member.is_running():
-                member.kill()
-        client.close()
+    return command, environment
 
 
 def greedy_tokens(engine: Engine, prompts: list[list[int]], count: int, **headers: str) -> list[list[int]]:

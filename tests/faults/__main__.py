@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tests.faults.cases import Case, Step, all_cases
+from tests.faults.kinds import KINDS, preload
 from tests.faults.table import write_table
 from tests.faults.world import Result, World
 
@@ -23,12 +24,16 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="put the table into this page")
     parser.add_argument("--json", type=Path, help="keep results here, a line for each case; a later run adds to them")
     parser.add_argument("--missing", action="store_true", help="only cases that the file of --json has no result of")
-    parser.add_argument("--deadline-s", type=float, default=1.0, help="of every wait in an update, in seconds")
+    parser.add_argument(
+        "--deadline-s", type=float, help="of every wait in an update, in seconds; each kind has its own"
+    )
     parser.add_argument("--list", action="store_true", help="only say which cases there are")
     args = parser.parse_args()
+    preload()
     cases = [case for case in all_cases() if all(word in case.name for word in args.words)]
     # Those first that differ most from each other: who stops half way has seen most.
-    cases.sort(key=lambda case: FIRST.index(case.step))
+    order = list(KINDS)
+    cases.sort(key=lambda case: (order.index(case.kind), FIRST.index(case.step)))
     if args.list:
         print("\n".join(case.name for case in cases))
         return 0
@@ -53,14 +58,13 @@ def _read(path: Path) -> dict[str, Result]:
     return {result.case: result for result in results}
 
 
-def play(cases: list[Case], *, deadline_s: float) -> Iterator[Result]:
+def play(cases: list[Case], *, deadline_s: float | None) -> Iterator[Result]:
     """Case by case, in one world for each kind of engine; a world in which something went wrong is replaced."""
     world: World | None = None
     try:
         for number, case in enumerate(cases):
             if world is None or world.kind.name != case.kind:
-                if world is not None:
-                    world.close()
+                _close(world)
                 world = World(case.kind, deadline_s=deadline_s)
             started = time.monotonic()
             result = world.play(case)
@@ -74,11 +78,16 @@ def play(cases: list[Case], *, deadline_s: float) -> Iterator[Result]:
                 print(f"          WRONG {wrong}", flush=True)
             yield result
             if result.wrong:  # what it has left may spoil the next case
-                world.close()
+                _close(world)
                 world = None
     finally:
-        if world is not None:
-            world.close()
+        _close(world)
+
+
+def _close(world: World | None) -> None:
+    left = world.close() if world is not None else []
+    if left:
+        print(f"WRONG all engines have ended, and shared memory is left: {left}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,42 @@
 """Kinds of engines that faults are injected into, a row for each.
 
 A row says how to start one, which of its requests is which step of a session, and how to find out from outside what it
-serves.  Version ``v`` has the weights ``toy_weights(seed=v)``, so weights say by themselves whose version they are.
+serves.  Version ``v`` has the weights of the seed ``v``, so weights say by themselves whose version they are.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
-from collections.abc import Callable, Mapping
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
 
-from tests.harness import Engine, digests_of, free
+import torch
+
+from tests.engines.vllm_server import vllm_command
+from tests.faults.weights import LARGEST_BYTES, SIZES, Weights, llama, toy
+from tests.harness import Engine, free, wait_for
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.ranks import PRELOAD, free_port
+from weightcast.receiver.executor import die_with_parent
+from weightcast.rollout.launch import ServeConfig, serve
+from weightcast.wire.digest import tensor_digest
 
 Transport = Literal["ipc", "broadcast"]
+START_S = 240.0
+_making = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +46,37 @@ class Kind:
     Attributes:
         name: As in the table.
         transports: What it can be updated by.
-        start: A process of it; with ``ranks`` engine ranks.
+        start: A process of it; with so many engine ranks, and at first with the weights of version 0.
+        start_bystander: The engine beside it that nothing is done to.
         step_of: Which step a request is: ``open``, ``join``, ``bucket``, ``close``, ``commit`` or empty, by path and
             body.
-        standing: What one that is alive serves.
+        standing: What one that is alive serves; it is told which versions there have been, the last ones first.
+        weights: Of a version.
+        bucket_bytes: So that the weights are several buckets.
+        deadline_s: Of every wait in an update.
+        engine: What targets are said to be; see ``Target``.
+        stock: Knows nothing of us: no session that ends by itself, no digests, no second set of weights.
+        wake: What somebody has to do to one that an update has left as it found it, out of use.
+        costly: Takes so long to start that few cases may end it.
+        ranks: Of a victim whose rank is struck.
+        spares: How many ranks those have that are started before they are needed.
     """
 
     name: str
     transports: tuple[Transport, ...]
     start: Callable[[int], Engine]
+    start_bystander: Callable[[], Engine]
     step_of: Callable[[str, bytes], str]
-    standing: Callable[[Engine], Standing]
+    standing: Callable[[Engine, Sequence[int]], Standing]
+    weights: Weights
+    bucket_bytes: int
+    deadline_s: float
+    engine: str = "auto"
+    stock: bool = False
+    wake: Callable[[Engine], None] = lambda engine: None
+    costly: bool = False
+    ranks: int = 2
+    spares: tuple[int, ...] = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +92,7 @@ class Standing:
     wrong: str = ""
 
 
-def _start_native(ranks: int) -> Engine:
-    return Engine("--local") if ranks == 1 else Engine("--tp", str(ranks), "--grace-s", "1")
+# -- engines with our receiver
 
 
 _NATIVE_STEPS = {"join": "join", "announce": "bucket", "close": "close", "commit": "commit"}
@@ -64,14 +106,198 @@ def _native_step(path: str, body: bytes) -> str:
     return _NATIVE_STEPS.get(json.loads(body)["type"], "")
 
 
-def _native_standing(engine: Engine) -> Standing:
+def _native_standing(weights: Weights, engine: Engine, versions: Sequence[int]) -> Standing:
     info = free(engine)
     if info.state == "quarantined":
         return Standing(version=None, wrong="" if info.paused else "quarantined, and not paused")
-    kept = engine.digests()
     assert info.version is not None
-    whole = kept == digests_of(info.version, engine.dtype)
+    whole = engine.digests() == _digests(weights, info.version)
     return Standing(version=info.version, wrong="" if whole else f"its weights are not those of {info.version}")
+
+
+@functools.lru_cache(maxsize=64)
+def _digests(weights: Weights, version: int) -> dict[str, str]:
+    return {name: tensor_digest(tensor) for name, tensor in weights(version).items()}
+
+
+def _start_toy(ranks: int) -> Engine:
+    return Engine("--local") if ranks == 1 else Engine("--tp", str(ranks), "--grace-s", "1")
+
+
+# -- language models
+
+
+def _folder() -> Path:
+    """A checkpoint of version 0; gone when this process ends."""
+    with _making:  # engines start side by side
+        return _made_folder()
+
+
+@functools.cache
+def _made_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="weightcast-faults-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model = tiny_model(folder, **SIZES)
+    model.load_state_dict(llama(0))
+    model.save_pretrained(folder)
+    tiny_tokenizer(folder)
+    return folder
+
+
+class _Reference(Engine):
+    """The reference engine, alone or in a dialect."""
+
+    def __init__(self, ranks: int, dialect: str) -> None:
+        self.args = (dialect,)
+        self._launch(_serve_reference, str(_folder()), ranks, dialect)
+
+
+def _serve_reference(folder: str, ranks: int, dialect: str, ready: Connection) -> None:
+    die_with_parent()
+    os.setsid()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    settings = ServeConfig(
+        model_dir=folder,
+        port=0,
+        tp=ranks,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        max_len=64,
+        max_batch=4,
+        dialect=dialect,
+        staging="auto" if dialect == "none" else "none",
+    )
+    serve(settings, on_ready=lambda url: ready.send(int(url.rsplit(":", 1)[1])))
+
+
+def _start_reference(dialect: str, ranks: int = 1) -> Engine:
+    return _Reference(ranks, dialect)
+
+
+# -- stock dialects
+
+
+def _sglang_step(path: str, body: bytes) -> str:
+    """Of what is said at one step, the request that counts: where it is paused, closed, and let go on."""
+    return {
+        "/pause_generation": "open",
+        "/init_weights_update_group": "join",
+        "/update_weights_from_distributed": "bucket",
+        "/update_weights_from_tensor": "bucket",
+        "/end_weight_update": "close",
+        "/continue_generation": "commit",
+    }.get(path, "")
+
+
+def _lmdeploy_step(path: str, body: bytes) -> str:
+    route, _, query = path.partition("?")
+    match route:
+        case "/sleep":
+            return "open"
+        case "/init_weights_update_group":
+            return "join"
+        case "/update_weights" | "/update_weights_from_distributed":
+            return "close" if json.loads(body)["finished"] else "bucket"
+        case "/wakeup":
+            return "commit" if "kv_cache" in query else ""
+        case _:
+            return ""
+
+
+def _sglang_paused(engine: Engine) -> bool:
+    return engine.ask("GET", "/ready")[0] == 503
+
+
+def _lmdeploy_paused(engine: Engine) -> bool:
+    return bool(json.loads(engine.ask("GET", "/is_sleeping")[1])["is_sleeping"])
+
+
+def _lmdeploy_wake(engine: Engine) -> None:
+    if _lmdeploy_paused(engine):
+        assert engine.ask("POST", "/wakeup?tags=kv_cache")[0] == 200
+
+
+def _stock_standing(paused: Callable[[Engine], bool], engine: Engine, versions: Sequence[int]) -> Standing:
+    """It says nothing of versions that could be trusted: its weights have to be those of one of them, every bit."""
+
+    def settled() -> Standing | None:
+        if paused(engine):
+            return Standing(version=None)
+        kept = engine.digests()
+        return next((Standing(version=v) for v in versions if kept == _digests(llama, v)), None)
+
+    try:
+        return wait_for(settled, "one whole version", timeout_s=5.0)
+    except AssertionError:
+        return Standing(version=None, wrong="not paused, and its weights are those of no version")
+
+
+def _stock(name: str, step_of: Callable[[str, bytes], str], paused: Callable[[Engine], bool], **more: Any) -> Kind:
+    return Kind(
+        name=name,
+        transports=("ipc", "broadcast"),
+        start=functools.partial(_start_reference, name),
+        start_bystander=functools.partial(_start_reference, name),
+        step_of=step_of,
+        standing=functools.partial(_stock_standing, paused),
+        weights=llama,
+        bucket_bytes=LARGEST_BYTES,
+        deadline_s=1.5,
+        engine=name,
+        stock=True,
+        spares=(1,),
+        **more,
+    )
+
+
+# -- vLLM
+
+
+class _Vllm(Engine):
+    """vLLM on the CPU with our plug-in: a server, and a process for its engine, which is its one rank."""
+
+    def __init__(self) -> None:
+        self.args = ()
+        logs, port = Path(tempfile.mkdtemp(dir=_folder())), free_port()
+        self.log = logs / "vllm.log"
+        command, environment = vllm_command(_folder(), logs, port)
+        self._launch(_become, command, environment, str(self.log), port)
+
+    def ready(self) -> _Vllm:
+        """Wait until it answers."""
+
+        def answers() -> bool:
+            assert self.process.is_alive(), f"vLLM did not start:\n{self.log.read_text()[-6000:]}"
+            with suppress(OSError):
+                return self.ask("GET", "/health")[0] == 200
+            time.sleep(0.3)
+            return False
+
+        wait_for(answers, "vLLM", timeout_s=START_S)
+        return self
+
+    def close(self) -> None:
+        """Kill its group, whoever of it is left."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self._ready.close()
+
+
+def _become(command: Sequence[str], environment: dict[str, str], log: str, port: int, ready: Connection) -> None:
+    die_with_parent()
+    os.setsid()
+    ready.send(port)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.execve(command[0], command, environment)
+
+
+def _start_vllm(ranks: int) -> Engine:
+    return _Vllm().ready()
 
 
 KINDS: Mapping[str, Kind] = {
@@ -80,9 +306,36 @@ KINDS: Mapping[str, Kind] = {
         Kind(
             name="native",
             transports=("ipc", "broadcast"),
-            start=_start_native,
+            start=_start_toy,
+            start_bystander=functools.partial(_start_toy, 1),
             step_of=_native_step,
-            standing=_native_standing,
+            standing=functools.partial(_native_standing, toy),
+            weights=toy,
+            bucket_bytes=30_000,  # 15 buckets, the larger matrices cut into rows
+            deadline_s=1.0,
+        ),
+        _stock("sglang", _sglang_step, _sglang_paused),
+        _stock("lmdeploy", _lmdeploy_step, _lmdeploy_paused, wake=_lmdeploy_wake),
+        Kind(
+            name="vllm",
+            transports=("ipc", "broadcast"),
+            start=_start_vllm,
+            start_bystander=functools.partial(_start_reference, "none"),
+            step_of=_native_step,
+            standing=functools.partial(_native_standing, llama),
+            weights=llama,
+            bucket_bytes=LARGEST_BYTES,
+            deadline_s=2.0,
+            costly=True,
+            ranks=1,
+            spares=(),
         ),
     )
 }
+
+
+def preload() -> None:
+    """Let the process that all engines are forked from import what they need, once."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [*PRELOAD, "weightcast.updater", "transformers.models.llama.modeling_llama", "tests.faults.kinds"]
+    )

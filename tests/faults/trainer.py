@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from tests.harness import num_fds, trainer_of
-from tests.toy_engine import toy_weights
-from weightcast import WeightUpdater, head
+from tests.faults.weights import Weights
+from tests.harness import ToyTrainer, num_fds
+from weightcast import Target, WeightUpdater, head
 from weightcast.errors import WeightcastError
 from weightcast.wire.bucket import Bucket
 
@@ -36,11 +36,14 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     words: str = ""
 
 
-def update(urls: list[str], versions: list[int], options: dict[str, Any], flip: int | None) -> tuple[list[Told], int]:
+def update(
+    targets: list[Target], weights: Weights, versions: list[int], options: dict[str, Any], flip: int | None
+) -> tuple[list[Told], int]:
     """Connect and update to each version.
 
     Args:
-        urls: The engines.
+        targets: The engines.
+        weights: Of a version.
         versions: One update each.
         options: For ``connect``.
         flip: In the first update, one bit of this bucket changes after it was digested.
@@ -48,16 +51,16 @@ def update(urls: list[str], versions: list[int], options: dict[str, Any], flip: 
     Returns:
         How each update ended, and the number of open files at the end.
     """
-    model = trainer_of(versions[0])
+    model = ToyTrainer(weights(versions[0]))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     told: list[Told] = []
     dist.barrier()  # a busy machine starts ranks seconds apart; deadlines are for what comes now
     restore = _flip(flip) if flip is not None and dist.get_rank() == 0 else None
     try:
         started = time.monotonic()
-        with WeightUpdater.connect(model, urls, **options) as updater:
+        with WeightUpdater.connect(model, targets, **options) as updater:
             for version in versions:
-                _set_version(model, version)
+                _set_weights(model, weights(version))
                 started = time.monotonic()
                 told.append(_update(updater, version, started))
                 if restore is not None:
@@ -84,8 +87,7 @@ def _update(updater: WeightUpdater, version: int, started: float) -> Told:
     )
 
 
-def _set_version(model: torch.nn.Module, version: int) -> None:
-    weights = toy_weights(seed=version)
+def _set_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mine = distribute_tensor(weights[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
