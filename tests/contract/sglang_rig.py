@@ -239,10 +239,10 @@ def _sha256(tensor: torch.Tensor) -> str:
 def pretend_gpu() -> None:
     """For checkpoint-engine's wire, which is for accelerators."""
     host_memory.receive_on_host()
-    reductions.rebuild_cuda_tensor = host_memory.open_segment(lambda _: None)
+    reductions.rebuild_cuda_tensor = host_memory.open_segment(lambda _: None, own_device=0)
     worker = checkpoint_engine_worker.SGLangCheckpointEngineWorkerExtensionImpl
     worker.get_device_uuid = lambda self: "GPU-cpu"
-    worker.get_device_id = lambda self: "cpu"
+    worker.get_device_id = lambda self: 0
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ import torch
 import torch.multiprocessing.reductions as reductions
 
 
-def open_segment(say: Callable[[str], object]) -> Callable[..., torch.Tensor]:
+def open_segment(say: Callable[[str], object], *, own_device: object) -> Callable[..., torch.Tensor]:
     """In the place of ``rebuild_cuda_tensor``: the same arguments, but the handle names a segment."""
 
     def opened(*args: Any) -> torch.Tensor:
         _, size, stride, offset, _, dtype, device, handle, size_bytes, _, _, manager, *_ = args
-        assert device == "cpu", "the engine puts its own device there"
+        assert device == own_device, "the engine puts its own device there"
         say("open")
         storage = reductions.rebuild_storage_filename(torch.UntypedStorage, manager, handle, size_bytes)
         return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)

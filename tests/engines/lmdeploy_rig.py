@@ -54,7 +54,7 @@ def pretend_cuda() -> None:
     cuda.empty_cache = lambda: None
     cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid="rig-0")
     cuda.Event = HostEvent
-    reductions.rebuild_cuda_tensor = open_segment(CALLS.append)
+    reductions.rebuild_cuda_tensor = open_segment(CALLS.append, own_device="cpu")
 
 
 def build_model(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
