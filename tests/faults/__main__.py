@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only cases whose name has all these words")
     parser.add_argument("--write", type=Path, help="put the table into this page")
     parser.add_argument("--json", type=Path, help="keep results here, a line for each case; a later run adds to them")
-    parser.add_argument("--missing", action="store_true", help="only cases that the file of --json has no result of")
+    parser.add_argument("--missing", action="store_true", help="only cases without a good result in the file of --json")
     parser.add_argument(
         "--deadline-s", type=float, help="of every wait in an update, in seconds; each kind has its own"
     )
@@ -39,7 +39,7 @@ def main() -> int:
         return 0
     kept = _read(args.json) if args.json and args.json.exists() else {}
     if args.missing:
-        cases = [case for case in cases if case.name not in kept]
+        cases = [case for case in cases if case.name not in kept or kept[case.name].wrong]
     results: list[Result] = []
     for result in play(cases, deadline_s=args.deadline_s):
         results.append(result)

@@ -14,7 +14,6 @@ Fault = Literal["kill", "stop", "delay", "drop", "refuse", "cut", "lose answer",
 
 STEPS: tuple[Step, ...] = get_args(Step)
 OF_PROCESSES: tuple[Fault, ...] = ("kill", "stop", "delay")
-_OF_ONE_MESSAGE: tuple[Fault, ...] = ("drop", "refuse", "cut", "lose answer", "flip answer")
 OF_NETWORKS: tuple[Fault, ...] = ("delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer")
 WORDS: dict[Fault, str] = {
     "kill": "SIGKILL",
@@ -71,32 +70,52 @@ def _makes_sense(case: Case) -> bool:
 
 def _is_played(kind: Kind, case: Case) -> bool:
     """False for what another case stands for, and for what the kind cannot be asked; docs/reliability.md says why."""
-    if case.step in ("first bucket", "last bucket") and case.fault in ("delay", *_OF_ONE_MESSAGE):
+    if case.step == "middle bucket":
+        return _is_played_half_way(kind, case)
+    if case.fault == "delay" and case.on != "network":
         return False
-    if not kind.stock and not kind.costly:
-        return True
-    if case.step in ("first bucket", "last bucket") or case.fault == "cut":
+    if case.fault == "stop" and case.on in ("trainer head", "trainer rank") and case.step not in ("open", "commit"):
         return False
-    if kind.stock and case.on == "memory":
-        return False
-    if kind.costly and case.on == "engine" and case.fault == "kill":
-        return case.step in _ENDS[case.transport]
-    if kind.costly and case.on == "engine rank" and case.fault == "kill" and case.transport == "ipc":
-        return False
-    if case.step == "middle bucket" or (case.on == "engine" and case.fault != "delay"):
-        return True
+    if case.step in ("first bucket", "last bucket"):
+        return not kind.stock and not kind.costly and case.fault not in ("delay", *_OF_ONE_MESSAGE)
     if kind.costly:
-        return case.on == "network" and case.fault in ("delay", "drop", "refuse")
-    if case.fault in ("flip", "flip answer"):
-        return case.step == "join"
-    return case.on == "network" or (case.on == "trainer head" and case.fault == "kill")
+        return _is_played_where_it_costs(case)
+    return not kind.stock or _is_played_where_it_is_stock(case)
 
 
-# Where a costly engine is ended: every step once.
-_ENDS: dict[Transport, tuple[Step, ...]] = {
-    "ipc": ("open", "middle bucket", "commit"),
-    "broadcast": ("join", "close", "after"),
-}
+def _is_played_half_way(kind: Kind, case: Case) -> bool:
+    if kind.stock:
+        return case.on != "memory" and case.fault != "cut"
+    if not kind.costly:
+        return True
+    if case.on in ("engine rank", "trainer head", "trainer rank"):
+        return case.fault == {"ipc": "stop", "broadcast": "kill"}[case.transport]
+    return case.fault != "cut" and not (case.on == "engine" and case.fault == "kill" and case.transport != "ipc")
+
+
+def _is_played_where_it_costs(case: Case) -> bool:
+    if case.on == "engine":  # every step is struck once
+        return (case.fault == "kill") == (case.step in _ENDS[case.transport])
+    return case.on == "network" and case.fault in ("drop", "refuse")
+
+
+def _is_played_where_it_is_stock(case: Case) -> bool:
+    if case.step == "after":  # the Open of another update
+        return case.on == "engine" or case.fault == "drop"
+    if case.on == "engine" or case.fault in ("drop", "refuse"):
+        return True
+    if case.on == "network" and case.step == "join":
+        return case.fault != "cut"
+    if case.fault == "lose answer":
+        return case.step == "commit"
+    return case.transport == "broadcast" and (
+        case.fault == "delay" or (case.on, case.fault) == ("trainer head", "kill")
+    )
+
+
+_OF_ONE_MESSAGE: tuple[Fault, ...] = ("drop", "refuse", "cut", "lose answer", "flip answer")
+# Where a costly engine is ended; elsewhere it is stopped.
+_ENDS: dict[Transport, tuple[Step, ...]] = {"ipc": ("open", "commit"), "broadcast": ("join", "close", "after")}
 
 
 def _rows() -> Iterator[tuple[Subject, Fault]]:

@@ -56,7 +56,7 @@ class Kind:
         deadline_s: Of every wait in an update.
         engine: What targets are said to be; see ``Target``.
         stock: Knows nothing of us: no session that ends by itself, no digests, no second set of weights.
-        wake: What somebody has to do to one that an update has left as it found it, out of use.
+        wake: What the report asks somebody to do with one that was updated, and left asleep as it was found.
         costly: Takes so long to start that few cases may end it.
         ranks: Of a victim whose rank is struck.
         spares: How many ranks those have that are started before they are needed.

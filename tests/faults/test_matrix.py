@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.cases import all_cases
+from tests.faults.cases import STEPS, all_cases
+from tests.faults.kinds import KINDS
 from tests.faults.table import BEGIN, END, write_table
 from tests.faults.world import Result, World
 
@@ -24,6 +25,8 @@ CHOSEN = [
     "native, broadcast: trainer rank, stop at middle bucket",
     "native, ipc: trainer head, kill at close",
 ]
+# One of each dialect.  In the first the engine lives on and the trainer does not.
+STOCK = ["sglang, ipc: trainer rank, kill at middle bucket", "lmdeploy, broadcast: network, drop at middle bucket"]
 NOTHING = {"words": "", "deadline_s": 1.5}
 CASES = {case.name: case for case in all_cases()}
 
@@ -42,8 +45,25 @@ def test_whatever_fails_engines_serve_whole_versions_and_nobody_waits_too_long(w
     assert result.outcome != "no answer"
 
 
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_engines_that_may_be_mixtures_stay_paused_until_an_update_has_succeeded(name: str) -> None:
+    world = World(CASES[name].kind, deadline_s=2.0)
+    try:
+        result = world.play(CASES[name])
+    finally:
+        left = world.close()
+    assert not result.wrong, result
+    assert result.outcome in ("left out", "no trainer")
+    assert not left
+
+
 def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
-    assert len(CASES) == len(list(all_cases())) > 250
+    assert len(CASES) == len(list(all_cases())) > 400
+    for kind in KINDS.values():
+        mine = [case for case in CASES.values() if case.kind == kind.name]
+        assert {case.transport for case in mine} == set(kind.transports)
+        assert {case.step for case in mine} >= set(STEPS) - {"first bucket", "last bucket"}
+        assert {case.fault for case in mine} >= {"kill", "stop", "delay", "drop", "refuse", "flip"}
     assert not any(case.step == "join" for case in CASES.values() if case.transport == "ipc")
     assert {case.step for case in CASES.values() if case.on == "memory"} == {
         *("first bucket", "middle bucket", "last bucket"),
@@ -63,5 +83,5 @@ def test_the_table_stands_between_its_marks(tmp_path) -> None:
     assert "old" not in text
     assert "### native, ipc, `timeout_s=1.5`" in text
     assert "| engine | kill | **wrong** 9.0 | left out 1.2 |" in text
-    assert "2 of 291 cases were played, 1 came out wrong" in text
+    assert f"2 of {len(CASES)} cases were played, 1 came out wrong" in text
     assert "it hung" in text

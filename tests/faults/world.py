@@ -65,6 +65,7 @@ class Limits:
 
 
 HANG_S = 60.0
+LEFT_ASLEEP = "it was asleep before this update, and is left so"
 NEVER_STRUCK = "the fault never struck"
 _TRAINER_RANKS = 2
 _WARM_UPS = 3
@@ -172,7 +173,7 @@ class World:
                 said = ended[-1].words if ended else "nothing"
                 wrong.append(f"an update after all was well again failed on rank {rank}: {said}")
         for engine, name in ((self.bystander, "bystander"), (self.victim, "victim")):
-            if self._lost_rank(case) is not None:  # a trainer that is new cannot know who let it sleep
+            if any(LEFT_ASLEEP in ended[-1].words for ended in last.values() if ended):
                 self.kind.wake(engine)
             serves = self._look_at(engine, name, wrong)
             if serves != version:
@@ -351,7 +352,7 @@ class World:
             if not self.victim.process.is_alive() and self._may_be_gone(case):
                 self._replace_victim(case)
         elif case.on in ("engine", "engine rank") and case.fault in ("kill", "stop"):
-            if case.fault == "kill" or (case.on == "engine rank" and not self.kind.costly):
+            if case.fault == "kill" or (case.on == "engine rank" and not self.kind.stock and not self.kind.costly):
                 self._replace_victim(case)
         elif self._lost_rank(case) is not None or self.ranks.broken:
             for process in self.ranks.processes:
