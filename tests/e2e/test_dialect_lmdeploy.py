@@ -189,13 +189,13 @@ def test_the_others_go_on_where_that_is_wanted(world: World, via: str) -> None:
 
 
 def test_an_engine_that_hangs_is_named_within_the_deadline(world: World) -> None:
-    faults(world.one, "delay=20@/update_weights#2")
-    with connect(world, "second", [target(world.one)], transport="ipc", timeout_s=5.0) as updater:
+    faults(world.one, "delay=30@/update_weights#2")
+    with connect(world, "second", [target(world.one)], transport="ipc", timeout_s=10.0) as updater:
         with pytest.raises(UpdateFailed, match=r"no answer|waited") as caught:
             updater.update(version=100)
         assert world.one.url in str(caught.value)
     faults(world.one, "")
-    world.one.client.get(world.one.url + "/is_sleeping", timeout=30.0)
+    world.one.client.get(world.one.url + "/is_sleeping", timeout=60.0)
 
 
 @pytest.mark.parametrize(

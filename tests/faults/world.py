@@ -69,6 +69,7 @@ LEFT_ASLEEP = "it was asleep before this update, and is left so"
 NEVER_STRUCK = "the fault never struck"
 _TRAINER_RANKS = 2
 _WARM_UPS = 3
+_GROUP_FILES = 6
 _ENGINE_FILES = 12  # an engine keeps the buffers of a few trainers mapped
 
 
@@ -125,6 +126,7 @@ class World:
         self._buckets: dict[str, int] = {}
         self._num_files: dict[str, int] = {}
         self._kept_by_engines: set[str] = set()
+        self._lost_groups = 0
 
     def close(self) -> list[str]:
         """End everybody; shared memory that is left even so."""
@@ -352,7 +354,12 @@ class World:
             if not self.victim.process.is_alive() and self._may_be_gone(case):
                 self._replace_victim(case)
         elif case.on in ("engine", "engine rank") and case.fault in ("kill", "stop"):
-            if case.fault == "kill" or (case.on == "engine rank" and not self.kind.stock and not self.kind.costly):
+            lost = self.kind.stock and case.step == "join"  # it tries for half an hour to meet who has given up
+            if (
+                case.fault == "kill"
+                or lost
+                or (case.on == "engine rank" and not self.kind.stock and not self.kind.costly)
+            ):
                 self._replace_victim(case)
         elif self._lost_rank(case) is not None or self.ranks.broken:
             for process in self.ranks.processes:
@@ -407,7 +414,9 @@ class World:
 
     def _look_for_leftovers(self, case: Case, before: set[int], makers: set[int], wrong: list[str]) -> None:
         files = self._files_of(self.bystander)
-        if files > self._baseline["bystander"] + _ENGINE_FILES:
+        if self.kind.stock and case.transport == "broadcast" and self._lost_rank(case) is not None:
+            self._lost_groups += 1  # of a name that nobody knows any more
+        if files > self._baseline["bystander"] + _ENGINE_FILES + self._lost_groups * _GROUP_FILES:
             wrong.append(f"the bystander has {files} open files, {self._baseline['bystander']} at first")
         if self._lost_rank(case) is None:
             for rank in range(_TRAINER_RANKS):
