@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from itertools import chain
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from weightcast.transports.link import Link
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import GROUP_FAILED
 
+_COME_S = 1.0  # for engines that were asked to join to come to where we listen
 _LATE_S = 10.0  # targets keep the deadline themselves and answer; this much later they are given up
 
 
@@ -134,8 +135,12 @@ class Channel:
                 join.result()
         except BaseException as error:
             self.abort("not all could join")
+            answered = [join for join in joins if join.done()]  # the others answer because of what comes now
+            if self._meeting == "torch" and refused.is_set():
+                # Torch goes on trying for half an hour where nobody listens: who is on the way must find us first.
+                wait(joins, timeout=min(self._timeout_s, _COME_S))
             meeting.close()  # a stock engine would wait there for the others, for half an hour
-            raise self._culprit(error, joins, name) from error
+            raise self._culprit(error, joins, name, answered) from error
 
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None) -> None:
         """Post, broadcast, read the replies.
@@ -216,7 +221,8 @@ class Channel:
         """Because of whom a step failed, by the targets' answers to it.
 
         When one member of a group dies, all the others fail too, and may say so first.  So the one that is lost
-        counts before one that refuses, and that one before those who only say that their group has failed.
+        counts before one that refuses, and that one before those who only say that their group has failed.  Stock
+        engines have one status for everything: what they say after we gave up is because we did.
         """
         if not isinstance(error, Exception):
             return error
@@ -229,10 +235,10 @@ class Channel:
                 answer = post.exception()
                 if isinstance(answer, TargetRejected):
                     refusals.append(answer)
+                    if answer.status != GROUP_FAILED and (self._meeting != "torch" or post in first):
+                        break
                 elif isinstance(answer, WeightcastError):
                     return answer
-                if any(refusal.status != GROUP_FAILED for refusal in refusals):
-                    break
         except TimeoutError:
             url = next(iter(waiting.values())).url
             return TargetLost(f"{url}: silent during {what}", url=url)
