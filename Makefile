@@ -44,7 +44,8 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.decoders --guided --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.surface --count $(FUZZ_REQUESTS)
 
-# Every fault at every step of an update, and the tables of docs/reliability.md; half an hour on two idle cores.
+# Every fault at every step of an update of every kind of engine, and the tables of docs/reliability.md; half an hour on two
+# cores, and the minutes that vLLM's environment takes once.
 faults: setup
 	$(BIN)/python -m tests.faults --write docs/reliability.md $(FAULTS_ARGS)
 
