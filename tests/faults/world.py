@@ -81,7 +81,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         kind, transport, on, fault, step: See ``Case``.
         outcome: ``unharmed`` all updated, ``left out`` all but the victim, ``given up`` nobody, ``no trainer``.
         seconds: How long the update took in which the fault struck, on the trainer rank that took longest.
-        later_s: The one after it.
+        later_s: The one after it, by the same trainer.
         wrong: What should not be; empty if all is well.
         words: What the trainer said.
         deadline_s: ``timeout_s`` of the updates.
@@ -181,8 +181,9 @@ class World:
             if serves != version:
                 wrong.append(f"{name} serves {serves} after an update to {version}")
         self._look_for_leftovers(case, before, makers, wrong)
-        first = [told[rank][0] for rank in alive]
-        later = [told[rank][1] for rank in alive if len(told[rank]) > 1]
+        nth = case.step == "after"
+        struck = [told[rank][nth] for rank in alive if len(told[rank]) > nth]
+        later = [told[rank][nth + 1] for rank in alive if len(told[rank]) > nth + 1]
         return Result(
             case=case.name,
             kind=case.kind,
@@ -191,10 +192,10 @@ class World:
             fault=case.fault,
             step=case.step,
             outcome=outcome,
-            seconds=max((one.seconds for one in first), default=0.0),
+            seconds=max((one.seconds for one in struck), default=0.0),
             later_s=max((one.seconds for one in later), default=0.0),
             wrong=tuple(wrong),
-            words=first[0].words if first else "",
+            words=struck[0].words if struck else "",
             deadline_s=self.limits.deadline_s,
         )
 
