@@ -498,7 +498,7 @@ def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
         except RuntimeError as error:  # which torch's own errors are
             raise TrainerRankFailed(
                 f"trainer ranks have met, but could not make a {backend} group within {timeout.total_seconds():g} s: "
-                f"{error}",
+                f"{str(error).splitlines()[0]}",
                 hint="a rank has died since, or is too busy for so short a timeout_s",
             ) from error
     assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is a member
