@@ -70,7 +70,7 @@ NEVER_STRUCK = "the fault never struck"
 _TRAINER_RANKS = 2
 _WARM_UPS = 3
 _GROUP_FILES = 6
-_ENGINE_FILES = 12  # an engine keeps the buffers of a few trainers mapped
+_ENGINE_FILES = 26  # an engine keeps the groups of the last four trainers, and the buffers of a few
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
