@@ -77,7 +77,8 @@ def _start(model: Path, tp: int, options: Sequence[str], log: Path) -> Engine:
     command += [f"--port={port}", f"--tp-size={tp}", "--dtype=float32", "--attention-backend=torch_native"]
     command += ["--served-model-name=tiny", "--context-length=256", "--max-total-tokens=2048"]
     command += ["--max-running-requests=8", "--mem-fraction-static=0.3", "--disable-cuda-graph"]
-    command += ["--disable-overlap-schedule", "--skip-server-warmup", *options]
+    # Idle schedulers would keep every core busy otherwise.
+    command += ["--sleep-on-idle", "--disable-overlap-schedule", "--skip-server-warmup", *options]
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True, start_new_session=True
