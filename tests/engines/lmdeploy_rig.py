@@ -151,6 +151,7 @@ class Engine:
         self.most_at_once = 0
 
     def _only_ray(self) -> None:
+        """What LMDeploy's other executors answer, in its own words; its routes make a 500 of it."""
         if self._executor != "ray":
             raise NotImplementedError("Not Implemented.")
 

@@ -208,7 +208,7 @@ def test_examples(example, engine, folder, tmp_path, record):
     environment = os.environ | {"PYTHONPATH": PATH, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
     if engine == "vllm":
         if not VLLM_SITE and importlib.util.find_spec("vllm") is None:
-            pytest.skip("vLLM is not installed here")
+            pytest.skip("vLLM is not installed here, and WEIGHTCAST_VLLM_SITE names no folder that has it")
         environment["PATH"] = f"{vllm_program(tmp_path)}{os.pathsep}{environment['PATH']}"
         flags = f"--gpu-memory-utilization=0.1 --kv-cache-memory-bytes={1 << 30} --max-model-len=1024 --enforce-eager"
         arguments += ["--engine=vllm", f"--engine-args={flags} {' '.join(VLLM_FLAGS)}"]

@@ -99,22 +99,29 @@ def info(url: str) -> dict[str, Any]:
     return httpx.get(f"{url}/weightcast/info", timeout=60, trust_env=False).json()
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+APART = [
+    (["cuda:0"], [["cuda:1"]], 2, "1+1"),
+    (["cuda:0", "cuda:1"], [["cuda:2", "cuda:3"]], 4, "2+2 tp2"),
+    (["cuda:0", "cuda:1"], [["cuda:2"], ["cuda:3"]], 4, "2+2 engines"),
+]
+SHARED = [
+    (["cuda:0"], [["cuda:0"]], 1, "shared"),
+    (["cuda:0"], [["cuda:0", "cuda:1"]], 2, "1 to tp2, shared"),
+    (["cuda:0", "cuda:1"], [["cuda:0", "cuda:1"]], 2, "2 to tp2, shared"),
+    (["cuda:0", "cuda:1"], [["cuda:0"], ["cuda:1"]], 2, "2 to 2 engines, shared"),
+]
+
+
 @pytest.mark.parametrize(
-    ("trainer", "engines"),
+    ("transport", "trainer", "engines"),
     [
-        pytest.param(["cuda:0"], [["cuda:0"]], id="shared"),
-        pytest.param(["cuda:0"], [["cuda:1"]], id="1+1", marks=needs(2)),
-        pytest.param(["cuda:0"], [["cuda:0", "cuda:1"]], id="1 to tp2, shared", marks=needs(2)),
-        pytest.param(["cuda:0", "cuda:1"], [["cuda:0", "cuda:1"]], id="2 to tp2, shared", marks=needs(2)),
-        pytest.param(["cuda:0", "cuda:1"], [["cuda:0"], ["cuda:1"]], id="2 to 2 engines, shared", marks=needs(2)),
-        pytest.param(["cuda:0", "cuda:1"], [["cuda:2", "cuda:3"]], id="2+2 tp2", marks=needs(4)),
-        pytest.param(["cuda:0", "cuda:1"], [["cuda:2"], ["cuda:3"]], id="2+2 engines", marks=needs(4)),
+        pytest.param(transport, trainer, engines, id=f"{name}, {transport}", marks=needs(gpus))
+        # nccl wants a GPU for each rank: trainers and engines that share one have ipc only.
+        for transport, places in (("ipc", [*SHARED, *APART]), ("broadcast", APART))
+        for trainer, engines, gpus, name in places
     ],
 )
 def test_update_over_gpus(transport: str, trainer: list[str], engines: list[list[str]]) -> None:
-    if transport == "broadcast" and set(trainer) & {device for engine in engines for device in engine}:
-        pytest.skip("nccl wants a GPU for each rank")
     with toy_engine("--local", "--seed", "7") as (reference, _):
         train_once = [toy_engine("--tp", str(len(e)), "--devices", ",".join(e), "--seed", "1") for e in engines]
         opened = [context.__enter__() for context in train_once]
