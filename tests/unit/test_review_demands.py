@@ -12,6 +12,7 @@ import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,7 @@ from torch.multiprocessing import reductions
 
 from weightcast import protocols
 from weightcast.comm.share import TorchMemory
-from weightcast.engines.lmdeploy.adapter import LmdeployAdapter
 from weightcast.engines.lmdeploy.envelope import bucket_payload as for_lmdeploy
-from weightcast.engines.native.adapter import NativeAdapter
-from weightcast.engines.sglang.adapter import SglangAdapter
 from weightcast.engines.sglang.envelope import bucket_payload as for_sglang
 from weightcast.kinds import KINDS
 from weightcast.transports.checkpoint_engine import Feed, table
@@ -86,16 +84,17 @@ def test_every_adapter_has_every_step_and_none_is_a_placeholder() -> None:
         if inspect.isfunction(step) and not name.startswith("_")
     }
     assert {"open", "join", "bucket", "close", "commit", "abort", "leave", "score", "specs", "check"} <= wanted.keys()
-    kinds: list[Any] = [type(kind) for kind in KINDS]
-    assert {NativeAdapter, SglangAdapter, LmdeployAdapter}  # the kinds make these and vLLM's
-    for adapter in (NativeAdapter, SglangAdapter, LmdeployAdapter):
+    info: Any = SimpleNamespace(engine="x 1.2.3", tp_size=1, ranks=(), specs=(), version=None, paused=False)
+    adapters = [type(kind.adapter(info)) for kind in KINDS]
+    assert len(set(adapters)) == len(KINDS)
+    for adapter in adapters:
         for name, signature in wanted.items():
             own = inspect.signature(getattr(adapter, name))
             assert list(own.parameters) == list(signature.parameters), (adapter, name)
-    assert all(callable(kind.recognise) and callable(kind.adapter) for kind in kinds)
 
 
 def test_no_method_waits_to_be_written() -> None:
+    # A base class whose steps only raise was in a review: here a step that is missing is the type checker's to find.
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()
         assert "NotImplementedError" not in text, path
