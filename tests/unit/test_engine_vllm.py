@@ -178,6 +178,12 @@ def info_of(server: Server) -> EngineInfo:
     return server.ask(VllmKind().recognise("http://127.0.0.1:1"))
 
 
+def by_ipc(server: Server) -> VllmAdapter:
+    adapter = VllmAdapter(info_of(server))
+    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    return adapter
+
+
 def test_in_place_and_prefix_caching_do_not_go_together() -> None:
     server = a_server(
         started(weight_transfer_config={"backend": "ipc"}, cache_config={"enable_prefix_caching": True}), pause={}
@@ -196,8 +202,7 @@ def test_a_server_without_sessions_gets_none() -> None:
         update_weights={},
         resume={},
     )
-    adapter = VllmAdapter(info_of(server))
-    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    adapter = by_ipc(server)
     server.asked.clear()
     server.ask(adapter.open(opening()))
     (layout,) = plan_buckets(SPECS, bucket_bytes=1 << 20, packing=adapter.packing)
@@ -227,8 +232,7 @@ def test_checksums_are_asked_for_with_sha256_only_and_say_what_they_cover() -> N
         resume={},
         weight_checker=lambda body: {"checksums": next(values)},
     )
-    adapter = VllmAdapter(info_of(server))
-    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    adapter = by_ipc(server)
     server.ask(adapter.open(opening()))
     assert server.ask(adapter.commit(Commit(session=SESSION))).message == ""
     assert "/weight_checker" not in server.asked
@@ -244,8 +248,7 @@ def test_what_is_refused_at_init_for_another_reason_is_not_asked_again() -> None
         pause={},
         init_weight_transfer_engine=refusal("Weight transfer not configured."),
     )
-    adapter = VllmAdapter(info_of(server))
-    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    adapter = by_ipc(server)
     with pytest.raises(TargetRejected, match="not configured"):
         server.ask(adapter.open(opening()))
     assert server.asked.count("/init_weight_transfer_engine") == 1
@@ -276,8 +279,7 @@ def test_the_form_of_the_version_comes_first(
         pause={},
         init_weight_transfer_engine=init,
     )
-    adapter = VllmAdapter(info_of(server))
-    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    adapter = by_ipc(server)
     server.ask(adapter.open(opening()))
     assert heard == said
 
@@ -288,8 +290,7 @@ def test_several_workers_are_not_asked_again_since_their_refusals_would_be_taken
         pause={},
         init_weight_transfer_engine=refusal("Invalid init_info for IPCWeightTransferEngine"),
     )
-    adapter = VllmAdapter(info_of(server))
-    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    adapter = by_ipc(server)
     with pytest.raises(TargetRejected) as caught:
         server.ask(adapter.open(opening()))
     assert "restart it" in (caught.value.hint or "")

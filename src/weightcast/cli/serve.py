@@ -22,6 +22,7 @@ _EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "transformers", "promethe
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face model folder.", show_default=False)],
+    # Named where the metavar is the name in capitals: typer 0.27 would call the option --HOST.
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0 takes a free one.")] = 8000,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks; has to divide the heads.")] = 1,

@@ -291,10 +291,8 @@ def memory_of_ranks(link: Link, shared: Sequence[Shared]) -> list[TorchMemory]:
     for rank in link.info.ranks:
         offered = [item.ring[rank.rank] for item in shared if rank.rank < len(item.ring)]
         mine = [memory for memory in offered if memory.kind == "shm" or memory.device == rank.device]
-        if rank.device == "cuda" and len(offered) > 1:  # it does not tell: as the trainer's ranks sit
+        if not mine and rank.device == "cuda":  # it does not tell: as the trainer's ranks sit
             mine = offered[rank.rank : rank.rank + 1]
-        elif rank.device == "cuda":
-            mine = offered
         if not mine:
             raise ConfigError(
                 f"{link.url}: no trainer rank has filled a buffer on GPU {rank.device} of rank {rank.rank}",

@@ -26,6 +26,7 @@ from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 _ABSENT = (404, 405)
 _MARGIN_S = 5.0
 _BUCKET = "flattened_bucket"
+_WITHOUT_SESSION = ("disk", "checkpoint-engine")
 # `wait` has no word of its own there: see `_hold_still`.
 _PAUSE_WORDS = {"abort": "abort", "retract": "retract", "in_place": "in_place", "wait": "retract"}
 
@@ -45,8 +46,7 @@ class SglangAdapter:
         self._has_checker: bool | None = None
         self._groups: set[str] = set()
         self._session_open = False
-        self._in_sessions = True
-        self._by_folder = False
+        self._transport = ""
         self._paused_at = 0.0
         self._buckets = 0
         # Maybe parts of two versions: of ours, from the first bucket on, or of whoever left it paused before us.
@@ -62,8 +62,7 @@ class SglangAdapter:
 
     def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
         """As ``Adapter.check``: environment that must agree, tensors that it cannot take."""
-        self._by_folder = transport == "disk"
-        self._in_sessions = transport in ("broadcast", "ipc")
+        self._transport = transport
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
@@ -87,10 +86,10 @@ class SglangAdapter:
         self._wants_checksum = message.verify in ("resident", "behaviour")
         if self._wants_checksum:
             self._checksum = yield from self._ask_checksum()
-        if self._by_folder:
+        if self._transport == "disk":
             yield from self._all_ranks()  # before anything moves: has it a way to say so?
         yield from self._hold_still(message.timeout_s)
-        if self._in_sessions:
+        if self._transport not in _WITHOUT_SESSION:
             yield from self._begin()
         return self._ack(checksum=self._checksum)
 

@@ -189,7 +189,7 @@ class VllmAdapter:
                     raise
                 if self._info.tp_size > 1:
                     # It has read the refusal of one worker.  Those of the others wait, and would be taken for the
-                    # answers to what is asked next (seen with 0.25.1: every answer one too early from then on).
+                    # answers to what is asked next (0.25.1: the second form got the refusal of the first).
                     raise TargetRejected(
                         str(error),
                         url=error.url,
