@@ -58,7 +58,7 @@ class Case:
         return layout.trainers + (layout.engines if layout.placement == "disaggregated" else 0)
 
 
-_OURS_GPU = (256 * MIB, 512 * MIB, GIB)
+_OURS_GPU = (512 * MIB, GIB, 2 * GIB)
 _PEERS_GPU = (512 * MIB, GIB, 2 * GIB)
 _OURS_CPU = (16 * MIB, 64 * MIB)
 _PEERS_CPU = (16 * MIB, 64 * MIB)
