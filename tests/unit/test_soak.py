@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 
 from weightcast.cli.soaking.leaks import Sample, Series, buffers_of, segments_of, still_there
 from weightcast.cli.soaking.load import Answer, Judge
+from weightcast.cli.soaking.processes import Reaper, Running
 from weightcast.cli.soaking.run import Result
 from weightcast.cli.soaking.trainer import Order
 from weightcast.cli.soaking.versions import Versions, make_tiny_model
@@ -94,22 +96,99 @@ def test_a_cache_that_was_kept_where_it_should_not_be_is_found(versions, judge):
     assert "off by" in judge.verdict(kept)
 
 
-def series(fds: list[int], rss: list[int]) -> Series:
+FLAT = [20] * 200
+STEADY = [1 << 28] * 200
+MIB = 1 << 20
+
+
+def series(fds: list[int], rss: list[int], threads: list[int] | None = None) -> Series:
+    """Samples as a soak takes them, one every five updates."""
     made = Series(name="p", pid=1)
     made.samples = [
-        Sample(update=index, fds=one, threads=1, rss_bytes=other)
-        for index, (one, other) in enumerate(zip(fds, rss, strict=True))
+        Sample(update=5 * index, fds=one, threads=other, rss_bytes=third)
+        for index, (one, other, third) in enumerate(zip(fds, threads or [1] * len(fds), rss, strict=True))
     ]
     return made
 
 
-def test_what_grows_is_found_and_what_warms_up_is_not():
-    flat, steady = [20] * 100, [1 << 28] * 100
-    assert not series(flat, steady).leaks
-    assert not series([*range(20), *[20] * 80], [*[1 << 20] * 20, *[1 << 28] * 80]).leaks
-    assert series(list(range(100)), steady).leaks
-    assert series(flat, [(1 << 28) + 100_000 * index for index in range(100)]).leaks
-    assert round(series(flat, [1000 * index for index in range(100)]).slope_bytes) == 1000
+def wandering(seed: int, count: int = 200) -> list[int]:
+    """Resident bytes as an allocator has them: they come and go in lumps, and stay for a while."""
+    chance = random.Random(seed)
+    extra, values = 0.0, list[int]()
+    for _ in range(count):
+        extra = 0.9 * extra + chance.gauss(0, 0.3 * MIB)
+        values.append((1 << 28) + int(extra))
+    return values
+
+
+def test_descriptors_and_threads_that_grow_are_found():
+    assert "+42 descriptors" in series(list(range(100)), STEADY[:100]).leaks
+    # One in twenty updates.
+    assert "descriptors" in series([20 + index // 4 for index in range(200)], STEADY).leaks
+    assert "threads" in series(FLAT, STEADY, threads=[9 + index // 4 for index in range(200)]).leaks
+
+
+def test_descriptors_that_come_back_are_no_growth():
+    assert not series([*range(20, 100), *[100] * 120], STEADY).leaks
+    assert not series([*[120] * 60, *[90] * 60, *[120] * 80], STEADY).leaks
+    assert not series([*[120] * 120, *[60] * 80], STEADY).leaks
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_memory_that_grows_is_found_and_noise_is_not(seed):
+    noise = wandering(seed)
+    assert not series(FLAT, noise).leaks
+    # 32 KiB with each update: one eighth of a bucket.
+    leaking = series(FLAT, [value + 5 * index * (32 << 10) for index, value in enumerate(noise)])
+    assert "bytes an update" in leaking.leaks
+    assert leaking.slope_bytes == pytest.approx(32 << 10, rel=0.3)
+    # One bucket with each update is found long before.
+    noise = wandering(seed, 40)
+    assert series(FLAT[:40], [value + 5 * index * (256 << 10) for index, value in enumerate(noise)]).leaks
+
+
+def test_the_longer_it_goes_on_the_less_goes_unnoticed():
+    def leaking(count: int) -> str:
+        return series([20] * count, [(1 << 28) + 5 * index * 2048 for index in range(count)]).leaks
+
+    assert not leaking(200)
+    assert leaking(2000)
+
+
+def test_memory_that_reaches_a_bound_is_no_growth():
+    def filling(samples: int, size_bytes: int) -> list[int]:
+        return [(1 << 28) + size_bytes * min(index, samples) // samples for index in range(200)]
+
+    assert not series(FLAT, filling(20, 100 * MIB)).leaks
+    assert not series(FLAT, filling(100, 40 * MIB)).leaks
+    for at in range(100, 200, 7):  # steps, wherever they are
+        assert not series(FLAT, [(1 << 28) + 30 * MIB * (index >= at) for index in range(200)]).leaks
+    assert not series(FLAT, [(1 << 28) - 30_000 * index for index in range(200)]).leaks
+
+
+def test_nothing_is_said_of_what_lived_too_short():
+    assert not series(FLAT[:39], [(1 << 28) + MIB * index for index in range(39)]).leaks
+    empty = Series(name="p", pid=1)
+    assert empty.leaks == ""
+    assert empty.slope_bytes == empty.gained_bytes == empty.growth("fds") == 0
+
+
+@pytest.mark.parametrize(("keeps", "found"), [("kept.append(block)", True), ("kept[:] = [block]", False)])
+def test_a_process_that_leaks_is_found(keeps, found):
+    code = f"kept = []\nwhile input():\n    block = bytearray(b'x') * 600_000\n    {keeps}\n    print(flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    watched = Series(name="p", pid=process.pid)
+    try:
+        for update in range(60):
+            process.stdin.write(b"x\n")
+            process.stdin.flush()
+            assert process.stdout.readline()
+            watched.take(update)
+        process.communicate(b"\n")
+    finally:
+        process.kill()
+        process.wait()
+    assert bool(watched.leaks) is found
 
 
 def test_buffers_that_are_held_are_counted():
@@ -141,6 +220,17 @@ def test_a_process_is_sampled():
     mine.take(1)
     assert mine.samples[0].rss_bytes > 1 << 20
     Series(name="nobody", pid=2**22 + 1).take(1)
+
+
+def test_torch_keeps_no_notes_that_would_look_like_a_leak(tmp_path):
+    code = "import json, os; print(json.dumps(os.environ['TORCH_FR_BUFFER_SIZE']))"
+    reaper = Reaper()
+    try:
+        running = Running("p", [sys.executable, "-c", code], log=tmp_path / "log", reaper=reaper)
+        assert running.hear(waiting_for="its setting", timeout_s=30.0).strip() == b'"0"'
+        assert running.bury() == 0
+    finally:
+        reaper.close()
 
 
 def test_every_kind_of_trouble_spoils_the_result():

@@ -5,16 +5,22 @@ It reads ``/proc``; what is too much is said here once.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 # Below these a difference is noise: an allocator's arena, a connection that is about to close.
-SPARE_FDS = 8
-SPARE_BYTES_PER_UPDATE = 16 << 10
-_WARM_UP = 0.2  # of the samples: imports, pools and caches fill
+SPARE_COUNT = 8
+SPARE_BYTES = 8 << 20
+# A process that sees an update of each kind, pause mode and membership for the first time goes on warming up meanwhile.
+_FEWEST_SAMPLES = 40
+_BLOCKS = 8
+# Of the slope's standard error. One step, wherever it is among the blocks, is at most 4.4 of them, so it is no slope.
+_DOUBTS = 5.0
 _BUFFER = "memfd:weightcast-"
 _NAMED = "/dev/shm/"
 
@@ -49,30 +55,64 @@ class Series:
 
     @property
     def settled(self) -> Sequence[Sample]:
-        """The samples after it had warmed up."""
-        return self.samples[int(len(self.samples) * _WARM_UP) :]
+        """The second half: before it imports, pools and caches fill."""
+        return self.samples[len(self.samples) // 2 :]
 
-    def growth(self, name: str) -> int:
-        """By how much the median of the last quarter is above that of the first, for ``fds`` or ``threads``."""
-        values: list[int] = [getattr(sample, name) for sample in self.settled]
-        quarter = max(1, len(values) // 4)
-        return _median(values[-quarter:]) - _median(values[:quarter]) if values else 0
+    def growth(self, name: Literal["fds", "threads"]) -> int:
+        """By how much the median of the last quarter is above what the first half reached.
+
+        Groups that end and are made again take the count down and up: that alone is no growth.
+        """
+        values: list[int] = [getattr(sample, name) for sample in self.samples]
+        if len(values) < 4:
+            return 0
+        before = sorted(values[: len(values) // 2])
+        return _median(values[-(len(values) // 4) :]) - before[len(before) * 9 // 10]
 
     @property
     def slope_bytes(self) -> float:
-        """Resident bytes gained with each update, by least squares."""
-        points = [(sample.update, sample.rss_bytes) for sample in self.settled]
-        if len(points) < 3:
-            return 0.0
-        mean_x = sum(x for x, _ in points) / len(points)
-        mean_y = sum(y for _, y in points) / len(points)
-        spread = sum((x - mean_x) ** 2 for x, _ in points)
-        return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+        """Resident bytes gained with each update of the second half."""
+        return self._line()[0]
 
     @property
-    def leaks(self) -> bool:
-        """Does it hold more and more?"""
-        return self.growth("fds") > SPARE_FDS or self.slope_bytes > SPARE_BYTES_PER_UPDATE
+    def gained_bytes(self) -> float:
+        """Resident bytes that the second half gained; 0 if it did not gain them steadily."""
+        slope, doubt = self._line()
+        return slope * (self.settled[-1].update - self.settled[0].update) if slope > doubt else 0.0
+
+    @property
+    def leaks(self) -> str:
+        """What it holds more and more of, in words; empty if nothing or if it did not live long enough to tell."""
+        if len(self.samples) < _FEWEST_SAMPLES:
+            return ""
+        found = [f"{self.growth('fds'):+d} descriptors"] if self.growth("fds") > SPARE_COUNT else []
+        if self.growth("threads") > SPARE_COUNT:
+            found.append(f"{self.growth('threads'):+d} threads")
+        if self.gained_bytes > SPARE_BYTES:
+            slope, doubt = self._line()
+            found.append(f"{slope:+.0f} bytes an update, give or take {doubt:.0f}")
+        return ", ".join(found)
+
+    def _line(self) -> tuple[float, float]:
+        """Bytes an update by least squares, and the doubt in them.
+
+        Through medians of blocks: neighbouring samples differ by less than distant ones, which would make a line
+        through all of them look far surer than it is.
+        """
+        samples = self.settled
+        if len(samples) < _BLOCKS:
+            return 0.0, 0.0
+        edges = [len(samples) * number // _BLOCKS for number in range(_BLOCKS + 1)]
+        blocks = [samples[start:end] for start, end in itertools.pairwise(edges)]
+        xs = [_median([sample.update for sample in block]) for block in blocks]
+        ys = [_median([sample.rss_bytes for sample in block]) for block in blocks]
+        mean_x, mean_y = sum(xs) / _BLOCKS, sum(ys) / _BLOCKS
+        spread = sum((x - mean_x) ** 2 for x in xs)
+        if not spread:
+            return 0.0, 0.0
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+        off = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
+        return slope, _DOUBTS * (off / (_BLOCKS - 2) / spread) ** 0.5
 
 
 def buffers_of(pid: int) -> int:

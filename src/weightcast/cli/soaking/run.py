@@ -93,8 +93,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         leaked_segments: Names in /dev/shm that one of the processes had, and that are there when all have ended.
         leaked_buffers: Shared buffers that an engine still held when nobody updated it any more.
         leaked_fds: Descriptors gained by the first engine.
-        slope_bytes_per_update: Memory gained by the first engine, by least squares.
-        growing: Processes whose descriptors or memory grew beyond noise.
+        slope_bytes_per_update: Memory gained by the first engine, by least squares, in the second half.
+        growing: Processes whose descriptors, threads or memory grew beyond noise.
         details: The first of what went wrong, in words.
     """
 
@@ -213,11 +213,7 @@ class Soak:
         for engine in self._standing:
             self._buffers += buffers_of(engine.running.pid)
             self._look(engine, {engine.version})
-        growing = [
-            f"{series.name}: {series.growth('fds'):+d} descriptors, {series.slope_bytes:+.0f} bytes an update"
-            for series in self._series
-            if series.leaks and len(series.samples) >= 40
-        ]
+        growing = [f"{series.name}: {series.leaks}" for series in self._series if series.leaks]
         first = self._series[0]
         self._stop_engines()
         return Result(
