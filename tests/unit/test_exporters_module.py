@@ -1,9 +1,11 @@
 """Modules of any sharding give the bytes of the plain module; real gloo ranks."""
 
+import gc
 import itertools
 import math
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -639,3 +641,51 @@ def test_memory_beside_the_buckets_is_one_bucket_by_ranks(jobs, how, wire_dtype)
     for world_size in (2, 4):
         for extra, slots in jobs(world_size).run(measure, how, wire_dtype):
             assert extra < slots + 16 * MIB / world_size + 6 * MIB
+
+
+# -- what is worked out once
+
+
+class _Memory(bytearray):
+    """Can be watched."""
+
+
+def _on(values: torch.Tensor) -> tuple[torch.Tensor, "weakref.ref[_Memory]"]:
+    memory = _Memory(values.numel() * values.element_size())
+    held = torch.frombuffer(memory, dtype=values.dtype).view(values.shape)
+    held.copy_(values)
+    return held, weakref.ref(memory)
+
+
+def test_parameters_may_get_other_memory_and_none_of_it_is_kept_alive():
+    model = nn.Linear(4, 6)
+    exporter = ModuleExporter(model)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        weight, memory = _on(torch.randn(6, 4))
+        model.weight.data = weight if seed % 2 else weight.view(4, 6).t()  # other strides every other time
+        expected = raw(model.weight.detach().contiguous())
+        assert export(exporter)["weight"] == expected
+        del weight
+        model.weight.data = torch.zeros(6, 4)
+        gc.collect()
+        assert memory() is None
+
+
+def test_a_parameter_in_another_dtype_than_before_is_cast():
+    model = nn.Linear(4, 6)
+    exporter = ModuleExporter(model)
+    before = export(exporter)["weight"]
+    model.weight.data = model.weight.data.double()
+    assert export(exporter)["weight"] == before
+    model.weight.data = model.weight.data.bfloat16()
+    assert export(exporter)["weight"] == raw(model.weight.detach().float())
+
+
+def test_a_parameter_of_another_shape_is_refused_the_second_time_too():
+    model = nn.Linear(4, 6)
+    exporter = ModuleExporter(model)
+    export(exporter)
+    model.weight = nn.Parameter(torch.zeros(6, 5))
+    with pytest.raises(ConfigError, match="has shape"):
+        export(exporter)

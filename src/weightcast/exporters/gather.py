@@ -24,6 +24,7 @@ import torch
 from weightcast.comm.local import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.copies import Flat, bits, copy_all
 from weightcast.wire.digest import Box
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
@@ -51,6 +52,9 @@ class Held(Protocol):
 
 
 Local = Callable[[int], Sequence[Held]]
+# What this rank holds now of the tensor with this number, and what that is: equal as long as it is the same part of the
+# same tensor, laid out alike.
+Look = Callable[[int], tuple[object, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,12 @@ class Stored:
     Attributes:
         box: Which part.
         memory: Shape ``box.shape``.
+        source: Number of the tensor whose memory it is a view of, for ``Look``; None if that cannot be asked.
     """
 
     box: Box
     memory: torch.Tensor
+    source: int | None = None
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         """Copy and cast."""
@@ -107,6 +113,37 @@ class _Piece:
     target_scratch_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy out of this rank's memory into a bucket, in elements.
+
+    Numbers only: a view would keep memory alive that the trainer wants to give back between two updates.
+    """
+
+    source: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    target_stride: tuple[int, ...]
+    target_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """How this rank's own parts get into a bucket.
+
+    Attributes:
+        looks: What each tensor was when this was worked out, by number.
+        copies: Plain copies.
+        rest: What has to be asked for each time, because it is computed.
+    """
+
+    looks: dict[int, object]
+    copies: list[_Copy]
+    rest: list[tuple[TensorSlot, Box]]
+
+
 @dataclass(slots=True)
 class _Steps:
     """What one rank does for one bucket."""
@@ -114,6 +151,7 @@ class _Steps:
     layout: BucketLayout
     receivers: tuple[int, ...]
     copies: list[tuple[TensorSlot, Box]] = field(default_factory=list)
+    replay: _Replay | None = None
     gathers: list[TensorSlot] = field(default_factory=list)
     waves: list[list[_Piece]] = field(default_factory=list)
     scratch_bytes: int = 0
@@ -126,11 +164,13 @@ class Gatherer:
         specs: Every tensor, the same on every rank.
         local: What this rank holds of the tensor with this number, now; asked anew for every bucket.  The parts
             of all ranks together must be the tensor exactly once, but for parts that several ranks hold alike.
+        look: Quicker than ``local``, for what lies in memory; None if there is nothing quicker.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, look: Look | None = None) -> None:
         self._specs = tuple(specs)
         self._local = local
+        self._look = look
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
         self._group: TrainerGroup | None = None
         self._parts: list[list[_Shared]] = []
@@ -204,15 +244,58 @@ class Gatherer:
             steps = self._steps[layout.index] = self._plan(layout, group, receivers)
         what = f"its part of bucket {layout.index}"
         with torch.no_grad():
-            for slot, box in steps.copies:
+            if steps.copies:
                 assert bucket is not None
-                self._own(slot, box).write(box, _region(bucket, slot, box))
+                self._copy_own(steps, bucket)
             if steps.gathers:
                 assert bucket is not None
                 group.all_gather([bucket.view(slot) for slot in steps.gathers], what=what)
             scratch = _Scratch(steps.scratch_bytes, group.device)
             for wave in steps.waves:
                 self._move(wave, bucket, group, scratch, what)
+
+    def _copy_own(self, steps: _Steps, bucket: Bucket) -> None:
+        """This rank's own parts into the bucket."""
+        replay = steps.replay
+        found = {source: self._look(source) for source in replay.looks} if replay and self._look else {}
+        if replay is None or any(found[source][0] != look for source, look in replay.looks.items()):
+            replay = steps.replay = self._work_out(steps, bucket)
+            found = {source: self._look(source) for source in replay.looks} if self._look else {}
+        memory = {source: (tensor, bits(tensor)) for source, (_, tensor) in found.items()}
+        flat = Flat(bucket.data)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for copy in replay.copies:
+            source, as_bits = memory[copy.source]
+            same = source.dtype == copy.dtype
+            source = as_bits if same else source
+            sources.append(source.as_strided(copy.shape, copy.stride, source.storage_offset() + copy.offset))
+            targets.append(flat.region(copy.dtype, copy.shape, copy.target_stride, copy.target_offset, as_bits=same))
+        copy_all(targets, sources)
+        for slot, box in replay.rest:
+            self._own(slot, box).write(box, _region(bucket, slot, box))
+
+    def _work_out(self, steps: _Steps, bucket: Bucket) -> _Replay:
+        replay = _Replay({}, [], [])
+        for slot, box in steps.copies:
+            held = self._own(slot, box)
+            if self._look is None or not isinstance(held, Stored) or held.source is None:
+                replay.rest.append((slot, box))
+                continue
+            replay.looks[held.source], whole = self._look(held.source)
+            view, target = held.memory[slices(box, held.box.offset)], _region(bucket, slot, box)
+            replay.copies.append(
+                _Copy(
+                    source=held.source,
+                    dtype=target.dtype,
+                    shape=tuple(view.shape),
+                    stride=view.stride(),
+                    offset=int(view.storage_offset()) - int(whole.storage_offset()),
+                    target_stride=target.stride(),
+                    target_offset=(target.data_ptr() - bucket.data.data_ptr()) // target.element_size(),
+                )
+            )
+        return replay
 
     def _move(
         self, wave: Sequence[_Piece], bucket: Bucket | None, group: TrainerGroup, scratch: _Scratch, what: str

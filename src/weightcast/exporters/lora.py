@@ -100,7 +100,7 @@ class Merger:
             TensorSpec(name=f"{n}:{place.name}"[:512], dtype=dtype_name(place.dtype), shape=place.shape)
             for n, place in enumerate(self._tensors.places)
         )
-        self._gatherer = Gatherer(self._specs, self._local)
+        self._gatherer = Gatherer(self._specs, self._local, self._tensors.look)
         self._whole: dict[int, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -150,7 +150,8 @@ class Merger:
             part: What this rank holds of the weight.
         """
         if source not in self._deltas:
-            return Stored(box, segment.view(part[1][slices(segment.source_box(box), part[0].offset)]))
+            view = segment.view(part[1][slices(segment.source_box(box), part[0].offset)])
+            return Stored(box, view, source)
         return _Merged(box, segment, part, self._deltas[source], self)
 
     def delta(self, delta: _Delta, box: Box) -> torch.Tensor:
@@ -167,7 +168,7 @@ class Merger:
 
     def _local(self, number: int) -> list[Held]:
         part = self._tensors.part(number)
-        return [] if part is None else [Stored(*part)]
+        return [] if part is None else [Stored(*part, number)]
 
     def _check(self, base: int, a: int, b: int, turned: bool) -> None:
         weight = self._weights.places[base]
@@ -246,7 +247,7 @@ class AdapterExporter:
             TensorSpec(name=place.name, dtype=dtype_name(place.dtype), shape=place.shape)
             for place in self._tensors.places
         )
-        self._gatherer = Gatherer(self._specs, self._local)
+        self._gatherer = Gatherer(self._specs, self._local, self._tensors.look)
         known: Any = next((c for m in model.modules() if (c := getattr(m, "peft_config", None))), {})
         self.config: dict[str, Any] = known[adapter].to_dict() if adapter in known else {}
 
@@ -288,7 +289,7 @@ class AdapterExporter:
 
     def _local(self, number: int) -> list[Held]:
         part = self._tensors.part(number)
-        return [] if part is None else [Stored(*part)]
+        return [] if part is None else [Stored(*part, number)]
 
 
 def _adapter_name(module: nn.Module, prefix: str, attribute: str) -> str | None:

@@ -89,7 +89,8 @@ class ModuleExporter:
         self._quantiser = Quantiser(specs, self._local, quantise) if quantise is not None else None
         self._specs = tuple(specs) if self._quantiser is None else self._quantiser.specs
         check_names(spec.name for spec in self._specs)
-        self._gatherer = Gatherer(self._specs, self._local if self._quantiser is None else self._quantiser.local)
+        local = self._local if self._quantiser is None else self._quantiser.local
+        self._gatherer = Gatherer(self._specs, local, self._tensors.look)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
 
     @property

@@ -126,6 +126,20 @@ class PlacedTensors:
             self._parts[number] = stored_part(place.name, tensor, self._shard_of)
         return self._parts[number]
 
+    def look(self, number: int) -> tuple[object, torch.Tensor]:
+        """What this rank holds of a tensor now, and what it is a part of, for ``Gatherer``.  Nothing is checked."""
+        place, tensor = self.places[number], self.tensor(number)
+        whole = self._shard_of(place.name, tensor) if self._shard_of is not None else None
+        placed, local = None, tensor
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                local = tensor.to_local()
+            placed = tensor.device_mesh, tensor.placements
+        return (
+            (whole, tensor.shape, placed, local.shape, local.stride(), local.dtype, local.device),
+            local.detach(),
+        )
+
     @contextmanager
     def looking(self) -> Generator[None]:
         """Look at each tensor once, since hundreds of experts are in one, and anew the next time."""

@@ -20,14 +20,13 @@ from weightcast.receiver.coverage import uncovered
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import Box, Piece, as_unsigned, partial_sums
-from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.copies import Flat, bits, copy_all
+from weightcast.wire.digest import Box, Piece, RepeatedSums, as_unsigned
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, dtype_name
 from weightcast.wire.messages import Held
 from weightcast.wire.routes import Route
 
 Finisher = Callable[[], object]
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def residents_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,6 +103,7 @@ class Loader:
         self._routed = {route.parameter for route in routes}
         self._shared = _sharing(model)
         self.staging = Staging(self.residents, "none")
+        self._repeated = RepeatedSums()
         self._arrived: dict[str, int] = {}
         self._whole: dict[str, torch.Tensor] = {}
         self._known_copies: dict[int, tuple[BucketLayout, list[tuple[TensorSlot, list[_Copy]]]]] = {}
@@ -171,7 +171,8 @@ class Loader:
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        flats: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+        flat = Flat(bucket.data)
+        waiting: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter, as it is and as bits
         for slot, copies in self._copies(bucket.layout):
             name = slot.spec.name
             if self._arrived.get(name, 0) != slot.first_row or (slot.whole and name in self._arrived):
@@ -181,28 +182,18 @@ class Loader:
                 self._hand_over(slot, bucket.view(slot))
                 continue
             dtype = slot.spec.torch_dtype
-            if dtype not in flats:
-                flat = bucket.data[: bucket.data.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-                flats[dtype] = flat, _bits(flat)
-            values, bits = flats[dtype]
             for copy in copies:
-                target, source = self.staging.target(copy.parameter).detach(), values
-                if target.dtype == dtype:
-                    # As bits: the copy of many tensors at once goes through float32, and what is no number comes out
-                    # of that with other bits than it had (seen with bfloat16 on CUDA).
-                    target, source = _bits(target), bits
+                if copy.parameter not in waiting:
+                    whole = self.staging.target(copy.parameter).detach()
+                    waiting[copy.parameter] = whole, bits(whole)
+                target, as_bits = waiting[copy.parameter]
+                same = target.dtype == dtype
+                target = as_bits if same else target
                 targets.append(target.as_strided(copy.shape, copy.stride, target.storage_offset() + copy.offset))
-                start = source.storage_offset() + copy.source_offset
-                sources.append(source.as_strided(copy.shape, copy.source_stride, start))
+                sources.append(flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same))
         if targets:
             self.touched |= not self.staging.staged
-            with torch.no_grad():
-                if targets[0].device.type == "cuda":
-                    # One launch for many tensors; a copy each would cost more than the bytes.
-                    torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateUsage]
-                else:
-                    for target, source in zip(targets, sources, strict=True):
-                        target.copy_(source)
+            copy_all(targets, sources)
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
@@ -221,28 +212,32 @@ class Loader:
     def held(self) -> list[Held]:
         """Digest what is live, in terms of the source tensors."""
         routes = [route for found in self.routes.values() for route in found]
-        pieces: list[Piece] = []
-        specs: list[TensorSpec] = []
-        for route in routes:
-            live = self.staging.live(route.parameter)
-            spec = self.expected[route.source]
-            specs.append(TensorSpec.of(route.source, live.new_empty(0), dtype=live.dtype))
-            pieces.append(
+        if not routes:
+            return []
+        live = {name: self.staging.live(name) for name in self._routed}
+
+        def pieces() -> list[Piece]:
+            return [
                 Piece(
-                    tensor=_region(live, route),
-                    full_shape=spec.shape,
+                    tensor=_region(live[route.parameter], route),
+                    full_shape=self.expected[route.source].shape,
                     box=Box(offset=route.box_offset, shape=route.box_shape),
                 )
-            )
-        totals = partial_sums(pieces).tolist() if pieces else []
+                for route in routes
+            ]
+
+        # A parameter may get other memory at any time, and has two in turn where a second set is kept.
+        where = tuple(tensor.data_ptr() for tensor in live.values())
+        how = tuple((tensor.dtype, tensor.stride()) for tensor in live.values())
+        sums = self._repeated.sums(where, how, next(iter(live.values())).device, pieces)
+        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in live.items()}
+        specs = [  # while the device sums
+            TensorSpec(name=route.source, dtype=dtypes[route.parameter], shape=self.expected[route.source].shape)
+            for route in routes
+        ]
         return [
-            Held(
-                spec=TensorSpec(name=route.source, dtype=spec.dtype, shape=self.expected[route.source].shape),
-                box_offset=route.box_offset,
-                box_shape=route.box_shape,
-                total=as_unsigned(total),
-            )
-            for route, spec, total in zip(routes, specs, totals, strict=True)
+            Held(spec=spec, box_offset=route.box_offset, box_shape=route.box_shape, total=as_unsigned(total))
+            for route, spec, total in zip(routes, specs, sums.tolist(), strict=True)
         ]
 
     def _copies(self, layout: BucketLayout) -> list[tuple[TensorSlot, list[_Copy]]]:
@@ -269,12 +264,6 @@ class Loader:
         self.touched = True
         with torch.no_grad():
             self._load_weights([(name, view)])
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same size."""
-    dtype = _INTEGERS.get(tensor.element_size())
-    return tensor if dtype is None else tensor.view(dtype)
 
 
 def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

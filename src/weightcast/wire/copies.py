@@ -1,0 +1,80 @@
+"""Many copies between a flat buffer and strided memory, in few launches and without changing a bit.
+
+Knows tensors and dtypes; what they are parts of is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size.
+
+    What is copied as bits stays as it is: the copy of many tensors at once goes through float32, and what is no number
+    comes out of that with other bits than it had (seen with bfloat16 on CUDA).
+    """
+    dtype = _INTEGERS.get(tensor.element_size())
+    return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
+
+
+class Flat:
+    """A flat uint8 buffer, read as whatever dtype is asked for.
+
+    Args:
+        data: One-dimensional, contiguous.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._views: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def region(
+        self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int, *, as_bits: bool
+    ) -> torch.Tensor:
+        """A view of the buffer.
+
+        Args:
+            dtype: What it is read as; the buffer may be longer than a multiple of its size.
+            shape: Of the view.
+            stride: In elements of ``dtype``.
+            offset: Likewise, from the buffer's first byte.
+            as_bits: As integers of that size.
+        """
+        found = self._views.get(dtype)
+        if found is None:
+            size = dtype.itemsize
+            values = self._data[: self._data.numel() // size * size].view(dtype)
+            found = self._views[dtype] = values, bits(values)
+        base = found[1] if as_bits else found[0]
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Each source to its target, cast where they differ.  Enqueued on the current stream of a GPU, done on a CPU.
+
+    On a GPU it is one launch for many tensors: a launch each would cost more than the bytes.  What comes from another
+    device has arrived when this returns.
+    """
+    if not targets:
+        return
+    with torch.no_grad():
+        if targets[0].device.type != "cuda":
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return
+        # Lists of one kind each: a single tensor of another dtype would make it a launch for every tensor.
+        kinds: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for target, source in zip(targets, sources, strict=True):
+            if source.device != target.device:
+                target.copy_(source)
+                continue
+            kind = kinds.setdefault((target.dtype, source.dtype), ([], []))
+            kind[0].append(target)
+            kind[1].append(source)
+        for some_targets, some_sources in kinds.values():
+            torch._foreach_copy_(some_targets, some_sources, non_blocking=True)  # pyright: ignore[reportPrivateUsage]
