@@ -64,12 +64,22 @@ class TargetError(WeightcastError):
 
     Attributes:
         url: The engine.
+        also: Other engines that failed in the same step and in the same way.
         half_updated: True if the engine may hold a mixture of two versions.
     """
 
-    def __init__(self, message: str, *, url: str, half_updated: bool = False, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str,
+        also: Sequence[str] = (),
+        half_updated: bool = False,
+        hint: str | None = None,
+    ) -> None:
         super().__init__(message, hint=hint)
         self.url = url
+        self.also = tuple(also)
         self.half_updated = half_updated
 
 

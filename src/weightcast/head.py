@@ -30,12 +30,12 @@ from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.checkpoint_engine import CheckpointEngineTransport
 from weightcast.transports.digests import SentDigests
 from weightcast.transports.disk import DiskTransport
-from weightcast.transports.ipc import IpcTransport
+from weightcast.transports.ipc import IpcTransport, in_flight_to
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import SHARED_MEMORY, check_fits, choose_receivers, choose_transport
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import model_digest
+from weightcast.wire.digest import RepeatedSums, model_digest
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
 from weightcast.wire.messages import EngineInfo, Open, Owner
 
@@ -114,6 +114,7 @@ class Head:
         self._excluded: set[str] = set()
         self._outcomes: dict[str, Outcome] = {}
         self._phases: dict[str, float] = {}
+        self._repeated = RepeatedSums()
         self._digests = SentDigests()
         self._started = 0.0
         self._version = 0
@@ -191,8 +192,14 @@ class Head:
         """What is remembered of those that stay when the membership changes."""
         return {url: replace(link) for url, link in self._known.items() if roster.knows(url, link.client)}
 
-    def open(self, version: int, specs: tuple[TensorSpec, ...]) -> Decision:
-        """Probe, open a session on every active target, make the group."""
+    def open(self, version: int, specs: tuple[TensorSpec, ...], bucket_sizes: tuple[int, ...]) -> Decision:
+        """Probe, open a session on every active target, make the group.
+
+        Args:
+            version: The version to be.
+            specs: What will be sent.
+            bucket_sizes: In buckets of so many bytes.
+        """
         self._failure = None
         self._links = []
         self.sent_bytes = self._num_buckets = 0
@@ -202,7 +209,7 @@ class Head:
                 active = [url for url in self._outcomes if url not in self._excluded]
                 self._links = self._make_links(self._probe(active))
                 self._connect_transport()
-                message = self._open_message(version, specs)
+                message = self._open_message(version, specs, bucket_sizes)
                 try:
                     self._each(lambda link: link.open(message))
                 finally:
@@ -215,7 +222,9 @@ class Head:
                 return self._fail(error)
         kept = [{spec.name: spec.dtype for spec in link.info.specs} for link in self._links]
         self._digests = SentDigests(
-            kept if self._config.verify in ("resident", "behaviour") else (), sha256=self._config.digest == "sha256"
+            kept if self._config.verify in ("resident", "behaviour") else (),
+            sha256=self._config.digest == "sha256",
+            repeated=self._repeated,
         )
         return Decision()
 
@@ -255,10 +264,7 @@ class Head:
             with self._phase("send"):
                 self._transport.drain()
             with self._phase("verify"):
-                received, kept = self._digests.finish() if self._config.verify != "none" else ({}, {})
-                self._sent_digest = model_digest(received) if received else None
-                self._check_unchanged()
-                self._each(lambda link: self._close_one(link, received))
+                kept = self._close_all()
             with self._phase("commit"):
                 self._each(lambda link: self._commit_one(link, kept))
                 check_alike(self._links)
@@ -355,7 +361,7 @@ class Head:
     def _culprits(self, error: WeightcastError) -> set[str]:
         url = getattr(error, "url", None) or getattr(error, "who", None)
         if isinstance(url, str) and url in self._outcomes:
-            return {url}
+            return {url, *self._outcomes.keys() & getattr(error, "also", ())}
         infos = self._probe([link.url for link in self._links], hasty=True)
         gone = {url for url, info in infos.items() if not isinstance(info, EngineInfo) or info.state == "quarantined"}
         return gone
@@ -469,7 +475,7 @@ class Head:
         outside = [address for address in addresses if not address.startswith("127.") and address != "::1"]
         return sorted(outside or addresses)[0]
 
-    def _open_message(self, version: int, specs: tuple[TensorSpec, ...]) -> Open:
+    def _open_message(self, version: int, specs: tuple[TensorSpec, ...], bucket_sizes: tuple[int, ...]) -> Open:
         config = self._config
         return Open(
             session=secrets.token_hex(16),
@@ -482,6 +488,9 @@ class Head:
             verify=config.verify,
             digest=config.digest,
             specs=specs,
+            # Who is told may wait on its device for a bucket before it has answered to the one before: then that answer
+            # must not be waited for.
+            bucket_sizes=bucket_sizes if in_flight_to(self._links) > 1 else (),
         )
 
     def _each(self, do: Callable[[Link], object]) -> None:
@@ -491,10 +500,25 @@ class Head:
         for future in futures:
             future.result()
 
-    def _close_one(self, link: Link, sent: Mapping[str, str]) -> None:
-        ack = link.close(buckets=self._num_buckets, timeout_s=self._config.timeout_s)
-        if sent and "received" in link.adapter.proves:
-            self._outcomes[link.url].received(link, ack, sent)
+    def _close_all(self) -> dict[str, dict[str, str]]:
+        """Tell every target that everything was sent, and compare what arrived.
+
+        Returns:
+            For each tensor the digests of what engines keep, by dtype, as from ``SentDigests.finish``.
+        """
+        with ThreadPoolExecutor(max_workers=len(self._links)) as pool:
+            closes = [
+                pool.submit(link.close, buckets=self._num_buckets, timeout_s=self._config.timeout_s)
+                for link in self._links
+            ]
+            sent, kept = self._digests.finish() if self._config.verify != "none" else ({}, {})
+        acks = [close.result() for close in closes]
+        self._sent_digest = model_digest(sent) if sent else None
+        self._check_unchanged()
+        for link, ack in zip(self._links, acks, strict=True):
+            if sent and "received" in link.adapter.proves:
+                self._outcomes[link.url].received(link, ack, sent)
+        return kept
 
     def _commit_one(self, link: Link, kept: Mapping[str, Mapping[str, str]]) -> None:
         expected: dict[str, str] = {}

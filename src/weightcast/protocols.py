@@ -156,6 +156,7 @@ class Adapter(Protocol):
             buffer or to the storage of all (``comm/share.py``).
         meeting: How its ranks join a group over ``broadcast``: as our receiver does, as
             ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix, or by NCCL's unique id.
+        in_flight: How many buckets it may be told of before it has answered the first, 1 or 2.
         proves: Levels of proof that it can answer for, beside ``behaviour``.
         leased: True if the engine ends a session by itself when the trainer is gone, and knows whether what it keeps is
             one whole version.  We remember it for the others.
@@ -164,6 +165,7 @@ class Adapter(Protocol):
     packing: Packing
     sharing: Sharing
     meeting: Meeting
+    in_flight: int
     proves: frozenset[Literal["received", "resident"]]
     leased: bool
 

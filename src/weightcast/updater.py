@@ -259,7 +259,7 @@ class WeightUpdater:
             try:
                 decision = Decision()
                 if head is not None:
-                    decision = head.open(version, self._specs)
+                    decision = head.open(version, self._specs, tuple(layout.size_bytes for layout in self._layouts))
                 decision = self._hear(decision, entering=True)
                 if decision.error or decision.again:
                     return decision

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -28,7 +30,8 @@ from tests.harness import (
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater, head
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
-from weightcast.transports import link
+from weightcast.protocols import Invitation
+from weightcast.transports import channel, link
 from weightcast.transports.link import Link
 from weightcast.wire.bucket import Bucket
 
@@ -245,6 +248,35 @@ def test_quarantine_goes_on_without_the_engine_that_fails(engines, fresh, transp
         report = updater.update(version=version)
         assert report.ok
         assert serves_whole(back) == serves_whole(engines.one) == version
+
+
+def test_all_that_do_not_come_to_the_meeting_are_left_out_at_once(engines, fresh, monkeypatch):
+    astray = [fresh("--local"), fresh("--local")]
+    join, once = channel._join, set[str]()
+
+    def misdirect(link: Link, invitation: Invitation) -> None:
+        if link.url in {engine.url for engine in astray} - once:
+            once.add(link.url)
+            invitation = replace(invitation, token=secrets.token_hex(16))
+        join(link, invitation)
+
+    monkeypatch.setattr(channel, "_join", misdirect)
+    version = next_version()
+    model = trainer_of(version)
+    options = {"transport": "broadcast", "timeout_s": 3.0, "on_failure": "quarantine"}
+    with connect(model, [astray[0], engines.one, astray[1], engines.two], **options) as updater:
+        report = updater.update(version=version)
+        assert [row.status for row in report.targets] == ["untouched", "serving", "untouched", "serving"]
+        assert report.seconds < 5.5  # one deadline: one after the other they would cost two
+        for engine, row in zip(astray, report.targets[::2], strict=True):
+            assert f"{engine.url}: rank 0 did not come to weightcast-" in row.message
+            assert serves_whole(engine) == 0
+        assert serves_whole(engines.one) == serves_whole(engines.two) == version
+
+        version = next_version()
+        model.set_version(version)
+        assert updater.update(version=version).ok
+        assert all(serves_whole(engine) == version for engine in [*astray, engines.one, engines.two])
 
 
 def test_a_dead_engine_is_unreachable_before_anything_moves(engines, fresh):

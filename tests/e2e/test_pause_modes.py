@@ -272,11 +272,11 @@ def test_push_under_load_mixes_nothing_unsaid(world: World, mode: str) -> None:
 
 
 def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
-    running, waiting = world.load()
+    running, waiting = world.load(2 * LONG)
     before = world.engine.digests()
     with (
         WeightUpdater.connect(
-            world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=0.4
+            world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=1.0
         ) as updater,
         pytest.raises(UpdateFailed, match="running requests to finish") as failed,
     ):

@@ -109,7 +109,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
         )
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(engine.client.post, engine.url + "/weightcast/apply", content=encode(lonely))
-            while not store.store.check([f"weightcast/{lonely.token}/here/1"]):
+            while 1 in store.absent(lonely.token, lonely.world_size):
                 assert not waits.done(), waits.result().text
                 time.sleep(0.05)
             assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]

@@ -9,7 +9,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weightcast.wire.digest import Box, Piece, add_partial, as_unsigned, partial_sums, sha256_digest, tensor_digest
+from weightcast.wire.digest import (
+    Box,
+    Piece,
+    RepeatedSums,
+    add_partial,
+    as_unsigned,
+    partial_sums,
+    sha256_digest,
+    tensor_digest,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -273,3 +282,30 @@ def test_digests_of_a_gpu_tensor():
     assert tensor_digest(tensor.cuda()) == tensor_digest(tensor)
     assert sha256_digest(tensor.cuda()) == sha256_digest(tensor)
     assert sha256_digest(tensor.cuda().t()) == sha256_digest(tensor.t())
+
+
+def test_sums_that_are_asked_for_again_see_new_values_and_new_readings():
+    memory = torch.randint(0, 256, (4 << 20,), dtype=torch.uint8, device="cuda")
+    repeated = RepeatedSums()
+    made: list[int] = []
+
+    def sums(rows: int) -> list[int]:
+        def pieces() -> list[Piece]:
+            made.append(rows)
+            return [
+                Piece(tensor=part, full_shape=tuple(part.shape))
+                for part in memory.view(torch.bfloat16).view(rows, -1).split(rows // 2)
+            ]
+
+        return repeated.sums(memory.data_ptr(), rows, memory.device, pieces).tolist()
+
+    def wanted(rows: int) -> list[int]:
+        parts = memory.cpu().view(torch.bfloat16).view(rows, -1).split(rows // 2)
+        return partial_sums([Piece(tensor=part, full_shape=tuple(part.shape)) for part in parts]).tolist()
+
+    for rows in (64, 64, 128, 64, 64):
+        memory.random_(0, 256)
+        assert sums(rows) == wanted(rows)
+    assert made == [64, 128, 64]  # the description of a place is that of its last reading
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert sums(64) == wanted(64)

@@ -13,7 +13,7 @@ import pytest
 
 from weightcast.errors import EngineFailure
 from weightcast.receiver import executor as module
-from weightcast.receiver.executor import LocalExecutor, MpExecutor
+from weightcast.receiver.executor import FarRanks, LocalExecutor, MpExecutor
 from weightcast.wire.messages import Abort, Leave, Message, RankAck, Readback
 
 SESSION = "ab" * 16
@@ -229,3 +229,26 @@ def test_ranks_end_with_their_engine_even_if_it_is_killed_and_they_stand_still()
         engine.close()
         ours.close()
         theirs.close()
+
+
+def test_an_engine_that_stood_still_itself_gives_its_ranks_time_before_it_names_them(monkeypatch):
+    monkeypatch.setattr(module, "_GRACE_S", 5.0)
+    asked: list[float] = []
+
+    def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
+        asked.append(limit_s)
+        if len(asked) == 1:
+            time.sleep(limit_s + 0.7)  # stopped and continued: the deadline is past, and the ranks were stopped too
+            return {}
+        return {rank: b"+" for rank in ranks}
+
+    class Far(FarRanks):
+        def ask(self) -> list[bytes]:
+            return self._gather(2, receive, 0.1, "the answer", work=False)
+
+    assert Far().ask() == [b"+", b"+"]
+    assert 4.5 < asked[1] <= 5.0
+    monkeypatch.setattr(module, "_GRACE_S", 0.0)
+    asked.clear()
+    with pytest.raises(EngineFailure, match="rank 0 did not give the answer"):
+        Far()._gather(2, lambda ranks, limit_s: time.sleep(limit_s) or {}, 0.1, "the answer", work=False)

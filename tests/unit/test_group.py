@@ -161,6 +161,8 @@ def test_who_does_not_come_is_not_waited_for_longer_than_asked(party):
     with pytest.raises(DeadlineExceeded, match=r"all 3 members to meet; missing \[2\]") as caught:
         made.head()
     assert "GLOO_SOCKET_IFNAME" in (caught.value.hint or "")
+    assert made.store.absent(made.token, 3) == [2]
+    assert made.store.absent(made.token, 4) == [1, 2, 3]  # nobody expects so many
     with pytest.raises((DeadlineExceeded, GroupFailed)):
         alone.result(timeout=30)
 
@@ -201,7 +203,7 @@ cancelled = threading.Event()
 threading.Timer(0.2, cancelled.set).start()
 same = {"name": "g", "token": "t", "device": CPU, "timeout_s": timeout_s, "cancelled": cancelled}
 if where == "inside torch":  # another member came, and died then
-    dist.PrefixStore("weightcast/t", place.store).set("here/0", "1")
+    dist.PrefixStore("weightcast/t", place.store).set("here/0/2", "1")
 try:
     if where != "head":
         WorldGroup.join(host="127.0.0.1", port=place.port, rank=1, world_size=2, **same)

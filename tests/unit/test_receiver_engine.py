@@ -573,3 +573,67 @@ def test_strangers_do_not_wait_for_a_message_under_way(bench):
             thread.join(10)
         assert len(answers) == 4
         assert not any(ack.ok for ack in answers)
+
+
+# -- two buckets in flight
+
+
+def in_thread(engine: ReceiverEngine, message: Message) -> tuple[threading.Thread, list[Ack]]:
+    acks: list[Ack] = []
+    thread = threading.Thread(target=lambda: acks.append(engine.apply(message)))
+    thread.start()
+    return thread, acks
+
+
+@pytest.mark.parametrize("staging", ["device", "none"])
+def test_a_bucket_that_overtakes_the_one_before_it_waits_for_its_turn(bench, staging):
+    made = bench(staging=staging)
+    sender, quicker = Sender(weights_of(3), version=3), Sender(weights_of(3), version=3)
+    quicker.session = sender.session
+    made.tell(sender.open)
+    thread, acks = in_thread(made.engine, quicker.announce(1))
+    thread.join(0.1)
+    assert thread.is_alive()
+    made.tell(sender.announce(0))
+    thread.join(10)
+    assert [ack.ok for ack in acks] == [True]
+    for index in range(2, len(sender.layouts)):
+        made.tell(sender.announce(index))
+    made.tell(sender.close())
+    assert len(sender.layouts) > 2
+    made.tell(sender.commit(sender.digests()[1]))
+    assert made.serves(3)
+
+
+def test_who_waits_for_a_turn_hears_of_the_end(bench):
+    made = bench()
+    sender = Sender(weights_of(3), version=3)
+    made.tell(sender.open)
+    thread, acks = in_thread(made.engine, sender.announce(1))
+    thread.join(0.1)
+    assert thread.is_alive()
+    made.tell(sender.abort("changed my mind"))
+    thread.join(10)
+    assert [ack.ok for ack in acks] == [False]
+    assert "no such session" in acks[0].error
+    assert made.serves(0)
+    made.update(4)
+
+
+def test_who_waits_for_a_turn_that_never_comes_is_refused_in_time(bench):
+    made = bench()
+    sender = Sender(weights_of(3), version=3, timeout_s=0.2)
+    made.tell(sender.open)
+    assert "bucket 1 came where bucket 0 was due" in made.refuse(sender.announce(1))
+    assert "bucket 2 came where bucket 0 was due" in made.refuse(sender.announce(2))
+
+
+def test_of_two_in_flight_both_say_that_their_group_has_failed(bench, monkeypatch):
+    made = bench()
+    sender = Sender(weights_of(3), version=3)
+    made.tell(sender.open)
+    lost = RankAck(rank=0, ok=False, group_failed=True, error="the trainer is gone")
+    monkeypatch.setattr(made.ranks, "apply", lambda message, timeout_s: [lost])
+    acks = [made.engine.apply(sender.announce(index)) for index in (0, 1)]
+    assert [ack.group_failed for ack in acks] == [True, True]
+    assert all("the trainer is gone" in ack.error for ack in acks)

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from weightcast.comm import left_behind
+from weightcast.comm.polling import Looks
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 
 BackendName = Literal["nccl", "gloo"]
 _NEVER = timedelta(days=1)
 _FIRST_POLL_S = 5e-5
-_LONGEST_POLL_S = 2e-3
 _LONGEST_MEETING_POLL_S = 1e-2
 _CANCEL_POLL_S = 0.05
 _HANG_UP_TAG = 1 << 30
@@ -102,6 +102,20 @@ class Rendezvous:
         """
         return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
 
+    def absent(self, token: str, world_size: int) -> list[int]:
+        """Ranks that have not come to where the group with this token meets; the head's is not looked for.
+
+        Over a connection of its own: whoever meets may be inside torch, holding another.
+
+        Raises:
+            GroupFailed: The store does not answer.
+        """
+        try:
+            place = _meeting_place(self.visit(), token)
+            return [rank for rank in range(1, world_size) if not place.check([_here(rank, world_size)])]
+        except RuntimeError as error:
+            raise GroupFailed(f"cannot ask who has come: {_first_line(error)}") from error
+
     def close(self) -> None:
         """Stop listening: members that wait there for others hear of it.  Safe to call twice."""
         self._store = None
@@ -110,7 +124,8 @@ class Rendezvous:
 class WorldGroup:
     """One member's end of the group.
 
-    Thread rule: one thread at a time calls ``broadcast`` or ``receive``; ``abort`` may come from any other.
+    Thread rule: one thread at a time starts a broadcast, the same order on every member; whoever started it finishes
+    it.  ``abort`` may come from any thread.
     """
 
     def __init__(
@@ -167,7 +182,7 @@ class WorldGroup:
                 if meeting == "torch":
                     prefixed = _as_torch_does(base, name, device)
                 else:
-                    prefixed = dist.PrefixStore(f"weightcast/{token}", base)
+                    prefixed = _meeting_place(base, token)
                     self._meet(prefixed, deadline, timeout_s)
                 self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
                 if self._aborted.is_set():  # given up meanwhile, by somebody who saw no group yet
@@ -286,14 +301,14 @@ class WorldGroup:
 
     def _meet(self, store: dist.Store, deadline: float, timeout_s: float) -> None:
         """Return when every member is at the store."""
-        store.set(f"here/{self.rank}", "1")
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        store.set(_here(self.rank, self.world_size), "1")
+        others = {rank: _here(rank, self.world_size) for rank in range(self.world_size) if rank != self.rank}
         pause_s = _FIRST_POLL_S
-        while others and not store.check([f"here/{rank}" for rank in others]):
+        while others and not store.check(list(others.values())):
             if self._aborted.is_set():
                 raise GroupFailed(f"group {self.name}: {self._why}")
             if time.monotonic() > deadline:
-                missing = [rank for rank in others if not store.check([f"here/{rank}"])]
+                missing = [rank for rank, key in others.items() if not store.check([key])]
                 raise self._too_late(timeout_s, f"all {self.world_size} members to meet; missing {missing}")
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, _LONGEST_MEETING_POLL_S)
@@ -337,7 +352,7 @@ class WorldGroup:
 
     def _finish(self, work: Any, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
         deadline = time.monotonic() + timeout_s
-        pause_s = _FIRST_POLL_S
+        looks = Looks()
         while not work.is_completed():
             if poll is not None:
                 poll()
@@ -345,14 +360,22 @@ class WorldGroup:
             if time.monotonic() > deadline:
                 self.abort(f"waited {timeout_s:g} s for {what}")
                 raise DeadlineExceeded(who=f"group {self.name}", waiting_for=what, timeout_s=timeout_s)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LONGEST_POLL_S)
+            looks.sleep()
         self._check()
         try:
             work.wait()
         except RuntimeError as error:
             self.abort(_first_line(error))
             raise GroupFailed(f"group {self.name}: {_first_line(error)}") from error
+
+
+def _meeting_place(store: dist.Store, token: str) -> dist.Store:
+    return dist.PrefixStore(f"weightcast/{token}", store)
+
+
+def _here(rank: int, world_size: int) -> str:
+    """Who expects another number of members has not come to this meeting: inside torch all would wait for all."""
+    return f"here/{rank}/{world_size}"
 
 
 def _first_line(error: BaseException) -> str:

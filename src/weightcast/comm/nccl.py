@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from weightcast.comm.group import GroupFailed
+from weightcast.comm.polling import Looks
 from weightcast.errors import ConfigError, DeadlineExceeded
 
 UNIQUE_ID_BYTES = 128
@@ -33,8 +34,6 @@ _IN_PROGRESS = 7
 _UINT8, _FLOAT32, _SUM = 1, 7, 0
 _OLDEST = 21400  # NCCL 2.14, the first with non-blocking communicators
 _MAGIC = 0xCAFEBEEF
-_FIRST_POLL_S = 5e-5
-_LONGEST_POLL_S = 2e-3
 
 
 class _UniqueId(ctypes.Structure):
@@ -322,11 +321,10 @@ class NcclGroup:
         self, result: int, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None = None
     ) -> None:
         """Return when a call that goes on in the background is over: the others may have to come first."""
-        pause_s = _FIRST_POLL_S
+        looks = Looks()
         while result == _IN_PROGRESS:
             self._look(deadline, timeout_s, what, poll)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LONGEST_POLL_S)
+            looks.sleep()
             result = self._state()
         self._raise_for(result, what)
 
@@ -336,12 +334,11 @@ class NcclGroup:
         self._settle(started.result, deadline, timeout_s, what, poll)
         with self._lane.here():
             work = self._lane.record()  # only now is the kernel in the stream
-        pause_s = _FIRST_POLL_S
+        looks = Looks()
         while not work.query():
             self._look(deadline, timeout_s, what, poll)
             self._raise_for(self._state(), what)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LONGEST_POLL_S)
+            looks.sleep()
         self._raise_for(self._state(), what)
 
     def _look(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:

@@ -23,7 +23,8 @@ from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.staging import choose_place
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import Box, Piece, add_partial, as_unsigned, finish, partial_sums, sha256_digest
+from weightcast.wire.bucket_sums import sums_of_slots
+from weightcast.wire.digest import RepeatedSums, add_partial, as_unsigned, finish, sha256_digest
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import (
     Abort,
@@ -109,7 +110,8 @@ class WeightReceiver:
         self._owner: Owner | None = None
         self._committed = ""
         self._asleep = False
-        self._received: list[tuple[TensorSpec, torch.Tensor]] = []
+        self._received: list[tuple[list[TensorSpec], torch.Tensor]] = []
+        self._repeated = RepeatedSums()
         self._hashed: dict[str, str] = {}
         self._peak: PeakMemory | None = None
         self._measuring = False
@@ -144,9 +146,10 @@ class WeightReceiver:
         self._asleep = False
 
     def close(self) -> None:
-        """Let go of groups and mapped memory; safe to call twice."""
+        """Let go of groups, mapped memory and the device's second set of weights; safe to call twice."""
         self._memory.close()
         self._broadcast.close()
+        self.loader.staging.free()
 
     def _apply(self, message: Message) -> RankAck:
         match message:
@@ -198,7 +201,13 @@ class WeightReceiver:
         if isinstance(message.source, IpcSource):
             bucket = self._memory.read(message.layout, message.source.handles)
         else:
-            bucket = self._broadcast.read(message.layout, message.source.group, timeout_s=session.timeout_s)
+            following = session.bucket_sizes[message.layout.index + 1 : message.layout.index + 2]
+            bucket = self._broadcast.read(
+                message.layout,
+                message.source.group,
+                timeout_s=session.timeout_s,
+                next_bytes=following[0] if following else 0,
+            )
         if self._interrupted.is_set():
             raise Refused("interrupted")
         arrived = time.monotonic()
@@ -211,7 +220,7 @@ class WeightReceiver:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         else:
-            self._broadcast.release()
+            self._broadcast.release(bucket)
         self._verify_s = digested - arrived
         self._load_s = time.monotonic() - digested + (arrived - started if self.device.type == "cuda" else 0.0)
         return self._ack()
@@ -219,25 +228,10 @@ class WeightReceiver:
     def _digest(self, bucket: Bucket, session: Open) -> None:
         """Sums stay on the device until Close; a look at them here would stop the stream for every bucket."""
         if session.digest == "sha256":
-            for slot, view in bucket.views():
-                if slot.whole:
-                    self._hashed[slot.spec.name] = sha256_digest(view)
-            rest = [(slot, view) for slot, view in bucket.views() if not slot.whole]
-        else:
-            rest = list(bucket.views())
-        pieces = [
-            Piece(
-                tensor=view,
-                full_shape=slot.spec.shape,
-                box=Box(offset=(slot.first_row, *(0 for _ in slot.spec.shape[1:])), shape=slot.shape)
-                if slot.spec.shape
-                else None,
-            )
-            for slot, view in rest
-        ]
-        if pieces:
-            sums = partial_sums(pieces)
-            self._received.extend((slot.spec, sums[index]) for index, (slot, _) in enumerate(rest))
+            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
+        if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
+            specs = [slot.spec for slot in bucket.layout.slots]
+            self._received.append((specs, sums_of_slots(bucket, self._repeated)))
 
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)
@@ -280,6 +274,7 @@ class WeightReceiver:
 
     def _end(self) -> None:
         self._open = None
+        self._broadcast.expect_nothing()
         self._received.clear()
         self._hashed.clear()
         self._measured()
@@ -305,8 +300,8 @@ class WeightReceiver:
         totals: dict[str, int] = {}
         specs: dict[str, TensorSpec] = {}
         if self._received:
-            values = torch.stack([total for _, total in self._received]).tolist()
-            for (spec, _), value in zip(self._received, values, strict=True):
+            values = torch.cat([sums for _, sums in self._received]).tolist()
+            for spec, value in zip((spec for some, _ in self._received for spec in some), values, strict=True):
                 specs[spec.name] = spec
                 totals[spec.name] = add_partial(totals.get(spec.name, 0), as_unsigned(value))
         found = {name: finish(totals[name], dtype=spec.torch_dtype, shape=spec.shape) for name, spec in specs.items()}

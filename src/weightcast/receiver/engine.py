@@ -99,6 +99,7 @@ class _Session:
     buckets: int = 0
     closed: bool = False
     failed: str = ""
+    group_failed: bool = False
     ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
@@ -124,6 +125,7 @@ class ReceiverEngine:
         self._idle_meeting = False
         # One message at a time.  Whoever must not wait for it (abort, lease, deadline) interrupts the ranks first.
         self._busy = threading.RLock()
+        self._moved_on = threading.Condition(self._busy)
         self._watch = threading.Thread(target=self._watch_deadlines, name="weightcast-lease", daemon=True)
         self._stopped = threading.Event()
         self._watch.start()
@@ -189,6 +191,8 @@ class ReceiverEngine:
                 if self._session is not None:
                     self._session.failed = f"{type(error).__name__}: {error}"
                 return self._ack(ok=False, error=f"{type(error).__name__}: {error}")
+            finally:
+                self._moved_on.notify_all()
 
     @contextmanager
     def between_updates(self) -> Generator[None]:
@@ -281,6 +285,8 @@ class ReceiverEngine:
 
     def _take(self, message: Announce) -> Ack:
         session = self._current(message)
+        if message.layout.index == session.buckets + 1:
+            session = self._await_turn(message)
         if session.closed or message.layout.index != session.buckets:
             raise Refused(f"bucket {message.layout.index} came where bucket {session.buckets} was due")
         announced = {spec.name: spec for spec in session.open.specs}
@@ -292,6 +298,17 @@ class ReceiverEngine:
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)
         session.buckets += 1
         return ack
+
+    def _await_turn(self, message: Announce) -> _Session:
+        """A bucket may be announced before the one before it was answered, and its message overtake that one's."""
+        session = self._current(message)
+
+        def is_due() -> bool:
+            over = self._session is not session or session.failed or session.ending
+            return bool(over) or session.buckets >= message.layout.index
+
+        self._moved_on.wait_for(is_due, session.open.timeout_s)
+        return self._current(message)
 
     def _close(self, message: Close) -> Ack:
         session = self._current(message)
@@ -374,11 +391,12 @@ class ReceiverEngine:
         acks = self._executor.apply(message, timeout_s=timeout_s)
         ranks, error = failures(acks)
         if ranks:
+            broken = group_failed(acks)
             if self._session is not None:
-                self._session.failed = error
+                self._session.failed, self._session.group_failed = error, broken
             missing = sorted({name for ack in acks for name in ack.missing})
             shown = f": {', '.join(missing[:8])}" if missing else ""
-            raise (_GroupBroken if group_failed(acks) else Refused)(error + shown)
+            raise (_GroupBroken if broken else Refused)(error + shown)
         return acks
 
     def _check_session(self, message: Message) -> None:
@@ -409,7 +427,9 @@ class ReceiverEngine:
         current = self._session
         assert current is not None
         if current.failed:
-            raise Refused(f"this session has failed: {current.failed}")
+            # Of two buckets in flight both fail, and because of the same.
+            kind = _GroupBroken if current.group_failed else Refused
+            raise kind(f"this session has failed: {current.failed}")
         current.deadline = time.monotonic() + current.open.lease_s
         return current
 

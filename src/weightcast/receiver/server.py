@@ -41,6 +41,7 @@ MAX_SCORE_BYTES = 1 << 20
 # Of a message, beside the tensors that it names: handles of many trainer ranks, say.
 _SPARE_BYTES = 8 << 20
 _TIMES_THE_TABLE = 4
+_DECODED_AT_ONCE_BYTES = 64 << 10
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Score = Callable[[Sequence[int]], Sequence[float]]
 
@@ -75,10 +76,11 @@ NOT_FOR_YOU: dict[int | str, dict[str, Any]] = {
 }
 
 
-def no_browsers(request: Request) -> None:
+async def no_browsers(request: Request) -> None:
     """A dependency for routes that no web page has any business with.
 
     A page anywhere can make its reader's browser send a request to this machine.  Browsers say so.
+    Not a plain function: FastAPI would ask a thread of its pool for each request, which takes longer than the answer.
     """
     if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise HTTPException(403, "web pages may not use this route")
@@ -241,6 +243,8 @@ async def _message(request: Request, limit: _MessageLimit) -> Message | Response
     if isinstance(body, Response):
         return body
     try:
+        if len(body) <= _DECODED_AT_ONCE_BYTES:  # on its way to a thread and back it would take longer
+            return decode(body)
         return await run_in_threadpool(decode, body)
     except WireError as error:
         return _refusal(400, str(error))

@@ -16,6 +16,7 @@ import torch
 from weightcast.comm.share import Shared
 from weightcast.protocols import Meeting
 from weightcast.transports.channel import Channel
+from weightcast.transports.ipc import in_flight_to
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pumped
 from weightcast.wire.bucket import Bucket
@@ -38,7 +39,8 @@ class BroadcastTransport(Pumped):
             bucket_bytes: No bucket is larger.
             timeout_s: Deadline of each wait, in seconds.
         """
-        super().__init__(self._send_one)
+        in_flight = in_flight_to(links)
+        super().__init__(self._send_one, in_flight=in_flight)
         self._device = device
         meetings: dict[Meeting, None] = dict.fromkeys(link.adapter.meeting for link in links)
         self._channels = [
@@ -49,27 +51,42 @@ class BroadcastTransport(Pumped):
                 host=host,
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
+                in_flight=in_flight,
             )
             for meeting in meetings
         ]
-        self._pool = ThreadPoolExecutor(max_workers=len(self._channels), thread_name_prefix="weightcast-channel")
-        self._filled = torch.cuda.Event() if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(
+            max_workers=in_flight * len(self._channels), thread_name_prefix="weightcast-channel"
+        )
+        self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is on its way
         self._closed = False
 
     def connect(self) -> None:
         """Make the groups that are not there.
 
         Raises:
-            TargetError: A target could not join; it is named with its own words.
-            DeadlineExceeded: They did not all come.
+            TargetError: Targets could not join or did not come; they are named, with their own words if they have any.
+            DeadlineExceeded: They did not all come, and it is not known who stayed away.
         """
         self._each(Channel.connect)
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
-        if self._filled is not None:
-            self._filled.record(torch.cuda.current_stream(self._device))
+        if self._device.type == "cuda":
+            event = self._filled[bucket.layout.index] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
         self._pump.put(bucket, ())
+
+    def drain(self) -> None:
+        """As ``Transport.drain``."""
+        super().drain()
+        self._each(Channel.drain)
+
+    def settle(self) -> None:
+        """As ``Transport.settle``."""
+        super().settle()
+        for channel in self._channels:
+            channel.settle()
 
     def abort(self, reason: str) -> None:
         """As ``Transport.abort``; the next ``connect`` makes new groups."""
@@ -82,11 +99,13 @@ class BroadcastTransport(Pumped):
             return
         self._closed = True
         self._pump.close()
+        self.settle()
         self._each(Channel.close)
         self._pool.shutdown(wait=True)
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        self._each(lambda channel: channel.send(bucket, self._filled))
+        filled = self._filled.pop(bucket.layout.index, None)
+        self._each(lambda channel: channel.send(bucket, filled))
 
     def _each(self, do: Callable[[Channel], None]) -> None:
         """The same on every channel at once; the first failure, after all have ended."""

@@ -2,15 +2,19 @@
 
 Rank 0 of the group is the trainer's head; the engine ranks follow, target by target.  Order, for each bucket: post to
 every target, enter the collective, read the replies last.  Engines answer after they have received; a target that
-refuses will never enter, so the group is aborted, not waited for.
+refuses will never enter, so the group is aborted, not waited for.  Of engines that allow it, the next bucket is posted
+while this one is on its way, and goes when its turn comes.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
 
@@ -26,13 +30,15 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import GROUP_FAILED
 
 _COME_S = 1.0  # for engines that were asked to join to come to where we listen
+_TURN_POLL_S = 0.05  # a group that is aborted wakes nobody who waits for a turn in it
 _LATE_S = 10.0  # targets keep the deadline themselves and answer; this much later they are given up
 
 
 class Channel:
     """The group of those targets that meet in one way.
 
-    Thread rule: one thread at a time calls ``connect``, ``send`` or ``close``; ``abort`` may come from any other.
+    Thread rule: one thread at a time calls ``connect`` or ``close``, as many as buckets may be in flight ``send``;
+    ``abort`` may come from any other.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Channel:
         host: str,
         bucket_bytes: int,
         timeout_s: float,
+        in_flight: int = 1,
     ) -> None:
         """Nothing is created yet; the arguments are those of ``BroadcastTransport``."""
         self._links = list(links)
@@ -52,7 +59,13 @@ class Channel:
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
+        self._pool = ThreadPoolExecutor(
+            max_workers=max(1, in_flight * len(self._links)), thread_name_prefix="weightcast-post"
+        )
+        self._in_flight = in_flight
+        self._unanswered: deque[tuple[int, list[Future[None]]]] = deque()
+        self._turns = threading.Condition()
+        self._turn = 0  # the bucket whose broadcast is entered next
         self._group: WorldGroup | NcclGroup | None = None
         self._store: Rendezvous | None = None
 
@@ -60,9 +73,10 @@ class Channel:
         """Make the group if there is none.
 
         Raises:
-            TargetError: A target could not join; it is named with its own words.
-            DeadlineExceeded: They did not all come.
+            TargetError: Targets could not join or did not come; they are named, with their own words if they have any.
+            DeadlineExceeded: They did not all come, and it is not known who stayed away.
         """
+        self._turn = 0
         if self._group is not None:
             if self._group.alive:
                 return
@@ -83,6 +97,7 @@ class Channel:
                 for key, value in link.adapter.stored(unique_id).items():
                     cast(Any, meeting.store).set(key, value)  # it takes bytes, whatever its annotations say
         refused = threading.Event()
+        deadline = time.monotonic() + self._timeout_s  # engines start later, so none of them is sooner at its own
         joins = [
             self._pool.submit(
                 _join,
@@ -135,15 +150,21 @@ class Channel:
                 join.result()
         except BaseException as error:
             self.abort("not all could join")
-            answered = [join for join in joins if join.done()]  # the others answer because of what comes now
+            answered = _answered(joins)  # the others answer because of what comes now
+            suspects = self._links
+            if time.monotonic() < deadline:  # the others may only be on their way
+                suspects = [link for link, join in zip(self._links, joins, strict=True) if join in answered]
+            absent = self._absent(suspects, meeting, token, rank)
             if self._meeting == "torch" and refused.is_set():
                 # Torch goes on trying for half an hour where nobody listens: who is on the way must find us first.
                 wait(joins, timeout=min(self._timeout_s, _COME_S))
             meeting.close()  # a stock engine would wait there for the others, for half an hour
-            raise self._culprit(error, joins, name, answered) from error
+            raise self._culprit(error, joins, name, answered, absent) from error
 
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None) -> None:
-        """Post, broadcast, read the replies.
+        """Post, broadcast, read the replies; where two may be in flight, those to the bucket before.
+
+        When it returns the bucket may be filled again.
 
         Args:
             bucket: What.
@@ -155,6 +176,7 @@ class Channel:
         group = self._group
         assert group is not None, "connect() comes first"
         index = bucket.layout.index
+        self._read_replies(index - self._in_flight)
         posts: list[Future[None]] = [
             self._pool.submit(
                 tell,
@@ -174,18 +196,77 @@ class Channel:
                         raise error
 
         try:
-            if bucket.layout.size_bytes:
-                if filled is not None:
-                    filled.synchronize()
-                work = group.start_broadcast(bucket.data[: bucket.layout.size_bytes])
+            if filled is not None:
+                filled.synchronize()
+            with self._in_turn(index, group):
+                size_bytes = bucket.layout.size_bytes
+                work = group.start_broadcast(bucket.data[:size_bytes]) if size_bytes else None
+            if work is not None:
                 group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
-            for post in as_completed(posts):
-                post.result()
         except BaseException as error:
-            answered = [post for post in posts if post.done()]  # the others answer because of what comes now
+            answered = _answered(posts)
             group.abort(f"bucket {index} failed")
-            self._let_go(group.name, posts)
-            raise self._culprit(error, posts, f"bucket {index}", answered) from error
+            try:
+                self.drain()  # the bucket before may have failed, and this one because of that
+            except WeightcastError as cause:
+                raise cause from error
+            raise self._give_up(error, posts, index, answered) from error
+        with self._turns:
+            self._unanswered.append((index, posts))
+        if self._in_flight == 1:
+            self.drain()
+
+    def drain(self) -> None:
+        """Read the replies that are due.
+
+        Raises:
+            TargetError, GroupFailed: As ``send``.
+        """
+        self._read_replies(None)
+
+    def _read_replies(self, last: int | None) -> None:
+        """To the buckets up to this one; None for all."""
+        while (unanswered := self._next_unanswered(last)) is not None:
+            index, posts = unanswered
+            try:
+                for post in as_completed(posts):
+                    post.result()
+            except BaseException as error:
+                raise self._give_up(error, posts, index, _answered(posts)) from error
+
+    def settle(self) -> None:
+        """Wait for the replies that are due, whatever they are."""
+        while (unanswered := self._next_unanswered(None)) is not None:
+            wait(unanswered[1])
+
+    def _next_unanswered(self, last: int | None) -> tuple[int, list[Future[None]]] | None:
+        with self._turns:
+            if self._unanswered and (last is None or self._unanswered[0][0] <= last):
+                return self._unanswered.popleft()
+        return None
+
+    def _give_up(
+        self, error: BaseException, posts: Sequence[Future[None]], index: int, answered: Sequence[Future[None]]
+    ) -> BaseException:
+        """End the group; what to raise.  Those that have not answered yet do so because of that."""
+        group = self._group
+        assert group is not None
+        group.abort(f"bucket {index} failed")
+        self._let_go(group.name, posts)
+        return self._culprit(error, posts, f"bucket {index}", answered)
+
+    @contextmanager
+    def _in_turn(self, index: int, group: WorldGroup | NcclGroup) -> Generator[None]:
+        """Members enter a group's collectives in one order."""
+        with self._turns:
+            while self._turn != index:
+                if not group.alive:
+                    raise GroupFailed(f"bucket {self._turn} failed, which came before bucket {index}")
+                self._turns.wait(_TURN_POLL_S)
+        yield
+        with self._turns:
+            self._turn = index + 1
+            self._turns.notify_all()
 
     def abort(self, reason: str) -> None:
         """Make every wait end; the next ``connect`` makes a new group.  Safe to call twice and from any thread."""
@@ -211,18 +292,35 @@ class Channel:
             answered = [link for link, post in zip(self._links, posts, strict=True) if post.done()]
             leave_all(answered, name)
 
+    def _absent(self, links: Sequence[Link], meeting: Rendezvous, token: str, world_size: int) -> dict[str, list[int]]:
+        """By URL, the engine ranks that have not come; only of members that meet as ours do can it be known."""
+        if self._meeting != "weightcast" or not links:
+            return {}
+        try:
+            missing = meeting.absent(token, world_size)
+        except GroupFailed:  # a worse reason than the one that is being looked into
+            return {}
+        found: dict[str, list[int]] = {}
+        for link in links:
+            ranks = [rank for rank in range(link.info.tp_size) if link.group_rank + rank in missing]
+            if ranks:
+                found[link.url] = ranks
+        return found
+
     def _culprit(
         self,
         error: BaseException,
         posts: Sequence[Future[None]],
         what: str,
         first: Sequence[Future[None]] = (),
+        absent: Mapping[str, Sequence[int]] | None = None,
     ) -> BaseException:
         """Because of whom a step failed, by the targets' answers to it.
 
         When one member of a group dies, all the others fail too, and may say so first.  So the one that is lost
-        counts before one that refuses, and that one before those who only say that their group has failed.  Stock
-        engines have one status for everything: what they say after we gave up is because we did.
+        counts before one that refuses, that one before those who were to meet the others and did not come, and these
+        before those who only say that their group has failed.  Stock engines have one status for everything: what they
+        say after we gave up is because we did.
         """
         if not isinstance(error, Exception):
             return error
@@ -245,9 +343,39 @@ class Channel:
         for refusal in refusals:
             if refusal.status != GROUP_FAILED:
                 return refusal
+        if absent:
+            return _did_not_come(what, absent, [post.exception() for post in first], error)
         if len(self._links) == 1 and refusals:
             return refusals[0]
         return GroupFailed(f"{what}: {error}") if isinstance(error, TargetRejected) else error
+
+
+def _did_not_come(
+    group: str, absent: Mapping[str, Sequence[int]], unprompted: Sequence[BaseException | None], error: Exception
+) -> TargetError:
+    """All of them at once: one at a time, each would cost an update another deadline.
+
+    Args:
+        group: Where they were to come.
+        absent: Which ranks of which targets did not, by URL.
+        unprompted: How targets answered before the meeting was given up; later it is only because of that.
+        error: How it was given up.
+    """
+    own_words = {refusal.url: refusal for refusal in unprompted if isinstance(refusal, TargetRejected)}
+    limit = f" within {error.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
+    parts: list[str] = []
+    for url, ranks in absent.items():
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        words = f": {own_words[url]}" if url in own_words else limit
+        parts.append(f"{url}: {which} did not come to {group}{words}")
+    hints = [refusal.hint for url, refusal in own_words.items() if url in absent]
+    hint = next((hint for hint in hints if hint), error.hint if isinstance(error, WeightcastError) else None)
+    first, *others = absent
+    return TargetError("; ".join(parts), url=first, also=others, hint=hint)
+
+
+def _answered(posts: Sequence[Future[None]]) -> list[Future[None]]:
+    return [post for post in posts if post.done()]
 
 
 def _join(link: Link, invitation: Invitation) -> None:

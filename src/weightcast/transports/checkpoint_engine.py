@@ -125,7 +125,7 @@ class Feed:
             self._begin(memories, what)
         first = memories[0].first_byte
         self._ask(opcodes.pickled(table(layout, first)), what)
-        self.link.sent += 1
+        self.link.took_over()
 
     def finish(self) -> None:
         """No more buckets: unmap, finish, and the engine's own word that all is well.

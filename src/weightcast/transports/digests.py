@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import Box, Piece, add_partial, as_unsigned, finish, partial_sums, sha256_digest
+from weightcast.wire.bucket_sums import piece_of, sums_of_slots
+from weightcast.wire.digest import RepeatedSums, add_partial, as_unsigned, finish, partial_sums, sha256_digest
 from weightcast.wire.layout import DTYPES, TensorSlot, TensorSpec
 
 _CAST_BYTES = 16 << 20
@@ -20,12 +21,15 @@ _CAST_BYTES = 16 << 20
 class SentDigests:
     """Digests of one update.  Sums stay on the device until ``finish``."""
 
-    def __init__(self, kept: Iterable[Mapping[str, str]] = (), *, sha256: bool = False) -> None:
+    def __init__(
+        self, kept: Iterable[Mapping[str, str]] = (), *, sha256: bool = False, repeated: RepeatedSums | None = None
+    ) -> None:
         """Nothing yet.
 
         Args:
             kept: For each engine, the dtype that it keeps, by tensor name.
             sha256: Digest what is received with SHA-256 as well.
+            repeated: Of earlier updates, which had the same buckets in the same places.
         """
         self._dtypes: dict[str, set[str]] = {}
         for table in kept:
@@ -33,22 +37,18 @@ class SentDigests:
                 self._dtypes.setdefault(name, set()).add(dtype)
         self._sha256 = sha256
         self._hashed: dict[str, str] = {}
-        self._sums: list[tuple[TensorSpec, str, torch.Tensor]] = []
+        self._sums: list[tuple[list[tuple[TensorSpec, str]], torch.Tensor]] = []
+        self._repeated = repeated or RepeatedSums()
 
     def add(self, bucket: Bucket) -> None:
         """Digest a filled bucket."""
-        pieces: list[Piece] = []
-        keys: list[tuple[TensorSpec, str]] = []
-        for slot, view in bucket.views():
-            if self._sha256 and slot.whole:
-                self._hashed[slot.spec.name] = sha256_digest(view)
-            pieces.append(_piece(slot, view, slot.first_row))
-            keys.append((slot.spec, slot.spec.dtype))
-        sums = partial_sums(pieces)
-        self._sums.extend((spec, dtype, sums[index]) for index, (spec, dtype) in enumerate(keys))
-        for slot, view in bucket.views():
+        if self._sha256:
+            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
+        keys = [(slot.spec, slot.spec.dtype) for slot in bucket.layout.slots]
+        self._sums.append((keys, sums_of_slots(bucket, self._repeated)))
+        for slot in bucket.layout.slots:
             for dtype in self._dtypes.get(slot.spec.name, set()) - {slot.spec.dtype}:
-                self._add_cast(slot, view, dtype)
+                self._add_cast(slot, bucket.view(slot), dtype)
 
     def finish(self) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
         """Wait for the sums.
@@ -58,8 +58,8 @@ class SentDigests:
         """
         totals: dict[tuple[str, str], int] = {}
         specs: dict[str, TensorSpec] = {}
-        values = torch.stack([total for _, _, total in self._sums]).tolist() if self._sums else []
-        for (spec, dtype, _), value in zip(self._sums, values, strict=True):
+        values = torch.cat([sums for _, sums in self._sums]).tolist() if self._sums else []
+        for (spec, dtype), value in zip((key for keys, _ in self._sums for key in keys), values, strict=True):
             specs[spec.name] = spec
             key = (spec.name, dtype)
             totals[key] = add_partial(totals.get(key, 0), as_unsigned(value))
@@ -71,18 +71,12 @@ class SentDigests:
     def _add_cast(self, slot: TensorSlot, view: torch.Tensor, dtype: str) -> None:
         """In rows of at most 16 MiB, so that no cast copy counts against the memory ceiling."""
         if not slot.spec.shape:
-            pieces = [_piece(slot, view.to(DTYPES[dtype]), 0)]
-            self._sums.append((slot.spec, dtype, partial_sums(pieces)[0]))
+            pieces = [piece_of(slot, view.to(DTYPES[dtype]), 0)]
+            self._sums.append(([(slot.spec, dtype)], partial_sums(pieces)))
             return
         row_bytes = max(1, slot.spec.row_bytes // slot.spec.torch_dtype.itemsize * DTYPES[dtype].itemsize)
         step = max(1, _CAST_BYTES // row_bytes)
         for row in range(0, max(slot.num_rows, 1), step):
             part = view[row : row + step].to(DTYPES[dtype])
-            sums = partial_sums([_piece(slot, part, slot.first_row + row)])
-            self._sums.append((slot.spec, dtype, sums[0]))
-
-
-def _piece(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
-    shape = slot.spec.shape
-    box = Box(offset=(first_row, *(0 for _ in shape[1:])), shape=tuple(tensor.shape)) if shape else None
-    return Piece(tensor=tensor, full_shape=shape, box=box)
+            sums = partial_sums([piece_of(slot, part, slot.first_row + row)])
+            self._sums.append(([(slot.spec, dtype)], sums))

@@ -23,10 +23,13 @@ class IpcTransport(Pumped):
     name = "ipc"
 
     def __init__(self, links: Sequence[Link], *, timeout_s: float) -> None:
-        super().__init__(self._send_one)
         self._links = list(links)
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
+        in_flight = in_flight_to(self._links)
+        super().__init__(self._send_one, in_flight=in_flight)
+        self._pool = ThreadPoolExecutor(
+            max_workers=max(1, in_flight * len(self._links)), thread_name_prefix="weightcast-post"
+        )
         self._closed = False
 
     def connect(self) -> None:
@@ -49,21 +52,28 @@ class IpcTransport(Pumped):
         self._pool.shutdown(wait=True)
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        posts = {
-            self._pool.submit(
-                tell,
-                link,
-                link.adapter.bucket(link.session, bucket.layout, group=None, shared=link.shared(shared)),
-                what=f"bucket {bucket.layout.index}",
-                timeout_s=self._timeout_s,
-            ): link
-            for link in self._links
-        }
+        if len(self._links) == 1:
+            self._tell(self._links[0], bucket, shared)  # without another thread's way there and back
+            return
+        posts = [self._pool.submit(self._tell, link, bucket, shared) for link in self._links]
         first: BaseException | None = None
         for post in as_completed(posts):
             first = first or post.exception()
         if first is not None:
             raise first
+
+    def _tell(self, link: Link, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
+        tell(
+            link,
+            link.adapter.bucket(link.session, bucket.layout, group=None, shared=link.shared(shared)),
+            what=f"bucket {bucket.layout.index}",
+            timeout_s=self._timeout_s,
+        )
+
+
+def in_flight_to(links: Sequence[Link]) -> int:
+    """How many buckets all targets may be told of before they have answered the first."""
+    return min((link.adapter.in_flight for link in links), default=1)
 
 
 def tell(link: Link, steps: Steps, *, what: str, timeout_s: float) -> None:
@@ -76,7 +86,7 @@ def tell(link: Link, steps: Steps, *, what: str, timeout_s: float) -> None:
     link.touch()
     try:
         link.ask(steps, timeout_s=timeout_s)
-        link.sent += 1
+        link.took_over()
     except DeadlineExceeded as error:
         raise TargetLost(
             f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half

@@ -5,6 +5,7 @@ A request that fails says which target and, after the first bucket, that it may 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class Link:
     committed: Ack | None = None
     _limit_s: float = _ABORT_S
     _lease: Lease | None = field(default=None, repr=False)
+    _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def url(self) -> str:
@@ -112,6 +114,11 @@ class Link:
             return self._converse(steps, limit_s)
         except WeightcastError:
             return None
+
+    def took_over(self) -> None:
+        """One bucket more."""
+        with self._adding:
+            self.sent += 1
 
     def touch(self) -> None:
         """A bucket is on its way: from here on live weights may be parts of two versions."""
@@ -172,9 +179,10 @@ class Link:
             ack = converse(self.client, steps, timeout_s=timeout_s, send=self._send)
         except WireError as error:
             raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
-        self.load_s += ack.load_s
-        self.verify_s += ack.verify_s
-        self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
+        with self._adding:  # two buckets may be answered at once
+            self.load_s += ack.load_s
+            self.verify_s += ack.verify_s
+            self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
         return ack
 
     def _send(self, request: EngineRequest, limit_s: float) -> bytes:

@@ -1,11 +1,13 @@
-"""The part that every transport shares: one bucket under way while the next one fills.
+"""The part that every transport shares: buckets under way while the next one fills.
 
-``send`` hands a bucket to a thread and returns when the one before it has been taken over; so the caller fills one
-buffer while the other is under way, and there are never more than two.
+``send`` hands a bucket to a thread and returns when the one before it may be filled again; so the caller fills one
+buffer while the other is under way, and there are never more than two.  Engines that allow it hear of a bucket while
+they still read the one before it, which hides the way there and back.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,44 +15,53 @@ from weightcast.comm.share import Shared
 from weightcast.wire.bucket import Bucket
 
 SendOne = Callable[[Bucket, "tuple[Shared, ...]"], None]
+MAX_IN_FLIGHT = 2  # as many as there are buffers
 
 
 class Pump:
-    """Runs ``send_one`` for each bucket, in order, on one thread."""
+    """Runs ``send_one`` for each bucket: in order, one after the other or two at a time."""
 
-    def __init__(self, send_one: SendOne) -> None:
+    def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            send_one: Sends a bucket; returns when it may be filled again.
+            in_flight: 2 if it may be called for a bucket before it has returned for the one before.
+        """
         self._send_one = send_one
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-send")
-        self._under_way: Future[None] | None = None
+        self._in_flight = min(in_flight, MAX_IN_FLIGHT)
+        self._threads = ThreadPoolExecutor(max_workers=self._in_flight, thread_name_prefix="weightcast-send")
+        self._under_way: deque[Future[None]] = deque()
 
     def put(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        """Start sending; first wait for the bucket before it, and raise what went wrong with that one."""
-        self.drain()
-        self._under_way = self._thread.submit(self._send_one, bucket, shared)
+        """Start sending; wait for the bucket before it, and raise what went wrong with that one."""
+        if self._in_flight == 1:
+            self.drain()
+        self._under_way.append(self._threads.submit(self._send_one, bucket, shared))
+        while len(self._under_way) > 1:
+            self._under_way.popleft().result()
 
     def drain(self) -> None:
-        """Wait for the bucket under way; raise what went wrong with it."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Wait for what is under way; raise what went wrong with it, the first first."""
+        while self._under_way:
+            self._under_way.popleft().result()
 
     def settle(self) -> None:
-        """Wait for the bucket under way, whatever became of it."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.exception()
+        """Wait for what is under way, whatever became of it."""
+        while self._under_way:
+            self._under_way.popleft().exception()
 
     def close(self) -> None:
-        """End the thread; safe to call twice."""
+        """End the threads; safe to call twice."""
         self.settle()
-        self._thread.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
 
 
 class Pumped:
     """The calls of ``Transport`` that are the pump's alone."""
 
-    def __init__(self, send_one: SendOne) -> None:
-        self._pump = Pump(send_one)
+    def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
+        self._pump = Pump(send_one, in_flight=in_flight)
 
     def drain(self) -> None:
         """Return when every bucket sent so far has been taken over by every target; raise what went wrong."""

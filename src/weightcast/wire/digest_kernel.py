@@ -71,24 +71,68 @@ class Plan:
         return self.jobs.nbytes + self.tiles.nbytes
 
 
+class Key:
+    """Everything that the work on some pieces depends on; hashed once, since there may be thousands."""
+
+    __slots__ = ("_hash", "device", "places", "stream")
+
+    def __init__(self, device: torch.device, stream: int, places: tuple[object, ...]) -> None:
+        self.device = device
+        self.stream = stream
+        self.places = places
+        self._hash = hash((device, stream, places))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Key) and (self.device, self.stream, self.places) == (
+            other.device,
+            other.stream,
+            other.places,
+        )
+
+
 def partial_sums(pieces: "Sequence[Piece]") -> torch.Tensor:
     """As `weightcast.wire.digest.partial_sums`, for checked pieces that all lie on one CUDA device."""
+    key = key_of(pieces)
+    again = sums_again(key)
+    if again is not None:
+        return again
     device = pieces[0].tensor.device
-    out = torch.zeros(len(pieces), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
-        # A plan of another stream may not have arrived yet: streams do not share plans.
-        key = (device, torch.cuda.current_stream().cuda_stream, tuple(map(_place, pieces)))
-        plans = _remembered.get(key)
-        grids: list[Grid] = []
-        if plans is None:
-            grids = [rows_of_runs(grid_of(piece)) for piece in pieces]
-            plans = tuple(plan.to(device) for plan in plans_of(grids))
-            # Copies of pieces lie elsewhere next time.
-            if all(grid.words.data_ptr() == piece.tensor.data_ptr() for grid, piece in zip(grids, pieces, strict=True)):
-                _remembered.put(key, plans)
+        grids = [rows_of_runs(grid_of(piece)) for piece in pieces]
+        plans = tuple(plan.to(device) for plan in plans_of(grids))
+        # Copies of pieces lie elsewhere next time.
+        if all(grid.words.data_ptr() == piece.tensor.data_ptr() for grid, piece in zip(grids, pieces, strict=True)):
+            _remembered.put(key, plans)
+        return _sums(plans, len(pieces), device)
+
+
+def key_of(pieces: "Sequence[Piece]") -> Key:
+    """What `sums_again` takes."""
+    device = pieces[0].tensor.device
+    # A plan of another stream may not have arrived yet: streams do not share plans.
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return Key(device, stream, tuple(map(_place, pieces)))
+
+
+def sums_again(key: Key) -> torch.Tensor | None:
+    """The sums of pieces that have been summed before, on the same stream; None if they are not remembered."""
+    if torch.cuda.current_stream(key.device).cuda_stream != key.stream:
+        return None
+    plans = _remembered.get(key)
+    return None if plans is None else _sums(plans, len(key.places), key.device)
+
+
+def _sums(plans: "Sequence[Plan]", count: int, device: torch.device) -> torch.Tensor:
+    with torch.cuda.device(device):
+        out = torch.zeros(count, dtype=torch.int64, device=device)
         for plan in plans:
             launch(plan, out)
-    return out
+        return out
 
 
 def rows_of_runs(grid: Grid) -> Grid:

@@ -22,6 +22,7 @@ from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Name, Si
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
+MAX_BUCKETS = 1 << 20
 MAX_GROUP = 1 << 14  # ranks in a group: gloo takes memory for every one of them before it has met any
 GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
 
@@ -32,7 +33,7 @@ Label = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z
 Digest = Annotated[str, Meta(max_length=80)]
 Version = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
-Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Count = Annotated[int, Meta(ge=0, le=MAX_BUCKETS)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -105,6 +106,9 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         verify: Proof wanted.
         digest: Digest wanted.
         specs: Every tensor that will be sent, in order.
+        bucket_sizes: Bytes of every bucket that will be sent, in order, by a sender that enters the broadcast of a
+            bucket without waiting for the answer to the one before; empty otherwise.  Who knows them can enter it as
+            early.
     """
 
     session: Session
@@ -117,6 +121,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     verify: VerifyLevel
     digest: DigestKind = "fast"
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+    bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):

@@ -66,6 +66,7 @@ class Engine:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._worker: _Worker | None = None
+        self._receiving: ReceiverEngine | None = None
         self._counting = Counting(side)
 
     def prepare(self) -> None:
@@ -91,7 +92,7 @@ class Engine:
             transports=("ipc", "broadcast"),
             specs=tuple(expected),
         )
-        engine = ReceiverEngine(executor, side.decoding, facts)
+        engine = self._receiving = ReceiverEngine(executor, side.decoding, facts)
         app = FastAPI()
         app.include_router(weight_routes(engine))
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -120,6 +121,8 @@ class Engine:
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(10.0)
+        if self._receiving is not None:
+            self._receiving.close()  # its watching thread would keep the second set of weights
         if self._worker is not None:
             self._worker.close()
 

@@ -10,6 +10,7 @@ Deadlines: whoever does not answer in time is killed with all the others, and th
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -412,6 +413,7 @@ class _Worker:
         if half is not None:
             half.close()
         del half
+        gc.collect()  # a server and what it serves refer to each other, and gigabytes hang on that
         if self._side.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

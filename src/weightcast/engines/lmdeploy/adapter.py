@@ -31,6 +31,7 @@ class LmdeployAdapter:
     packing = Packing(alignment_bytes=1, one_dtype=True, slices=False, gapless=True)
     sharing: Sharing = "ring"
     meeting: Meeting = "torch"
+    in_flight = 1
     proves: frozenset[Literal["received", "resident"]] = frozenset()
     leased = False
 

@@ -34,6 +34,7 @@ class NativeAdapter:
     packing = Packing(alignment_bytes=256, one_dtype=False, slices=True)
     sharing: Sharing = "weightcast"
     meeting: Meeting = "weightcast"
+    in_flight = 2
     proves: frozenset[Literal["received", "resident"]] = frozenset(("received", "resident"))
     leased = True
 

@@ -37,6 +37,7 @@ class SglangAdapter:
     packing = Packing(alignment_bytes=1, one_dtype=False, slices=False, gapless=True)
     sharing: Sharing = "torch"
     meeting: Meeting = "torch"
+    in_flight = 1
     proves: frozenset[Literal["received", "resident"]] = frozenset()
     leased = False
 

@@ -38,6 +38,7 @@ class VllmAdapter:
     packing = Packing(alignment_bytes=1, slices=False, gapless=True)
     sharing: Sharing = "torch"
     meeting: Meeting = "nccl-id"
+    in_flight = 1
     proves: frozenset[Literal["received", "resident"]] = frozenset()
     leased = False
 

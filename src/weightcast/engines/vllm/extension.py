@@ -40,6 +40,7 @@ class ExtensionAdapter:
     packing = Packing(alignment_bytes=256, slices=False)
     sharing: Sharing = "weightcast"
     meeting: Meeting = "weightcast"
+    in_flight = 1
     proves: frozenset[Literal["received", "resident"]] = frozenset()
     leased = False
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +15,16 @@ from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Join
 
 _MAX_GROUPS = 4  # a trainer that died between two updates told nobody that its group is over
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A broadcast that this rank takes part in; ``work`` is None where there is nothing to send."""
+
+    group: WorldGroup
+    size_bytes: int
+    buffer: torch.Tensor
+    work: Any
 
 
 class BroadcastSource:
@@ -34,8 +46,10 @@ class BroadcastSource:
         self._lock = threading.Lock()
         self._reading: WorldGroup | None = None
         self._buffers: list[torch.Tensor] = []
+        self._count = 2 if device.type == "cuda" else 1  # on the host, loading is over when it returns
         self._loaded: list[torch.cuda.Event] = []
         self._turn = 0
+        self._entered: _Entered | None = None
 
     def join(self, message: Join, *, rank: int) -> None:
         """Join a group as rank ``first_rank + rank``.
@@ -80,8 +94,15 @@ class BroadcastSource:
         if group is not None:
             group.close()
 
-    def read(self, layout: BucketLayout, name: str, *, timeout_s: float) -> Bucket:
+    def read(self, layout: BucketLayout, name: str, *, timeout_s: float, next_bytes: int = 0) -> Bucket:
         """Receive the bucket.  Valid until the next but one.
+
+        Args:
+            layout: What comes.
+            name: From which group.
+            timeout_s: Deadline in seconds.
+            next_bytes: Size of the bucket that will follow from the same group, if that is known and not 0: where there
+                is a buffer for it, its broadcast is entered before this one is returned, and goes on meanwhile.
 
         Raises:
             Refused: No such group here.
@@ -97,18 +118,35 @@ class BroadcastSource:
         try:
             if self._interrupted.is_set():
                 raise Refused("interrupted")
-            buffer = self._buffer(layout.size_bytes)
-            if layout.size_bytes:
-                group.broadcast(buffer[: layout.size_bytes], what=f"bucket {layout.index}", timeout_s=timeout_s)
-            return Bucket(layout, buffer)
+            entered, self._entered = self._entered, None
+            if entered is None:
+                entered = self._enter(group, layout.size_bytes)
+            elif entered.group is not group or entered.size_bytes != layout.size_bytes:
+                entered.group.abort("another bucket came than was announced")
+                raise Refused(
+                    f"bucket {layout.index} has {layout.size_bytes} bytes and comes from group {name}; "
+                    f"{entered.size_bytes} bytes were announced, from {entered.group.name}"
+                )
+            if entered.work is not None:
+                group.finish(entered.work, what=f"bucket {layout.index}", timeout_s=timeout_s)
+            if next_bytes and len(self._buffers) > 1 and next_bytes <= entered.buffer.numel():
+                self._entered = self._enter(group, next_bytes)
+            return Bucket(layout, entered.buffer)
         finally:
             with self._lock:
                 self._reading = None
 
-    def release(self) -> None:
-        """The bucket read last has been enqueued for loading; its buffer may be filled again after that."""
-        if self._loaded:
-            self._loaded[self._turn].record(torch.cuda.current_stream(self._device))
+    def release(self, bucket: Bucket) -> None:
+        """A bucket that was read has been enqueued for loading; its buffer may be filled again after that."""
+        for buffer, loaded in zip(self._buffers, self._loaded, strict=False):  # no events on the host
+            if buffer.data_ptr() == bucket.data.data_ptr():
+                loaded.record(torch.cuda.current_stream(self._device))
+
+    def expect_nothing(self) -> None:
+        """No bucket follows.  A group whose next broadcast was entered is unusable afterwards."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.group.abort("the update ended")
 
     def interrupt(self, reason: str) -> None:
         """Make a waiting ``read`` end now; its group is unusable afterwards, those of others are not touched."""
@@ -119,6 +157,7 @@ class BroadcastSource:
 
     def trim(self) -> None:
         """Give the receive buffers back, and what is left of groups that were aborted."""
+        self.expect_nothing()
         self._drop_dead()
         self._buffers.clear()
         self._loaded.clear()
@@ -134,15 +173,19 @@ class BroadcastSource:
             if not group.alive:
                 self.leave(name)
 
+    def _enter(self, group: WorldGroup, size_bytes: int) -> _Entered:
+        buffer = self._buffer(size_bytes)
+        work = group.start_broadcast(buffer[:size_bytes]) if size_bytes else None
+        return _Entered(group, size_bytes, buffer, work)
+
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if not self._buffers or self._buffers[0].numel() < size_bytes:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
                 self._loaded = [torch.cuda.Event(), torch.cuda.Event()]
             self._buffers = []  # the old ones go before the new ones come
-            count = 2 if self._device.type == "cuda" else 1  # on the host, loading is over when it returns
             self._buffers = [
-                torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device) for _ in range(count)
+                torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device) for _ in range(self._count)
             ]
         self._turn = (self._turn + 1) % len(self._buffers)
         if self._loaded:

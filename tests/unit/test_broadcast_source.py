@@ -1,0 +1,105 @@
+"""Receiving: the next broadcast is entered while a bucket is loaded, and nobody is left in one that never comes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from weightcast.comm.group import GroupFailed
+from weightcast.errors import Refused
+from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
+
+CPU = torch.device("cpu")
+
+
+class Group:
+    """A member's end; what arrives is the number of the broadcast."""
+
+    def __init__(self, name: str = "g") -> None:
+        self.name = name
+        self.alive = True
+        self.calls: list[str] = []
+
+    def start_broadcast(self, data: torch.Tensor) -> torch.Tensor:
+        self.calls.append(f"enter {len(data)}")
+        return data
+
+    def finish(self, work: Any, *, what: str, timeout_s: float, poll: object = None) -> None:
+        if not self.alive:
+            raise GroupFailed("aborted")
+        self.calls.append(what)
+        work.fill_(int(what.split()[-1]) + 1)
+
+    def abort(self, why: str) -> None:
+        self.alive = False
+
+    def close(self) -> None:
+        self.alive = False
+
+
+def layouts(*sizes: int) -> list[BucketLayout]:
+    """One bucket for each size."""
+    found: list[BucketLayout] = []
+    for index, size in enumerate(sizes):
+        spec = TensorSpec(name=f"t{index}", dtype="uint8", shape=(size,))
+        slots = plan_buckets([spec], bucket_bytes=size, packing=Packing())[0].slots
+        found.append(BucketLayout(index=index, slots=slots, size_bytes=size))
+    return found
+
+
+def source_of(group: Group, *, buffers: int = 2) -> BroadcastSource:
+    source = BroadcastSource(CPU, threading.Event())
+    source._count = buffers  # as on a GPU
+    source._groups[group.name] = group  # type: ignore[assignment]
+    return source
+
+
+def test_the_next_broadcast_is_entered_before_this_bucket_is_returned():
+    group = Group()
+    source = source_of(group)
+    first, second, third = layouts(8, 6, 7)
+    one = source.read(first, "g", timeout_s=1.0, next_bytes=6)
+    assert group.calls == ["enter 8", "bucket 0", "enter 6"]
+    two = source.read(second, "g", timeout_s=1.0, next_bytes=7)
+    assert group.calls[3:] == ["bucket 1", "enter 7"]
+    assert one.data.data_ptr() != two.data.data_ptr()
+    assert two.data[:6].tolist() == [2] * 6
+    three = source.read(third, "g", timeout_s=1.0)
+    assert group.calls[5:] == ["bucket 2"]
+    assert three.data.data_ptr() == one.data.data_ptr()
+    source.expect_nothing()
+    assert group.alive
+
+
+@pytest.mark.parametrize(("buffers", "next_bytes"), [(1, 8), (2, 9), (2, 0)])
+def test_nothing_is_entered_without_room_or_without_knowing_its_size(buffers, next_bytes):
+    group = Group()
+    source = source_of(group, buffers=buffers)
+    source.read(layouts(8)[0], "g", timeout_s=1.0, next_bytes=next_bytes)
+    assert group.calls == ["enter 8", "bucket 0"]
+
+
+def test_a_broadcast_that_will_not_come_costs_its_group():
+    group, other = Group(), Group("other")
+    source = source_of(group)
+    source._groups["other"] = other  # type: ignore[assignment]
+    source.read(layouts(8)[0], "g", timeout_s=1.0, next_bytes=8)
+    source.expect_nothing()
+    assert not group.alive
+    assert other.alive
+    with pytest.raises(Refused, match="not in group g"):
+        source.read(layouts(8)[0], "g", timeout_s=1.0)
+
+
+def test_another_bucket_than_was_announced_is_refused():
+    group = Group()
+    source = source_of(group)
+    first, second = layouts(8, 5)
+    source.read(first, "g", timeout_s=1.0, next_bytes=8)
+    with pytest.raises(Refused, match=r"bucket 1 has 5 bytes.*8 bytes were announced"):
+        source.read(second, "g", timeout_s=1.0)
+    assert not group.alive
