@@ -8,7 +8,6 @@ No trainer and no engine: shapes of Qwen3-8B, each rank holding its rows of ever
 import argparse
 import json
 import os
-import socket
 import statistics
 import time
 
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weightcast.cli.measuring.machine import facts
 from weightcast.comm.local import Move, TrainerGroup
+from weightcast.comm.ports import quiet_port
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.wire.layout import Packing, plan_buckets, total_bytes
@@ -124,9 +124,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out")
     arguments = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = quiet_port()
     mp.start_processes(work, args=(arguments, port), nprocs=arguments.world, start_method="spawn")
 
 

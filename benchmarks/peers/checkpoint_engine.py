@@ -16,6 +16,7 @@ import torch
 
 from peers import sources
 from peers.common import EngineHalf, TrainerHalf
+from weightcast.comm.ports import quiet_port
 
 _GIB = 1 << 30
 
@@ -98,7 +99,7 @@ class Trainer(TrainerHalf):
         # Every trainer must know the port of the server's own store; the first one chooses it.
         port = torch.zeros(1, dtype=torch.int64)
         if self.side.rank == 0:
-            port[0] = _free_port()
+            port[0] = quiet_port()
         torch.distributed.broadcast(port, 0)
         self._server = ps.ParameterServer(
             rank=self.side.rank,
@@ -153,11 +154,3 @@ class Engine(EngineHalf):
     def close(self) -> None:
         """Let go."""
         self._context.term()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

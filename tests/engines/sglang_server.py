@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import httpx
 
 from tests.e2e.engines import Engine
 from tests.engines.environment import engine_python
+from weightcast.comm.ports import quiet_port
 
 START_S = 400.0
 STANDINS = Path(__file__).parent / "standins"
@@ -61,9 +61,7 @@ def checksum(engine: Engine) -> str:
 
 def _start(model: Path, tp: int, options: Sequence[str], log: Path) -> Engine:
     python = engine_python("sglang-0.5.23-cpu")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = quiet_port()
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "SGLANG_"))},
         "PYTHONPATH": str(STANDINS),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import httpx
 
 from tests.e2e.engines import Engine
 from tests.engines.environment import engine_python, package_path
+from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
 
@@ -34,9 +34,7 @@ def vllm(
         key: Its API key.
         stock: Without our receiver, with its own routes for updates.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = quiet_port()
     command, environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
     log = logs / "vllm.log"
     with log.open("w") as output:

@@ -29,7 +29,8 @@ from tests.engines.vllm_server import vllm_command
 from tests.faults.weights import LARGEST_BYTES, SIZES, Weights, llama, toy
 from tests.harness import Engine, free, wait_for
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.ranks import PRELOAD, free_port
+from tests.unit.ranks import PRELOAD
+from weightcast.comm.ports import quiet_port
 from weightcast.receiver.executor import die_with_parent
 from weightcast.rollout.launch import ServeConfig, serve
 from weightcast.wire.digest import tensor_digest
@@ -260,7 +261,7 @@ class _Vllm(Engine):
 
     def __init__(self) -> None:
         self.args = ()
-        logs, port = Path(tempfile.mkdtemp(dir=_folder())), free_port()
+        logs, port = Path(tempfile.mkdtemp(dir=_folder())), quiet_port()
         self.log = logs / "vllm.log"
         command, environment = vllm_command(_folder(), logs, port)
         self._launch(_become, command, environment, str(self.log), port)

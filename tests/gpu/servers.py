@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +25,7 @@ import torch
 from tests.gpu.memory import held_bytes, process_tree
 from tests.gpu.test_updates_gpu import train
 from tests.tiny import tiny_tokenizer
+from weightcast.comm.ports import quiet_port
 
 START_S = 400.0
 PROMPTS = [[5, 6, 7, 8], [40, 30, 20, 10, 99], [200]]
@@ -68,18 +67,6 @@ class Server:
     def held_bytes(self) -> tuple[int, str]:
         """GPU memory of all its processes, and whose was counted."""
         return held_bytes(process_tree(self.process.pid), self.gpus)
-
-
-def quiet_port() -> int:
-    """A free port that no outgoing connection takes meanwhile: servers bind theirs only after half a minute."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 @contextmanager

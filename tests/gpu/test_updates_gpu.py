@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+
+from weightcast.comm.ports import quiet_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,14 +48,8 @@ def toy_engine(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.stdout.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start_trainer(devices: list[str], targets: list[str], **options: object) -> list[subprocess.Popen[str]]:
-    port = free_port()
+    port = quiet_port()
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return [
         subprocess.Popen(

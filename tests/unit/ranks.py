@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,15 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightcast.comm.ports import quiet_port
+
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "weightcast.comm.local"]
 _context.set_forkserver_preload(PRELOAD)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Ranks:
@@ -31,7 +26,7 @@ class Ranks:
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
         self.broken = False  # of no use to another test
-        port = free_port()
+        port = quiet_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):

@@ -8,7 +8,6 @@ what a kind of engine is called: see ``kinds``.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import IO, Any, Literal
 import ray
 
 from weightcast.comm.http import Client
+from weightcast.comm.ports import quiet_port
 from weightcast.config import Target
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
 from weightcast.ray.actors import Place, collect, place, remote
@@ -89,9 +89,7 @@ class _Slot:
     ) -> str:
         """The server's URL; it does not answer yet."""
         host = place().address
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = int(probe.getsockname()[1])
+        port = quiet_port(host)
         words = {"{host}": host, "{port}": str(port), "{tp}": str(tp)}
         command = [_fill(part, words) for part in kind.command]
         env = dict(os.environ) | dict(kind.env)

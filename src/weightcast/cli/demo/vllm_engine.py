@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import msgspec
 
 import weightcast
 from weightcast.comm.http import Client
+from weightcast.comm.ports import quiet_port
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, WeightcastError
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="weightcast-vllm-") as lent:
         _lend(Path(lent))
-        port = _free_port()
+        port = quiet_port()
         url = f"http://127.0.0.1:{port}"
         server = subprocess.Popen(
             _command(chosen, port), env=_environment(chosen, lent), stdout=sys.stderr, start_new_session=False
@@ -124,12 +124,6 @@ def _environment(chosen: argparse.Namespace, lent: str) -> dict[str, str]:
     if chosen.device == "cpu":
         given |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return given
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(server: subprocess.Popen[bytes], url: str) -> None:
