@@ -105,7 +105,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
             first_rank=1,
             world_size=3,
             backend="gloo",
-            timeout_s=25.0,
+            timeout_s=10.0,
         )
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(engine.client.post, engine.url + "/weightcast/apply", content=encode(lonely))

@@ -167,6 +167,24 @@ def test_who_does_not_come_is_not_waited_for_longer_than_asked(party):
         alone.result(timeout=30)
 
 
+def test_the_meeting_place_is_at_its_own_address_only():
+    """127.0.0.2 is this host too: torch by itself would listen there as well."""
+    place = Rendezvous(host="127.0.0.1", timeout_s=LONG_S)
+    socket.create_connection(("127.0.0.1", place.port), timeout=LONG_S).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", place.port), timeout=LONG_S)
+    place.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", place.port), timeout=LONG_S)
+
+
+def test_a_meeting_place_may_have_a_name():
+    place = Rendezvous(host="localhost", timeout_s=LONG_S)
+    place.store.set("key", "value")
+    assert place.visit().get("key") == b"value"
+    place.close()
+
+
 def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

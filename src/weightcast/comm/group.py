@@ -9,6 +9,7 @@ whole process when *its* timeout passes, which would take an engine down with a 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
@@ -61,10 +62,10 @@ class Rendezvous:
     """Where the members of a group meet: a store that the head listens on."""
 
     def __init__(self, *, host: str, timeout_s: float) -> None:
-        """Listen on a free port of all interfaces.
+        """Listen on a free port of this address, of all interfaces if it is a name.
 
         Args:
-            host: Address under which engines can reach this process.
+            host: Address, or name, under which engines can reach this process.
             timeout_s: Deadline of each operation on the store, in seconds.
 
         Raises:
@@ -73,10 +74,17 @@ class Rendezvous:
         self.host = host
         self._timeout = timedelta(seconds=timeout_s)
         try:
+            listener = _listener(host)
             self._store: dist.TCPStore | None = dist.TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout, use_libuv=True
+                host,
+                listener.getsockname()[1] if listener is not None else 0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=self._timeout,
+                use_libuv=True,
+                master_listen_fd=listener.detach() if listener is not None else None,
             )
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise GroupFailed(
                 f"cannot listen at {host}: {_first_line(error)}",
                 hint="is it an address of this host? (rendezvous_host)",
@@ -376,6 +384,18 @@ def _meeting_place(store: dist.Store, token: str) -> dist.Store:
 def _here(rank: int, world_size: int) -> str:
     """Who expects another number of members has not come to this meeting: inside torch all would wait for all."""
     return f"here/{rank}/{world_size}"
+
+
+def _listener(host: str) -> socket.socket | None:
+    """Where a store is to listen, so that it does so on one interface; torch's own choice is all of them.
+
+    None for a name: what it means here (often 127.0.1.1) need not be what it means to the engines.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return socket.create_server((host, 0), family=socket.AF_INET if address.version == 4 else socket.AF_INET6)
 
 
 def _first_line(error: BaseException) -> str:
