@@ -16,8 +16,8 @@ def main() -> int:
     Returns:
         The exit code: 0 only on success.
     """
-    # Torch's modules make some hundred thousand objects that live to the end: by default the collector walks them time and
-    # again while they are imported, and once more at exit, which is a third of what a short command takes.
+    # Torch's modules make some hundred thousand objects that live to the end: by default the collector walks them time
+    # and again while they are imported, and once more at exit, which is a third of what a short command takes.
     gc.set_threshold(_MANY_OBJECTS)
     atexit.register(gc.freeze)
     try:
