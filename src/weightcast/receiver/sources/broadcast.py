@@ -14,6 +14,7 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Join
 
+_BUFFERS = 2
 _MAX_GROUPS = 4  # a trainer that died between two updates told nobody that its group is over
 
 
@@ -46,7 +47,6 @@ class BroadcastSource:
         self._lock = threading.Lock()
         self._reading: WorldGroup | None = None
         self._buffers: list[torch.Tensor] = []
-        self._count = 2 if device.type == "cuda" else 1  # on the host, loading is over when it returns
         self._loaded: list[torch.cuda.Event] = []
         self._turn = 0
         self._entered: _Entered | None = None
@@ -101,8 +101,8 @@ class BroadcastSource:
             layout: What comes.
             name: From which group.
             timeout_s: Deadline in seconds.
-            next_bytes: Size of the bucket that will follow from the same group, if that is known and not 0: where there
-                is a buffer for it, its broadcast is entered before this one is returned, and goes on meanwhile.
+            next_bytes: Size of the bucket that will follow from the same group, if that is known and not 0: where it
+                fits a buffer, its broadcast is entered before this one is returned, and goes on meanwhile.
 
         Raises:
             Refused: No such group here.
@@ -129,7 +129,7 @@ class BroadcastSource:
                 )
             if entered.work is not None:
                 group.finish(entered.work, what=f"bucket {layout.index}", timeout_s=timeout_s)
-            if next_bytes and len(self._buffers) > 1 and next_bytes <= entered.buffer.numel():
+            if next_bytes and next_bytes <= entered.buffer.numel():
                 self._entered = self._enter(group, next_bytes)
             return Bucket(layout, entered.buffer)
         finally:
@@ -138,7 +138,9 @@ class BroadcastSource:
 
     def release(self, bucket: Bucket) -> None:
         """A bucket that was read has been enqueued for loading; its buffer may be filled again after that."""
-        for buffer, loaded in zip(self._buffers, self._loaded, strict=False):  # no events on the host
+        for buffer, loaded in zip(
+            self._buffers, self._loaded, strict=False
+        ):  # no events on the host: loading is over when it returns
             if buffer.data_ptr() == bucket.data.data_ptr():
                 loaded.record(torch.cuda.current_stream(self._device))
 
@@ -185,7 +187,7 @@ class BroadcastSource:
                 self._loaded = [torch.cuda.Event(), torch.cuda.Event()]
             self._buffers = []  # the old ones go before the new ones come
             self._buffers = [
-                torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device) for _ in range(self._count)
+                torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)
             ]
         self._turn = (self._turn + 1) % len(self._buffers)
         if self._loaded:
