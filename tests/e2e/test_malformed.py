@@ -242,7 +242,8 @@ def test_an_update_goes_through_while_strangers_shout(engines, transport):
     assert serves_whole(engines.one) == serves_whole(engines.two) == version
 
 
-def test_whoever_does_not_know_the_session_cannot_touch_it(engines):
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_whoever_does_not_know_the_session_cannot_touch_it(engines, transport):
     version = next_version()
     statuses: list[int] = []
 
@@ -251,7 +252,7 @@ def test_whoever_does_not_know_the_session_cannot_touch_it(engines):
             path = "/weightcast/open" if isinstance(message, Open) else "/weightcast/apply"
             statuses.append(engines.one.ask("POST", path, encode(message))[0])
 
-    with connect(trainer_of(version), [engines.one], progress=shout) as updater:
+    with connect(trainer_of(version), [engines.one], transport=transport, progress=shout) as updater:
         assert updater.update(version=version).ok
     assert serves_whole(engines.one) == version
     assert statuses.count(409) >= 4 * (len(statuses) // len(MESSAGES))

@@ -94,6 +94,32 @@ def test_a_broadcast_that_will_not_come_costs_its_group():
         source.read(layouts(8)[0], "g", timeout_s=1.0)
 
 
+def test_another_trainer_that_leaves_does_not_end_a_broadcast_that_was_entered():
+    group, other = Group(), Group("other")
+    source = source_of(group)
+    source._groups["other"] = other  # type: ignore[assignment]
+    first, second = layouts(8, 6)
+    source.read(first, "g", timeout_s=1.0, next_bytes=6)
+    source.leave("other")
+    source.trim()
+    assert not other.alive
+    two = source.read(second, "g", timeout_s=1.0)
+    assert group.calls == ["enter 8", "bucket 0", "enter 6", "bucket 1"]
+    assert two.data[:6].tolist() == [2] * 6
+
+
+def test_nothing_is_left_of_a_broadcast_whose_group_was_left():
+    group, other = Group(), Group("other")
+    source = source_of(group)
+    source._groups["other"] = other  # type: ignore[assignment]
+    first, second = layouts(8, 6)
+    source.read(first, "g", timeout_s=1.0, next_bytes=6)
+    source.leave("g")
+    assert not group.alive
+    source.read(second, "other", timeout_s=1.0)
+    assert other.calls == ["enter 6", "bucket 1"]
+
+
 def test_another_bucket_than_was_announced_is_refused():
     group = Group()
     source = source_of(group)
