@@ -25,8 +25,8 @@ demo: setup
 engines: setup
 	$(BIN)/python -m tests.engines.environment
 
-# Files side by side, more than cores: most tests wait for a process now and then.  TEST_WORKERS=0 is one after the other.
-TEST_WORKERS ?= 3
+# Files side by side: most tests wait for one process at a time.  TEST_WORKERS=0 is one after the other.
+TEST_WORKERS ?= 2
 test: engines
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 		-m "not gpu and not engine_full and not wide and not example" $(TEST_ARGS)

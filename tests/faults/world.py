@@ -158,6 +158,7 @@ class World:
         self.wires[1].set_trap(trap)
         before = children()
         makers = {os.getpid(), *self.bystander.pids(), *self.victim.pids(), *self._rank_pids}
+        older = _segments(makers)
         told = self._update(case, self._next_versions(2), wrong, flip=self._index(case))
         if case.on != "memory" and not trap.sprung.is_set():
             wrong.append(NEVER_STRUCK)
@@ -180,7 +181,7 @@ class World:
             serves = self._look_at(engine, name, wrong)
             if serves != version:
                 wrong.append(f"{name} serves {serves} after an update to {version}")
-        self._look_for_leftovers(case, before, makers, wrong)
+        self._look_for_leftovers(case, before, makers, older, wrong)
         nth = case.step == "after"
         struck = [told[rank][nth] for rank in alive if len(told[rank]) > nth]
         later = [told[rank][nth + 1] for rank in alive if len(told[rank]) > nth + 1]
@@ -413,7 +414,9 @@ class World:
     def _count_files(self) -> None:
         self._baseline = dict(self._num_files)
 
-    def _look_for_leftovers(self, case: Case, before: set[int], makers: set[int], wrong: list[str]) -> None:
+    def _look_for_leftovers(
+        self, case: Case, before: set[int], makers: set[int], older: set[str], wrong: list[str]
+    ) -> None:
         files = self._files_of(self.bystander)
         if self.kind.stock and case.transport == "broadcast" and self._lost_rank(case) is not None:
             self._lost_groups += 1  # of a name that nobody knows any more
@@ -426,17 +429,24 @@ class World:
                     wrong.append(f"{name} has {self._num_files[name]} open files, {self._baseline[name]} at first")
         else:
             self._count_files()
-        # Other tests may run beside these: only what carries the number of one of our processes is ours.
-        marks = [mark for pid in makers for mark in (f"torch_{pid}_", f"weightcast-tp-{pid}-")]
-        segments = [name for name in os.listdir("/dev/shm") if name.startswith(tuple(marks))]
+        segments = _segments(makers) - older
         if self.kind.stock and case.transport == "ipc" and self._lost_rank(case) is not None:
             # Torch's manager of a killed trainer's segments ends with the last process that has opened one.
-            self._kept_by_engines |= set(segments)
+            self._kept_by_engines |= segments
         elif segments:
-            wrong.append(f"shared memory is left: {segments}")
+            wrong.append(f"shared memory is left: {sorted(segments)}")
         new = {pid for pid in children() - before if Path(f"/proc/{pid}").exists()}
         if new:
             wrong.append(f"new children: {new}")
+
+
+def _segments(makers: set[int]) -> set[str]:
+    """Shared memory that these processes made: tests of other processes may run beside these.
+
+    One of the makers is this process, in which other tests have run before.
+    """
+    marks = tuple(mark for pid in makers for mark in (f"torch_{pid}_", f"weightcast-tp-{pid}-"))
+    return {name for name in os.listdir("/dev/shm") if name.startswith(marks)}
 
 
 def _wake(pids: list[int]) -> None:
