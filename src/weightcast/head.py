@@ -30,8 +30,8 @@ from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.checkpoint_engine import CheckpointEngineTransport
 from weightcast.transports.digests import SentDigests
 from weightcast.transports.disk import DiskTransport
-from weightcast.transports.ipc import IpcTransport, in_flight_to
-from weightcast.transports.link import Link
+from weightcast.transports.ipc import IpcTransport
+from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import SHARED_MEMORY, check_fits, choose_receivers, choose_transport
 from weightcast.wire.bucket import Bucket

@@ -51,10 +51,19 @@ def layouts(*sizes: int) -> list[BucketLayout]:
     return found
 
 
-def source_of(group: Group) -> BroadcastSource:
+def source_of(*groups: Group) -> BroadcastSource:
     source = BroadcastSource(CPU, threading.Event())
-    source._groups[group.name] = group  # type: ignore[assignment]
+    source._groups |= {group.name: group for group in groups}  # type: ignore[dict-item]
     return source
+
+
+def entered_early(*others: Group) -> tuple[Group, BroadcastSource, BucketLayout]:
+    """The broadcast of its second bucket, which is returned, was entered while the first one was read."""
+    group = Group()
+    source = source_of(group, *others)
+    first, second = layouts(8, 6)
+    source.read(first, "g", timeout_s=1.0, next_bytes=6)
+    return group, source, second
 
 
 def test_the_next_broadcast_is_entered_before_this_bucket_is_returned():
@@ -84,8 +93,7 @@ def test_nothing_is_entered_without_room_or_without_knowing_its_size(next_bytes)
 
 def test_a_broadcast_that_will_not_come_costs_its_group():
     group, other = Group(), Group("other")
-    source = source_of(group)
-    source._groups["other"] = other  # type: ignore[assignment]
+    source = source_of(group, other)
     source.read(layouts(8)[0], "g", timeout_s=1.0, next_bytes=8)
     source.expect_nothing()
     assert not group.alive
@@ -95,11 +103,8 @@ def test_a_broadcast_that_will_not_come_costs_its_group():
 
 
 def test_another_trainer_that_leaves_does_not_end_a_broadcast_that_was_entered():
-    group, other = Group(), Group("other")
-    source = source_of(group)
-    source._groups["other"] = other  # type: ignore[assignment]
-    first, second = layouts(8, 6)
-    source.read(first, "g", timeout_s=1.0, next_bytes=6)
+    other = Group("other")
+    group, source, second = entered_early(other)
     source.leave("other")
     source.trim()
     assert not other.alive
@@ -109,11 +114,8 @@ def test_another_trainer_that_leaves_does_not_end_a_broadcast_that_was_entered()
 
 
 def test_nothing_is_left_of_a_broadcast_whose_group_was_left():
-    group, other = Group(), Group("other")
-    source = source_of(group)
-    source._groups["other"] = other  # type: ignore[assignment]
-    first, second = layouts(8, 6)
-    source.read(first, "g", timeout_s=1.0, next_bytes=6)
+    other = Group("other")
+    group, source, second = entered_early(other)
     source.leave("g")
     assert not group.alive
     source.read(second, "other", timeout_s=1.0)

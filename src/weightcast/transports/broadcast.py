@@ -16,8 +16,7 @@ import torch
 from weightcast.comm.share import Shared
 from weightcast.protocols import Meeting
 from weightcast.transports.channel import Channel
-from weightcast.transports.ipc import in_flight_to
-from weightcast.transports.link import Link
+from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.pump import Pumped
 from weightcast.wire.bucket import Bucket
 

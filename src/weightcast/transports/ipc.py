@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from weightcast.comm.share import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected
 from weightcast.protocols import Steps
-from weightcast.transports.link import Link
+from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.pump import Pumped
 from weightcast.wire.bucket import Bucket
 
@@ -69,11 +69,6 @@ class IpcTransport(Pumped):
             what=f"bucket {bucket.layout.index}",
             timeout_s=self._timeout_s,
         )
-
-
-def in_flight_to(links: Sequence[Link]) -> int:
-    """How many buckets all targets may be told of before they have answered the first."""
-    return min((link.adapter.in_flight for link in links), default=1)
 
 
 def tell(link: Link, steps: Steps, *, what: str, timeout_s: float) -> None:

@@ -190,3 +190,8 @@ class Link:
             return send_plain(self.client, request, limit_s)
         reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=limit_s)
         return reply
+
+
+def in_flight_to(links: Sequence[Link]) -> int:
+    """How many buckets all targets may be told of before they have answered the first."""
+    return min((link.adapter.in_flight for link in links), default=1)

@@ -140,9 +140,9 @@ class BroadcastSource:
 
     def release(self, bucket: Bucket) -> None:
         """A bucket that was read has been enqueued for loading; its buffer may be filled again after that."""
-        for buffer, loaded in zip(
-            self._buffers, self._loaded, strict=False
-        ):  # no events on the host: loading is over when it returns
+        if not self._loaded:
+            return  # on the host it was loaded when that returned
+        for buffer, loaded in zip(self._buffers, self._loaded, strict=True):
             if buffer.data_ptr() == bucket.data.data_ptr():
                 loaded.record(torch.cuda.current_stream(self._device))
 
