@@ -1,13 +1,8 @@
 """Exporters on GPUs: NCCL, two ranks on one GPU, a rank lost inside NCCL, a checkpoint into device memory."""
 
-import json
-import math
 import os
 import signal
-import statistics
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.local import TrainerGroup
@@ -25,9 +20,7 @@ from weightcast.errors import TrainerRankFailed
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.module import ModuleExporter
-from weightcast.exporters.quantise import Fp8Blocks
-from weightcast.wire.digest import tensor_digest
-from weightcast.wire.layout import Packing, plan_buckets, total_bytes
+from weightcast.wire.layout import Packing, plan_buckets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -216,169 +209,3 @@ def test_a_checkpoint_is_read_into_device_memory(tmp_path, wire_dtype):
             got = export(exporter, group, bucket_bytes)
             for name, tensor in tensors.items():
                 assert torch.equal(got[name], tensor.to(wire_dtype or tensor.dtype)), name
-
-
-# -- a model of the shape of Qwen3-30B-A3B, FSDP2 over expert parallel
-
-HIDDEN, WIDTH, EXPERTS, VOCABULARY = 2048, 768, 128, 151936
-LAYERS = int(os.environ.get("WEIGHTCAST_MOE_LAYERS", "12"))
-RESULT = Path(os.environ.get("WEIGHTCAST_MOE_RESULT", "benchmarks/results/gather-moe.json"))
-
-
-def put(owner: nn.Module, path: str, shape: tuple[int, ...], mesh, placements, seed: int) -> None:
-    """A random parameter of which this rank makes its own part only."""
-    *steps, last = path.split(".")
-    for step in steps:
-        if not hasattr(owner, step):
-            owner.add_module(step, nn.Module())
-        owner = getattr(owner, step)
-    local = list(shape)
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            local[placement.dim] //= mesh.size(dim)
-    generator = torch.Generator(device=device()).manual_seed(seed * 1000 + dist.get_rank())
-    tensor = torch.empty(local, dtype=torch.bfloat16, device=device()).normal_(generator=generator)
-    placed = DTensor.from_local(tensor, mesh, placements, run_check=False)
-    owner.register_parameter(last, nn.Parameter(placed, requires_grad=False))
-
-
-def moe(layers: int, fsdp: int, ep: int) -> nn.Module:
-    """Experts over an axis of their own, their rows over the other; everything else over all ranks."""
-    mesh = init_device_mesh("cuda", (ep, fsdp), mesh_dim_names=("ep", "fsdp"))
-    everybody = init_device_mesh("cuda", (ep * fsdp,))
-    model = nn.Module()
-    model.config = SimpleNamespace(model_type="qwen3_moe", hidden_size=HIDDEN)
-    rows = [Shard(0)]
-    put(model, "model.embed_tokens.weight", (VOCABULARY, HIDDEN), everybody, rows, 1)
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        for seed, (name, shape) in enumerate(
-            {
-                "self_attn.q_proj.weight": (4096, HIDDEN),
-                "self_attn.k_proj.weight": (512, HIDDEN),
-                "self_attn.v_proj.weight": (512, HIDDEN),
-                "self_attn.o_proj.weight": (HIDDEN, 4096),
-                "mlp.gate.weight": (EXPERTS, HIDDEN),
-                "input_layernorm.weight": (HIDDEN,),
-                "post_attention_layernorm.weight": (HIDDEN,),
-            }.items()
-        ):
-            put(model, f"{at}.{name}", shape, everybody, rows, 10 * layer + seed + 2)
-        cut = [Shard(0), Shard(1)]
-        put(model, f"{at}.mlp.experts.gate_up_proj", (EXPERTS, 2 * WIDTH, HIDDEN), mesh, cut, 1000 + layer)
-        put(model, f"{at}.mlp.experts.down_proj", (EXPERTS, HIDDEN, WIDTH), mesh, cut, 2000 + layer)
-    put(model, "lm_head.weight", (VOCABULARY, HIDDEN), everybody, rows, 3000)
-    return model
-
-
-def time_moe(layers: int, fsdp: int, ep: int, kind: str) -> dict:
-    """Seconds by phase, bytes, and the digests of some experts beside those of what the ranks hold."""
-    begin = time.perf_counter()
-    model = moe(layers, fsdp, ep)
-    torch.cuda.synchronize()
-    built = time.perf_counter()
-    exporter = ModuleExporter(model, quantise=Fp8Blocks() if kind == "fp8" else None)
-    made = time.perf_counter()
-    group = TrainerGroup.connect(device(), timeout_s=120)
-    bucket_bytes = 512 * MIB
-    layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
-    planned = time.perf_counter()
-    exporter.prepare(group)
-    prepared = time.perf_counter()
-    payload = total_bytes(exporter.specs())
-    found: dict = {
-        "kind": kind,
-        "layers": layers,
-        "fsdp": fsdp,
-        "ep": ep,
-        "tensors": len(exporter.specs()),
-        "buckets": len(layouts),
-        "payload_bytes": payload,
-        "build_s": built - begin,
-        "exporter_s": made - built,
-        "plan_s": planned - made,
-        "prepare_s": prepared - planned,
-        "updates": [],
-    }
-    watched = [
-        f"model.layers.0.mlp.experts.{expert}.{which}_proj.weight"
-        for expert in (0, 63, 127)
-        for which in ("gate", "down")
-    ]
-    for receivers in ((0,), tuple(range(group.world_size))):
-        group.receivers = receivers
-        with PeakMemory(device()) as peak:
-            slots = allocate_slots(device(), bucket_bytes) if group.rank in receivers else None
-            seconds = []
-            for _ in range(4):
-                group.barrier("start")
-                start = time.perf_counter()
-                for _ in bucketize(exporter, layouts, group, slots):
-                    pass
-                group.barrier("end")
-                seconds.append(time.perf_counter() - start)
-        del slots
-        median = statistics.median(seconds[1:])
-        found["updates"].append(
-            {
-                "receivers": len(receivers),
-                "first_s": seconds[0],
-                "median_s": median,
-                "gb_per_s": payload / median / 1e9,
-                "peak_extra_bytes": peak.extra_bytes,
-                "digests": check_moe(exporter, layouts, group, model, watched) if kind == "own" else {},
-            }
-        )
-        torch.cuda.empty_cache()
-    group.close()
-    return found
-
-
-def check_moe(exporter, layouts, group, model: nn.Module, watched: list[str]) -> dict[str, str]:
-    """What arrives of some experts is what ``full_tensor`` gives."""
-    slots = allocate_slots(device(), 512 * MIB) if group.rank in group.receivers else None
-    got: dict[str, torch.Tensor] = {}
-    for bucket in bucketize(exporter, layouts, group, slots):
-        for slot, view in bucket.views() if bucket is not None else ():
-            if slot.spec.name in watched:
-                assert slot.whole
-                got[slot.spec.name] = view.clone()
-    experts = model.get_submodule("model.layers.0.mlp.experts")
-    wholes = {name: parameter.full_tensor() for name, parameter in experts.named_parameters()}
-    digests = {}
-    for name, tensor in got.items():
-        expert = int(name.split(".")[5])
-        want = wholes["down_proj"][expert] if "down" in name else wholes["gate_up_proj"][expert, :WIDTH]
-        assert torch.equal(tensor, want), name
-        digests[name] = tensor_digest(tensor.contiguous())
-    assert len(got) == (len(watched) if group.rank in group.receivers else 0)
-    return digests
-
-
-@pytest.mark.timeout(500)
-@needs(4)
-def test_a_large_mixture_of_experts_from_fsdp2_over_expert_parallel():
-    """Timed by phase; the numbers are kept as JSON.  ``WEIGHTCAST_MOE_LAYERS=48`` is the whole model."""
-    rows = []
-    for fsdp, ep in ((1, 4), (2, 2)):
-        for kind in ("own", "fp8"):
-            ranks = Ranks(4, BOTH)
-            try:
-                found = ranks.run(time_moe, LAYERS, fsdp, ep, kind)
-            finally:
-                ranks.close()
-            digests = [update["digests"] for rank in found for update in rank["updates"][1:]]
-            assert all(found == digests[0] for found in digests)
-            extra = max(update["peak_extra_bytes"] for rank in found for update in rank["updates"])
-            assert extra <= (2 * 512 + 512 / 4 + 96) * MIB
-            rows.append(found[0] | {"peak_extra_bytes": extra})
-    assert math.isfinite(sum(row["updates"][0]["gb_per_s"] for row in rows))
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    report = {
-        "what": "gather of a model of the shape of Qwen3-30B-A3B, experts sharded over an axis of their own",
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(),
-        "bucket_bytes": 512 * MIB,
-        "runs": rows,
-    }
-    RESULT.write_text(json.dumps(report, indent=2) + "\n")

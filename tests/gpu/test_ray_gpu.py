@@ -43,6 +43,7 @@ from weightcast.receiver.executor import Worker
 
 ROOT = Path(__file__).parents[2]
 UPDATES = 5
+ENGINES = ("reference", "vllm")
 PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
@@ -196,13 +197,23 @@ def test_ranks_keep_the_callers_order_of_gpus(cluster):
     assert seen[0][1] == seen[1][1][::-1]
 
 
-COLOCATED = ("rl_colocated", "--trainers=2", "--engines=2")
-DISAGGREGATED = ("rl_disaggregated", "--trainers=1", "--engines=1")
-ASYNCHRONOUS = ("rl_disaggregated_async", "--trainers=1", "--engines=1", "--staleness=1")
+ON_TWO = [
+    ("rl_colocated", "--gpus=2", "--trainers=2", "--engines=2"),
+    ("rl_disaggregated", "--gpus=2", "--trainers=1", "--engines=1"),
+    ("rl_disaggregated_async", "--gpus=2", "--trainers=1", "--engines=1", "--staleness=1"),
+]
+ON_FOUR = [
+    ("rl_colocated", "--gpus=4", "--trainers=4", "--engines=4"),
+    ("rl_disaggregated", "--gpus=4", "--trainers=2", "--engines=1", "--tp=2"),
+    ("rl_disaggregated_async", "--gpus=4", "--trainers=2", "--engines=2", "--staleness=1"),
+]
+EXAMPLES = [
+    *(pytest.param(example, engine, id=f"{example[0]}-{engine}") for example in ON_TWO for engine in ENGINES),
+    *(pytest.param(example, "vllm", id=f"{example[0]}-vllm-four", marks=needs(4)) for example in ON_FOUR),
+]
 
 
-@pytest.mark.parametrize("engine", ["reference", "vllm"])
-@pytest.mark.parametrize("example", [COLOCATED, DISAGGREGATED, ASYNCHRONOUS], ids=lambda example: example[0])
+@pytest.mark.parametrize(("example", "engine"), EXAMPLES)
 def test_examples(example, engine, folder, tmp_path, record):
     name, *arguments = example
     environment = os.environ | {"PYTHONPATH": PATH, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
@@ -215,7 +226,7 @@ def test_examples(example, engine, folder, tmp_path, record):
     model = os.environ.get("WEIGHTCAST_MODEL", str(folder))
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "examples" / f"{name}.py"), "--gpus=2", f"--model={model}", *arguments),
+            *(sys.executable, str(ROOT / "examples" / f"{name}.py"), f"--model={model}", *arguments),
             *(f"--steps={UPDATES}", "--save-every=0", f"--out={tmp_path}"),
         ],
         capture_output=True,
@@ -232,7 +243,7 @@ def test_examples(example, engine, folder, tmp_path, record):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == list(range(1, UPDATES + 1))
     assert all(row["digest"] for row in rows)
-    record(f"{name}, {engine}", {"output": done.stdout, "rows": rows})
+    record(f"{name}, {engine}, {example[1]}", {"output": done.stdout, "rows": rows})
 
 
 def vllm_program(folder: Path) -> Path:
