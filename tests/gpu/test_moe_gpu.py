@@ -167,6 +167,14 @@ def answer(url: str) -> list[int]:
     return reply.json()["choices"][0]["token_ids"]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What engines start on."""
+    path = tmp_path_factory.mktemp("moe") / "zeros"
+    zeros(path, SHAPE)
+    return path
+
+
 @needs(4)
 @pytest.mark.parametrize(
     ("fsdp", "ep", "transport", "engine"),
@@ -177,11 +185,10 @@ def answer(url: str) -> list[int]:
     ],
 )
 def test_every_rank_of_an_engine_proves_what_expert_parallel_trainers_sent(
-    fsdp: int, ep: int, transport: str, engine: tuple[str, int], tmp_path: Path, record: Record
+    fsdp: int, ep: int, transport: str, engine: tuple[str, int], folder: Path, record: Record
 ) -> None:
-    zeros(tmp_path / "zeros", SHAPE)
     device, tp = engine
-    with serve(tmp_path / "zeros", tp=tp, device=device, dtype="bfloat16") as url:
+    with serve(folder, tp=tp, device=device, dtype="bfloat16") as url:
         before = answer(url)
         reports = run(fsdp * ep, update, SHAPE, fsdp, ep, url, transport)[0]
         assert answer(url) != before

@@ -231,24 +231,38 @@ def test_ranks_end_with_their_engine_even_if_it_is_killed_and_they_stand_still()
         theirs.close()
 
 
-def test_an_engine_that_stood_still_itself_gives_its_ranks_time_before_it_names_them(monkeypatch):
-    monkeypatch.setattr(module, "_GRACE_S", 5.0)
-    asked: list[float] = []
+class Clock:
+    """Time that passes only where a test says so."""
 
-    def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
-        asked.append(limit_s)
-        if len(asked) == 1:
-            time.sleep(limit_s + 0.7)  # stopped and continued: the deadline is past, and the ranks were stopped too
-            return {}
-        return {rank: b"+" for rank in ranks}
+    def __init__(self, stops: dict[int, float]) -> None:
+        """``stops``: by how many seconds which look ends too late."""
+        self.now, self.looks, self.stops = 100.0, 0, stops
 
-    class Far(FarRanks):
-        def ask(self) -> list[bytes]:
-            return self._gather(2, receive, 0.1, "the answer", work=False)
+    def monotonic(self) -> float:
+        return self.now
 
-    assert Far().ask() == [b"+", b"+"]
-    assert 4.5 < asked[1] <= 5.0
-    monkeypatch.setattr(module, "_GRACE_S", 0.0)
-    asked.clear()
-    with pytest.raises(EngineFailure, match="rank 0 did not give the answer"):
-        Far()._gather(2, lambda ranks, limit_s: time.sleep(limit_s) or {}, 0.1, "the answer", work=False)
+    def nothing_comes(self, ranks: set[int], limit_s: float) -> dict[int, bytes]:
+        self.now += limit_s + self.stops.get(self.looks, 0.0)
+        self.looks += 1
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("stopped_s", "given_up_s"),
+    [
+        pytest.param(0.0, 7.0, id="it never stood still"),
+        pytest.param(0.3, 7.0, id="a busy machine"),
+        pytest.param(5.0, 19.0, id="it goes on before the deadline"),
+        pytest.param(6.2, 19.0 + 1.2, id="just past the deadline"),
+        pytest.param(30.0, 19.0 + 25.0, id="long past the deadline"),
+    ],
+)
+def test_an_engine_that_stood_still_itself_gives_its_ranks_time_before_it_names_them(
+    monkeypatch, stopped_s, given_up_s
+):
+    clock = Clock({1: stopped_s})
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "_GRACE_S", 12.0)
+    with pytest.raises(EngineFailure, match="rank 0 did not give the answer within 7 s"):
+        FarRanks()._gather(2, clock.nothing_comes, 7.0, "the answer", work=False)
+    assert clock.now - 100.0 == pytest.approx(given_up_s, abs=0.01)

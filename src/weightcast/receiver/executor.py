@@ -31,7 +31,8 @@ from weightcast.wire.messages import Message, RankAck, decode_rank_ack, encode
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
-_STOOD_STILL_S = 0.5  # later than asked for by more than a busy machine explains
+_LOOK_S = 1.0  # how long one look for answers takes at most, so that a stop of this process cannot be overlooked
+_STOOD_STILL_S = 0.5  # a look that ends this much too late: more than a busy machine explains
 _SEND_S = 15  # whole seconds; a rank reads its messages at once, unless it is stopped or stuck
 _STOP_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -166,15 +167,15 @@ class FarRanks:
         while len(replies) < count:
             waiting = {rank for rank in range(count) if rank not in replies}
             began = time.monotonic()
-            limit_s = max(0.0, deadline - began)
+            limit_s = min(max(0.0, deadline - began), _LOOK_S)
             came = receive(waiting, limit_s)
             replies |= came
             now = time.monotonic()
             if not came and now - began > limit_s + _STOOD_STILL_S:
-                # Stopped and continued, this process finds the deadline past; its ranks were stopped as well, perhaps.
-                deadline = now + _GRACE_S
-                continue
-            if not came:
+                # Stopped and continued, this process finds the deadline past, or all but; its ranks may have been
+                # stopped as well, and need a moment.
+                deadline = max(deadline, now + _GRACE_S)
+            elif not came and now >= deadline:
                 for rank, words in _failures(replies).items() if work else ():
                     raise self._break(f"rank {rank} failed in {what}: {words}", [rank])
                 late = sorted(waiting)
