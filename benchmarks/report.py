@@ -264,13 +264,28 @@ def _engine(result: Result) -> str:
             [name, transport, f"{size / 1e9:.2f}", _ms(seconds), f"{size / seconds / 1e9:.1f}", _ms(stall), grown]
         )
     head = ["test", "transport", "GB", "ms", "GB/s", "stall, ms", "engine's growth over 20, MB"]
+    gathered = [
+        [
+            re.sub(r"^test_", "", name),
+            *(str(update["receivers"]), f"{test['gather']['payload_bytes'] / 1e9:.2f}", _ms(update["median_s"])),
+            *(f"{update['gb_per_s']:.1f}", f"{update['peak_extra_bytes'] / 1e6:.0f}"),
+        ]
+        for name, test in result["tests"].items()
+        if "gather" in test
+        for update in test["gather"]["updates"]
+    ]
     versions = "".join(f", {name} {facts[name]}" for name in ("lmdeploy", "sglang", "vllm", "ray") if name in facts)
     machine = (
         f"Machine: {len(facts['gpus'])} x {facts['gpus'][0]}; torch {facts['torch']}, NCCL {facts['nccl']}{versions}.\n"
     )
-    words = "Whole `update()` calls with real engines, as the trainer sees them.\n"
     note = [result["note"] + "\n"] if "note" in result else []
-    return "\n".join([words, machine, *note, f"`{facts['command']}`\n", *([table(head, rows)] if rows else [])])
+    parts = [machine, *note, f"`{facts['command']}`\n"]
+    if rows:
+        parts += ["Whole `update()` calls with real engines, as the trainer sees them:\n", table(head, rows)]
+    if gathered:
+        head = ["test", "receivers", "GB", "ms", "GB/s", "peak extra, MB"]
+        parts += ["Shards of the trainer ranks into buckets:\n", table(head, gathered)]
+    return "\n".join(parts)
 
 
 _SHOW: dict[str, Callable[[Result], str]] = {

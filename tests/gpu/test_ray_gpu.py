@@ -23,7 +23,7 @@ import torch
 pytest.importorskip("ray", reason="Ray is not installed here")
 
 import ray
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines.environment import package_path
 from tests.gpu.test_vllm_gpu import FLAGS as VLLM_FLAGS
@@ -75,9 +75,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # With the initial weights of its family: with larger ones two implementations differ by nats in bfloat16.
     config = tiny_config(max_position_embeddings=1024, dtype="bfloat16", **changes)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     tiny_tokenizer(path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to("cuda:0")
+    teach_form(model, AutoTokenizer.from_pretrained(path), steps=60)
+    model.to(torch.bfloat16).save_pretrained(path)
+    del model
+    torch.cuda.empty_cache()
     return path
+
+
+def teach_form(model: Any, tokenizer: Any, *, steps: int) -> None:
+    """Make it end in the form that the examples' judge wants, with some number: without reward nothing is learned."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    text = "What is 2 plus 2?"
+    for step in range(steps):
+        rows = []
+        for number in range(8):
+            value = (7 * step + 3 * number) % 20
+            ending = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+            ids = tokenizer(ending + f"{value} = {value}\n#### {value}", add_special_tokens=False).input_ids
+            rows.append([*ids, tokenizer.eos_token_id])
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [tokenizer.eos_token_id] * (longest - len(row)) for row in rows], device=model.device)
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Learner:
@@ -242,7 +267,7 @@ def test_examples(example, engine, folder, tmp_path, record):
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == list(range(1, UPDATES + 1))
-    assert all(row["digest"] for row in rows)
+    assert len({row["digest"] for row in rows}) == UPDATES  # each is of other weights
     record(f"{name}, {engine}, {example[1]}", {"output": done.stdout, "rows": rows})
 
 
