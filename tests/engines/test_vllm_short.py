@@ -7,6 +7,7 @@ worker extension, on what it gets wrong.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,19 +17,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import ENVIRONMENT, Engine, push, status, verify, weightcast
-from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
+from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.cli.demo.smollm2 import ensure_smollm2
 from weightcast.comm.group import Rendezvous
 from weightcast.errors import UpdateFailed
+from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.wire.messages import Join, encode
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -67,13 +70,14 @@ def test_a_real_model_with_tied_embeddings(tmp_path: Path) -> None:
 
 def test_experts_on_two_ranks(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in "AB"}
-    for seed, folder in enumerate(folders.values()):
-        tiny_model(folder, family="qwen3_moe", seed=seed, **SIZES, **EXPERTS)
+    models: dict[str, Any] = {}
+    for seed, (name, folder) in enumerate(folders.items()):
+        models[name] = tiny_model(folder, family="qwen3_moe", seed=seed, **SIZES, **EXPERTS)
         tiny_tokenizer(folder)
     expected = {name: said_by(folder) for name, folder in folders.items()}
     assert expected["A"] != expected["B"]
     tiny_model(tmp_path / "other", num_hidden_layers=3)
-    with vllm(folders["A"], tmp_path, tp=2) as engine:
+    with vllm(folders["A"], tmp_path, "--no-enable-prefix-caching", tp=2) as engine:
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected["A"]
         for version, name, via in ((5, "B", "ipc"), (6, "A", "broadcast"), (7, "B", "broadcast")):
             report = push(folders[name], [engine], version, "--via", via, "--bucket-bytes", "64KiB")
@@ -120,6 +124,39 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
         assert refused.returncode == 1
         assert "do not fit" in refused.stderr
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]
+        served = Served(engine, folders, models)
+        for pause in PAUSES:
+            check_pause(served, pause)
+        lose_and_start_again(served, tmp_path)
+
+
+def lose_and_start_again(served: Served, logs: Path) -> None:
+    """Every process of an engine is killed in the middle of an update; a new one gets the next update whole."""
+    family = served.engine.family()
+
+    def kill(done: int, total: int) -> None:
+        if 0 < done < total:
+            for process in family:
+                if process.is_running():
+                    process.kill()
+
+    exporter = CheckpointExporter(served.folders["A"])
+    updater = WeightUpdater.connect(
+        exporter, [Target(served.engine.url)], bucket_bytes=1 << 16, timeout_s=10.0, progress=kill
+    )
+    with exporter, updater:
+        begin = time.monotonic()
+        with pytest.raises(UpdateFailed, match=re.escape(served.engine.url)):
+            updater.update(version=served.version() + 1)
+        assert time.monotonic() - begin < 30
+        served.engine.process.wait(10)
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+        with vllm(served.folders["B"], logs) as again:
+            assert greedy_tokens(again, PROMPTS, COUNT) == said_by(served.folders["B"])
+            updater.retarget([Target(again.url)])
+            report = updater.update(version=1)
+            assert [(row.proof, row.version_after) for row in report.targets] == [("resident", 1)]
+            assert greedy_tokens(again, PROMPTS, COUNT) == said_by(served.folders["A"])
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from typing import Any
@@ -140,7 +141,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver.interrupt("the engine is shutting down")
         self._receiver.close()
         if self._listener is not None:
-            self._listener.close()
+            with suppress(FileNotFoundError):  # an API server that ended first has removed the meeting place
+                self._listener.close()
             self._listener = None
 
     # -- the API server's side, on threads of their own
