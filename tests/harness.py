@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import http.client
 import itertools
-import multiprocessing
 import os
 import signal
 import threading
@@ -24,8 +23,8 @@ import torch
 from torch import nn
 
 from tests import toy_engine
+from tests.commands import context, fork_ranks
 from tests.toy_engine import toy_weights
-from tests.unit import ranks
 from weightcast import WeightUpdater
 from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
@@ -42,11 +41,6 @@ def next_version() -> int:
     return next(_versions)
 
 
-# One server forks for everybody; what it has imported need not be imported by every engine and trainer.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([*ranks.PRELOAD, "weightcast.updater", "tests.harness"])
-
-
 class Engine:
     """A toy engine.  Its processes are a process group of their own."""
 
@@ -61,8 +55,8 @@ class Engine:
             serve: Called there with the arguments and a connection that wants the port; leads a group of its own.
             args: Its first arguments.
         """
-        self._ready, theirs = _context.Pipe(duplex=False)
-        self.process = _context.Process(target=serve, args=(*args, theirs))
+        self._ready, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=serve, args=(*args, theirs))
         self.process.start()
         theirs.close()
         self._port: int | None = None
@@ -127,6 +121,7 @@ def _serve(argv: list[str], ready: Connection) -> None:
     os.setsid()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    fork_ranks()
     toy_engine.main(argv, ready.send)
 
 
@@ -204,7 +199,7 @@ def push(engines: Sequence[Engine], version: int, **options: Any) -> UpdateRepor
 
 def process(function: Callable[..., Any], *args: Any) -> Any:
     """A started process that calls the function: a trainer that may be killed."""
-    started = _context.Process(target=_quietly, args=(function, *args), daemon=True)
+    started = context.Process(target=_quietly, args=(function, *args), daemon=True)
     started.start()
     return started
 

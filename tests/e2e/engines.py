@@ -19,6 +19,8 @@ import httpx
 import psutil
 import torch
 
+from tests.commands import COMMAND, Started, run
+
 # The package under test is found as this process found it, installed or not.
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("WEIGHTCAST_")},
@@ -41,7 +43,7 @@ class Engine:
         tp: How many ranks it has.
     """
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Started
     url: str
     folder: Path
     tp: int
@@ -50,11 +52,10 @@ class Engine:
     @classmethod
     def start(cls, folder: Path, *, tp: int = 1, dtype: str = "float32", log: Path, **options: object) -> Engine:
         """Start one; ``ready`` waits for it, so that several can start side by side."""
-        command = [sys.executable, "-m", "weightcast", "serve", str(folder), "--port=0", "--json", "--threads=1"]
-        command += [f"--tp={tp}", f"--dtype={dtype}"]
+        command = ["serve", str(folder), "--port=0", "--json", "--threads=1", f"--tp={tp}", f"--dtype={dtype}"]
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         with log.open("w") as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=ENVIRONMENT)
+            process = Started(COMMAND, *command, stdout=subprocess.PIPE, stderr=stderr, env=ENVIRONMENT)
         client = httpx.Client(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=None))
         return cls(process=process, url="", folder=folder, tp=tp, client=client)
 
@@ -142,13 +143,7 @@ def completion(prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
 
 def weightcast(*arguments: object, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
     """The command line, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "weightcast", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=timeout_s,
-    )
+    return run(COMMAND, *map(str, arguments), env=ENVIRONMENT, timeout_s=timeout_s)
 
 
 def push(checkpoint: Path, targets: Sequence[Engine], version: int, *options: str) -> dict[str, Any]:
@@ -182,7 +177,7 @@ def shortfall(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float
     return float((logits.max(-1).values - chosen).max())
 
 
-def _document(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any] | None:
+def _document(process: subprocess.Popen[str] | Started, timeout_s: float) -> dict[str, Any] | None:
     """The JSON document that a process prints first; None if it ends or takes too long."""
     assert process.stdout is not None
     read = ""

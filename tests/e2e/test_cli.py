@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.commands import COMMAND, Started
 from tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.cli.app import app
 
@@ -51,18 +52,17 @@ def error_line(result, code=1):
 
 
 class Engine:
-    """`weightcast serve` as a child; ended by SIGTERM."""
+    """`weightcast serve` as a child; ended by SIGTERM.  ``python``: started as a user starts it."""
 
-    def __init__(self, model: Path, log: Path, *options: str) -> None:
+    def __init__(self, model: Path, log: Path, *options: str, python: bool = False) -> None:
         self.log = log
+        command = ["serve", str(model), "--port", "0", "--json", *options]
         with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "weightcast", "serve", str(model), "--port", "0", "--json", *options],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=_ENV,
-            )
+            if python:
+                command = [sys.executable, "-m", "weightcast", *command]
+                self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=_ENV)
+            else:
+                self.process = Started(COMMAND, *command, stdout=subprocess.PIPE, stderr=stderr, env=_ENV)
         assert self.process.stdout is not None
         document = ""
         for line in self.process.stdout:
@@ -124,7 +124,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(models, tmp_path_factory):
     root, _ = models
-    engine = Engine(root / "old", tmp_path_factory.mktemp("log") / "engine.log", "--tp", "2")
+    engine = Engine(root / "old", tmp_path_factory.mktemp("log") / "engine.log", "--tp", "2", python=True)
     yield engine
     assert engine.stop() == 0
 
@@ -371,7 +371,7 @@ def test_port_in_use_and_other_mistakes_of_serve(engine, models, tmp_path):
 @pytest.mark.wide  # test_openai_server.py does it under load
 def test_sigterm_ends_an_engine_with_all_its_processes(models, tmp_path):
     root, _ = models
-    engine = Engine(root / "old", tmp_path / "log", "--tp", "2")
+    engine = Engine(root / "old", tmp_path / "log", "--tp", "2", python=True)
     pids = {rank["pid"] for rank in engine.info()["ranks"]} | {engine.process.pid}
     assert len(pids) == 3
     assert engine.stop() == 0

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.commands import Started, run
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.errors import ConfigError
 from weightcast.rollout.launch import ServeConfig, serve
@@ -26,13 +27,15 @@ PROMPTS = [[5, 6, 7], [100, 200, 300, 400, 17], [9], [33, 44]]
 
 
 class Served:
-    """One engine: a process, its URL and a client."""
+    """One engine: a process, its URL and a client.  ``python``: with an interpreter of its own, as its ranks."""
 
-    def __init__(self, folder: Path, *options: str, key: str | None = None):
-        command = [sys.executable, "-m", "weightcast.rollout", str(folder), "--port", "0", "--threads", "1"]
-        if key is not None:
-            options = (*options, "--api-key", key)
-        self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    def __init__(self, folder: Path, *options: str, key: str | None = None, python: bool = False):
+        command = [str(folder), "--port", "0", "--threads", "1", *options, *(("--api-key", key) if key else ())]
+        if python:
+            command = [sys.executable, "-m", "weightcast.rollout", *command]
+            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        else:
+            self.process = Started("weightcast.rollout.launch", *command, stderr=subprocess.PIPE)
         self.lines: list[str] = []
         ready = threading.Event()
 
@@ -337,7 +340,7 @@ def raw_request(path, body):
 
 
 def test_sigterm_ends_requests_and_every_process(model):
-    engine = Served(model[0], "--tp", "2")
+    engine = Served(model[0], "--tp", "2", python=True)
     try:
         ranks = engine.ranks()
         assert len(ranks) == 2
@@ -398,16 +401,12 @@ def test_a_rank_that_dies_while_generating_and_sigterm_afterwards(model):
         engine.close()
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "weightcast.rollout", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_port_in_use_is_one_line_before_the_model_is_looked_at():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = run("/nowhere", "--port", taken.getsockname()[1])
+        port = str(taken.getsockname()[1])
+        done = run("weightcast.rollout.launch", "/nowhere", "--port", port, timeout_s=120)
     assert done.returncode == 1
     assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: Address already in use\nhint: .*\n", done.stderr)
 

@@ -31,7 +31,7 @@ from weightcast.exporters.checkpoint import CheckpointExporter
 pytestmark = pytest.mark.timeout(300)
 
 BATCH = 16
-LONG = 700  # tokens of a request that has to be running still when the update comes
+LONG = 400  # tokens of a request that has to be running still when the update comes
 SHORT = 30
 CLOSE = 1e-3  # nats; below it, which of two tokens is likeliest is a matter of rounding
 SOON_S = 60.0
@@ -245,7 +245,7 @@ def test_wait_lets_the_running_ones_finish(world: World) -> None:
 @pytest.mark.parametrize("mode", ["abort", "retract", "wait"])
 def test_push_under_load_mixes_nothing_unsaid(world: World, mode: str) -> None:
     """Thirty-two clients that never stop, and the command line beside them."""
-    stop = threading.Event()
+    stop, served = threading.Event(), threading.Semaphore(0)
     old = world.version
     world.version += 1
 
@@ -253,10 +253,13 @@ def test_push_under_load_mixes_nothing_unsaid(world: World, mode: str) -> None:
         found: list[Answered] = []
         while not stop.is_set() or (found and found[-1].weight_version == old):
             found.append(world.ask(prompt(), SHORT + number, stream=number % 2 == 0))
+            served.release()
         return found
 
     clients = [world.pool.submit(client, number) for number in range(2 * BATCH)]
     try:
+        for _ in clients:
+            assert served.acquire(timeout=SOON_S)
         report = push(world.folder(world.version), [world.engine], world.version, "--pause", mode)
     finally:
         stop.set()
@@ -297,7 +300,7 @@ def push_and_wait(folder: str, url: str, version: int) -> None:
 def test_a_trainer_killed_while_its_commit_waits_stands_in_nobodys_way(world: World) -> None:
     trainer = Ranks(1)
     try:
-        running, waiting = world.load(1900)
+        running, waiting = world.load(1200)
         trainer.start(push_and_wait, str(world.folder(world.version + 1)), world.engine.url, world.version + 1)
         world.until(lambda health: health["state"] == "updating")
         time.sleep(0.5)  # now it waits, most likely, for the running requests

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -25,11 +24,11 @@ from typing import Any, Literal
 
 import torch
 
+from tests.commands import PRELOAD, context
 from tests.engines.vllm_server import vllm_command
 from tests.faults.weights import LARGEST_BYTES, SIZES, Weights, llama, toy
 from tests.harness import Engine, free, wait_for
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.ranks import PRELOAD
 from weightcast.comm.ports import quiet_port
 from weightcast.receiver.executor import die_with_parent
 from weightcast.rollout.launch import ServeConfig, serve
@@ -337,6 +336,4 @@ KINDS: Mapping[str, Kind] = {
 
 def preload() -> None:
     """Let the process that all engines are forked from import what they need, once."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        [*PRELOAD, "weightcast.updater", "transformers.models.llama.modeling_llama", "tests.faults.kinds"]
-    )
+    context.set_forkserver_preload([*PRELOAD, "tests.faults.kinds"])

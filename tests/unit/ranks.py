@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -13,11 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.commands import context
 from weightcast.comm.ports import quiet_port
-
-_context = multiprocessing.get_context("forkserver")
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "weightcast.comm.local"]
-_context.set_forkserver_preload(PRELOAD)
 
 
 class Ranks:
@@ -30,8 +26,8 @@ class Ranks:
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world_size, port, backend, theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
