@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  # hooks
+
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

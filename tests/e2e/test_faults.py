@@ -267,7 +267,7 @@ def test_all_that_do_not_come_to_the_meeting_are_left_out_at_once(engines, fresh
     with connect(model, [astray[0], engines.one, astray[1], engines.two], **options) as updater:
         report = updater.update(version=version)
         assert [row.status for row in report.targets] == ["untouched", "serving", "untouched", "serving"]
-        assert report.seconds < 5.5  # one deadline: one after the other they would cost two
+        assert report.phases["open"] < 2 * 3.0  # one deadline: one after the other they would cost two
         for engine, row in zip(astray, report.targets[::2], strict=True):
             assert f"{engine.url}: rank 0 did not come to weightcast-" in row.message
             assert serves_whole(engine) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -47,7 +48,8 @@ class Ranks:
         """What the function returned on every rank, in order."""
         self.start(function, *args)
         # All of them before any complaint: an answer left behind would be taken for that of the next call.
-        answers = [self._receive(rank, 120.0) for rank in range(self.world_size)]
+        deadline = time.monotonic() + 120.0
+        answers = [self._receive(rank, max(deadline - time.monotonic(), 0.1)) for rank in range(self.world_size)]
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         assert not failed, "\n".join(failed)
         return [value for _, value in answers]
