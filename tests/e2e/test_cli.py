@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests.commands import COMMAND, Started
+from tests.commands import run as run_forked
 from tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.cli.app import app
 
@@ -34,9 +35,12 @@ def run(*args, env=None):
     return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="weightcast", env=env)
 
 
-def run_process(*args):
-    """A command as a user starts it."""
-    command = [sys.executable, "-m", "weightcast", *map(str, args)]
+def run_process(*args, python=True):
+    """A command as a user starts it, or without the seconds of its imports."""
+    command = [str(arg) for arg in args]
+    if not python:
+        return run_forked(COMMAND, *command, env=_ENV, timeout_s=120)
+    command = [sys.executable, "-m", "weightcast", *command]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=_ENV, check=False)
 
 
@@ -148,17 +152,19 @@ def test_push_makes_the_engine_answer_as_the_new_model_does(via, engine, models)
     assert engine.complete() == greedy(transformers_models["old"], PROMPT, 12)
     assert greedy(transformers_models["old"], PROMPT, 12) != greedy(transformers_models["new"], PROMPT, 12)
 
-    pushed = run_process("push", root / "new", "--to", engine.url, "--version", after, "--via", via)
+    pushed = run_process(
+        "push", root / "new", "--to", engine.url, "--version", after, "--via", via, python=via == "ipc"
+    )
 
     assert pushed.returncode == 0, pushed.stderr
     assert f"over {via}" in pushed.stdout
     assert f"{before} -> {after}, proof resident" in pushed.stdout
     assert "on 2 of 2 ranks" in pushed.stdout
     assert engine.complete() == greedy(transformers_models["new"], PROMPT, 12)
-    verified = run_process("verify", root / "new", "--at", engine.url)
+    verified = run_process("verify", root / "new", "--at", engine.url, python=via == "ipc")
     assert verified.returncode == 0, verified.stderr
     assert f"version {after}" in verified.stdout
-    refuted = run_process("verify", root / "old", "--at", engine.url)
+    refuted = run_process("verify", root / "old", "--at", engine.url, python=False)
     assert refuted.returncode == 1
     assert "model.layers.1.mlp.down_proj.weight" in refuted.stdout
     shown = run("status", engine.url)
