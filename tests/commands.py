@@ -178,12 +178,19 @@ def _run(args: Sequence[str], environment: Mapping[str, str], out: int, err: int
 
 def fork_ranks() -> None:
     """From now on an engine of this process forks its ranks, where it would start Python for each."""
-    executor.multiprocessing = _Forking()  # type: ignore[attr-defined]
+    executor.multiprocessing = InsteadOfSpawn("fork")  # type: ignore[attr-defined]
 
 
-class _Forking:
-    """``multiprocessing`` as an executor knows it."""
+class InsteadOfSpawn:
+    """``multiprocessing`` for a module that would start Python for each of its processes.
+
+    Args:
+        method: ``"fork"``, or ``"forkserver"`` for a process that has threads.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._method = method
 
     def get_context(self, method: str) -> Any:
         assert method == "spawn"
-        return multiprocessing.get_context("fork")
+        return multiprocessing.get_context(self._method)

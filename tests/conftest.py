@@ -16,6 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest comes first: as one of the last it would be waited for alone."""
+    items.sort(key=lambda item: item.path.name != "test_vllm_short.py")
+
+
 @pytest.fixture(scope="session")
 def engines() -> Iterator[SimpleNamespace]:
     """Toy engines of every kind, shared by all tests: whoever uses them leaves them serving."""

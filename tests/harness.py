@@ -210,7 +210,9 @@ def _quietly(function: Callable[..., Any], *args: Any) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("T")
+    """With all its threads, which hear of a SIGSTOP one after the other."""
+    states = [path.read_text().rsplit(") ", 1)[1] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state.startswith("T") for state in states)
 
 
 def num_fds(pid: int | str) -> int:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engines.environment import engine_python
+from tests.engines.environment import QUICK, engine_python
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import STANDINS
 from weightcast import WeightUpdater
@@ -61,7 +61,7 @@ def rigs() -> Iterator[dict[str, Rig]]:
         for version, wheels in VERSIONS.items():
             path = [overlay(python, *each) for each in (wheels, CHECKPOINT_ENGINE) if each]
             environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join(map(str, [*path, STANDINS, STANDINS.parent])),
+                "PYTHONPATH": os.pathsep.join(map(str, [*path, STANDINS, STANDINS.parent, QUICK])),
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "OMP_NUM_THREADS": "1",
             }

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.environment import ROOT, engine_python, engine_sources
+from tests.engines.environment import QUICK, ROOT, engine_python, engine_sources
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -33,7 +33,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         path.append(str(tmp_path_factory.mktemp("stand-ins")))
         (Path(path[-1]) / "ray.py").write_text("")
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*path, str(ROOT / "src")]),
+        "PYTHONPATH": os.pathsep.join([*path, str(ROOT / "src"), str(QUICK)]),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

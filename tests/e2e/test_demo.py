@@ -104,6 +104,7 @@ def test_sigterm_in_the_middle_leaves_no_process(model, tmp_path):
     assert_gone(started)
 
 
+@pytest.mark.wide  # test_demo_children.py has it in small
 def test_an_engine_that_is_killed_ends_the_demo_with_its_name(model, tmp_path):
     with start("--steps", 1000, "--modes", "colocated", "--model", model, "--out", tmp_path) as demo:
         assert demo.stdout is not None

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +26,11 @@ PROMPTS = [[5, 6, 7], [100, 200, 300, 400, 17], [9], [33, 44]]
 
 
 class Served:
-    """One engine: a process, its URL and a client.  ``python``: with an interpreter of its own, as its ranks."""
+    """One engine: a process, its URL and a client."""
 
-    def __init__(self, folder: Path, *options: str, key: str | None = None, python: bool = False):
+    def __init__(self, folder: Path, *options: str, key: str | None = None):
         command = [str(folder), "--port", "0", "--threads", "1", *options, *(("--api-key", key) if key else ())]
-        if python:
-            command = [sys.executable, "-m", "weightcast.rollout", *command]
-            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        else:
-            self.process = Started("weightcast.rollout.launch", *command, stderr=subprocess.PIPE)
+        self.process = Started("weightcast.rollout.launch", *command, stderr=subprocess.PIPE)
         self.lines: list[str] = []
         ready = threading.Event()
 
@@ -340,7 +335,7 @@ def raw_request(path, body):
 
 
 def test_sigterm_ends_requests_and_every_process(model):
-    engine = Served(model[0], "--tp", "2", python=True)
+    engine = Served(model[0], "--tp", "2")
     try:
         ranks = engine.ranks()
         assert len(ranks) == 2

@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent
+QUICK = LISTS / "quick"  # for a ``PYTHONPATH``
 
 
 def engine_python(name: str) -> Path:
@@ -113,7 +114,7 @@ def package_path(folder: Path) -> str:
         for group, entries in project["entry-points"].items()
     ]
     (metadata / "entry_points.txt").write_text("\n".join(groups))
-    return os.pathsep.join([str(ROOT / "src"), str(folder)])
+    return os.pathsep.join(map(str, (ROOT / "src", folder, QUICK)))
 
 
 if __name__ == "__main__":

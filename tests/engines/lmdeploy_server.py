@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tests.engines.environment import engine_python
+from tests.engines.environment import QUICK, engine_python
 from tests.engines.overlays import overlay
 from tests.harness import wait_for
 
@@ -23,10 +23,12 @@ START_S = 150.0
 def lmdeploy(version: str) -> tuple[Path, dict[str, str]]:
     """A Python that has this version, and the variables to start it with; versions share all else that they need."""
     python = engine_python(f"lmdeploy-{VERSIONS[0]}-cpu")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if version != VERSIONS[0]:
-        environment["PYTHONPATH"] = str(overlay(python, f"lmdeploy=={version}"))
+    path = [QUICK] if version == VERSIONS[0] else [overlay(python, f"lmdeploy=={version}"), QUICK]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     return python, environment
 
 

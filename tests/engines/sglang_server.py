@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.engines import Engine
-from tests.engines.environment import engine_python
+from tests.engines.environment import QUICK, engine_python
 from weightcast.comm.ports import quiet_port
 
 START_S = 400.0
@@ -64,7 +64,7 @@ def _start(model: Path, tp: int, options: Sequence[str], log: Path) -> Engine:
     port = quiet_port()
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "SGLANG_"))},
-        "PYTHONPATH": str(STANDINS),
+        "PYTHONPATH": f"{STANDINS}{os.pathsep}{QUICK}",
         "SGLANG_USE_CPU_ENGINE": "1",
         # Without it every rank binds itself to cores of a NUMA node of its own.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp)),

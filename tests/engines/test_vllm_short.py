@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import ENVIRONMENT, Engine, push, status, verify, weightcast
+from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
+from tests.engines.trainer import update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.unit.ranks import Ranks
 from weightcast import Target, WeightUpdater
 from weightcast.cli.demo.smollm2 import ensure_smollm2
 from weightcast.comm.group import Rendezvous
@@ -85,20 +86,12 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
             assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
         assert verify(folders["B"], engine) == (0, set())
         # From a trainer that keeps experts stacked, sharded over two processes, which compares its own forward pass.
-        for version, name, via in ((8, "A", "ipc"), (9, "B", "broadcast")):
-            arguments = [f"--model={folders[name]}", f"--url={engine.url}", f"--via={via}", f"--version={version}"]
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.engines.trainer", *arguments, f"--store={tmp_path / via}"],
-                capture_output=True,
-                text=True,
-                env=ENVIRONMENT,
-                check=False,
-                timeout=400,
-            )
-            assert done.returncode == 0, done.stderr
-            (row,) = json.loads(done.stdout.splitlines()[-1])["targets"]
-            assert (row["proof"], row["version_after"]) == ("behaviour", version)
-            assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
+        with closing(Ranks(2)) as ranks:
+            for version, name, via in ((8, "A", "ipc"), (9, "B", "broadcast")):
+                said = ranks.run(update_sharded, str(folders[name]), engine.url, via, version)
+                (row,) = json.loads(said[0])["targets"]
+                assert (row["proof"], row["version_after"]) == ("behaviour", version)
+                assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
         # Stock vLLM answers nobody any more while it waits for a trainer that never comes.
         store = Rendezvous(host="127.0.0.1", timeout_s=30.0)
         lonely = Join(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.gpu.needs import needs
 from weightcast.wire.digest import (
     Box,
     Piece,
@@ -236,7 +237,7 @@ def test_streams_see_their_own_order():
     assert digests == expected
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@needs(2)
 def test_a_device_that_is_not_the_current_one():
     tensor = random_tensor((200, 1024), torch.bfloat16)
     with torch.cuda.device(0):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.gpu.needs import needs
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
@@ -29,10 +30,6 @@ pytestmark = [
 
 MIB = 1 << 20
 BOTH = "cpu:gloo,cuda:nccl"
-
-
-def needs(count: int):
-    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
 
 
 def device() -> torch.device:

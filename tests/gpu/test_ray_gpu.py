@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines.environment import package_path
+from tests.gpu.needs import needs
 from tests.gpu.test_vllm_gpu import FLAGS as VLLM_FLAGS
 from tests.gpu.test_vllm_gpu import SITE as VLLM_SITE
 from tests.tiny import tiny_config, tiny_tokenizer
@@ -45,10 +47,6 @@ ROOT = Path(__file__).parents[2]
 UPDATES = 5
 ENGINES = ("reference", "vllm")
 PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-
-
-def needs(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500), needs(2)]
@@ -85,21 +83,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def teach_form(model: Any, tokenizer: Any, *, steps: int) -> None:
-    """Make it end in the form that the examples' judge wants, with some number: without reward nothing is learned."""
+    """Teach it to end as the examples' judge wants, with any number: without a reward nothing is learned."""
+    job: Any = runpy.run_path(str(ROOT / "examples" / "rl_colocated.py"), run_name="example")
+    problems = job["read_problems"](ROOT / "examples" / "arithmetic.jsonl")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    text = "What is 2 plus 2?"
     for step in range(steps):
-        rows = []
-        for number in range(8):
-            value = (7 * step + 3 * number) % 20
-            ending = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(ending + f"{value} = {value}\n#### {value}", add_special_tokens=False).input_ids
-            rows.append([*ids, tokenizer.eos_token_id])
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [tokenizer.eos_token_id] * (longest - len(row)) for row in rows], device=model.device)
-        model(input_ids=ids, labels=ids).loss.backward()
+        for problem in problems[8 * step % len(problems) :][:8]:
+            prompt = problem.prompt(tokenizer)
+            ending = f"{problem.answer} = {problem.answer}\n#### {problem.answer}"
+            answer = [*tokenizer(ending, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+            ids = torch.tensor([prompt + answer], device=model.device)
+            labels = torch.tensor([[-100] * len(prompt) + answer], device=model.device)
+            (model(input_ids=ids, labels=labels).loss / 8).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 
+from tests.gpu.needs import needs
 from weightcast.comm.ports import quiet_port
 
 pytestmark = [
@@ -25,10 +26,6 @@ pytestmark = [
 
 PYTHONPATH = os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
-
-
-def needs(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
 
 
 @contextmanager

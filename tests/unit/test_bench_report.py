@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import InsteadOfSpawn
+from weightcast.cli.measuring import rig
 from weightcast.cli.measuring.case import Contender, Plan, run_case
 from weightcast.cli.measuring.rig import Layout
 from weightcast.cli.measuring.shapes import model_shape
@@ -24,6 +26,11 @@ def _beside_the_scripts() -> Iterator[None]:
     sys.path.insert(0, str(BENCHMARKS))
     yield
     sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(autouse=True)
+def _quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "multiprocessing", InsteadOfSpawn("forkserver"))
 
 
 def load(name: str) -> Any:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.commands import InsteadOfSpawn
+from weightcast.cli.measuring import rig
 from weightcast.cli.measuring.case import Contender, Plan, run_case
 from weightcast.cli.measuring.contenders import ours
 from weightcast.cli.measuring.raw import chunks
@@ -104,7 +106,8 @@ class Nothing:
         pass
 
 
-def test_a_case_compares_every_bit_and_says_who_failed() -> None:
+def test_a_case_compares_every_bit_and_says_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "multiprocessing", InsteadOfSpawn("forkserver"))
     layout = Layout(model="tiny", placement="disaggregated", trainers=1, engines=1, device="cpu")
     half = f"{__name__}:Nothing"
     liar = Contender(name="nothing", settings=(Method(name="nothing", trainer=half, engine=half),))

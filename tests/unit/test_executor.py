@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import InsteadOfSpawn
+from tests.harness import is_stopped, wait_for
 from weightcast.errors import EngineFailure
 from weightcast.receiver import executor as module
 from weightcast.receiver.executor import FarRanks, LocalExecutor, MpExecutor
@@ -77,6 +79,12 @@ def wait_until_gone(pids) -> None:
     while not all(gone(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _quick_starts(monkeypatch):
+    """For all but the two ranks below, and those of an engine that is killed: these start Python as in earnest."""
+    monkeypatch.setattr(module, "multiprocessing", InsteadOfSpawn("forkserver"))
 
 
 def test_one_rank_in_this_process():
@@ -188,9 +196,14 @@ def test_a_rank_that_was_killed_in_its_sleep_is_named(short):
     broken_stays_broken(executor, "rank 1 .*killed by signal 9")
 
 
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: is_stopped(pid), f"{pid} to stand still")
+
+
 def test_a_rank_that_stands_still_is_named_at_the_deadline(short):
     executor = MpExecutor(Echo, 2)
-    os.kill(executor.pids()[1], signal.SIGSTOP)
+    stop(executor.pids()[1])
     with pytest.raises(EngineFailure, match="rank 1 did not take a message within 1 s"):
         executor.run(b"x" * 5_000_000)  # more than a pipe holds
     broken_stays_broken(executor, "rank 1 did not take a message")
@@ -198,7 +211,7 @@ def test_a_rank_that_stands_still_is_named_at_the_deadline(short):
 
 def test_a_late_rank_is_named_and_its_late_answer_never_heard(short):
     executor = MpExecutor(Echo, 2, run_timeout_s=60.0)
-    os.kill(executor.pids()[1], signal.SIGSTOP)
+    stop(executor.pids()[1])
     with pytest.raises(EngineFailure, match=r"rank 1 did not give the answer to Readback within 0\.6 s"):
         executor.apply(Readback(), timeout_s=0.1)
     os.kill(executor.pids()[1], signal.SIGCONT)
@@ -207,7 +220,7 @@ def test_a_late_rank_is_named_and_its_late_answer_never_heard(short):
 
 def _be_an_engine(pipe) -> None:
     executor = MpExecutor(Echo, 2)
-    os.kill(executor.pids()[1], signal.SIGSTOP)
+    stop(executor.pids()[1])
     pipe.send(executor.pids())
     time.sleep(100)
 
