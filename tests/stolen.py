@@ -1,8 +1,9 @@
-"""A test that fails while the host keeps the processors from this machine is run once more.
+"""A test of deadlines that fails while the host keeps the processors from this machine is run once more.
 
-Many tests hold deadlines of a few seconds, over a dozen processes.  On a virtual machine whose host gives the
-processors to others for half of the time ("steal") such a failure says nothing about the code.  So a failure counts if
-the machine was ours, or if it comes again.  What was run again is listed at the end.
+Tests with the mark ``deadlines`` hold limits of a few seconds, over a dozen processes.  On a virtual machine whose host
+gives the processors to others for half of the time ("steal") a limit that was passed says nothing about the code.  So
+it counts if the machine was ours, or if it comes again; what was run again is listed at the end.  Wrong
+weights are ``Inexcusable`` and count at once, and so does every failure of a test without the mark.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from _pytest.runner import runtestprotocol
 
 TOO_MUCH = 0.15  # of all processors, over the time of the test
 _AGAIN = "run again"
+
+
+class Inexcusable(AssertionError):
+    """What no lack of time explains: wrong weights above all."""
 
 
 def stolen_s() -> float:
@@ -30,7 +35,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     share = (stolen_s() - before) / ((time.monotonic() - begin) * (psutil.cpu_count() or 1))
     failed = next((report for report in reports if report.failed), None)
-    if failed is not None and share > TOO_MUCH:
+    excusable = item.get_closest_marker("deadlines") is not None and share > TOO_MUCH
+    if failed is not None and excusable and Inexcusable.__name__ not in failed.longreprtext:
         first = failed.longreprtext.strip().splitlines()[-1]
         item.user_properties.append((_AGAIN, f"{share:.0%} of the processors were taken by the host: {first}"))
         reports = runtestprotocol(item, log=False, nextitem=nextitem)

@@ -44,6 +44,8 @@ BROADCAST_POINTS = [
     *("closed", "committing:10", "committed"),
 ]
 POINTS = [("ipc", where) for where in IPC_POINTS] + [("broadcast", where) for where in BROADCAST_POINTS]
+pytestmark = pytest.mark.deadlines
+
 SHORT = {"timeout_s": 1.0}
 
 

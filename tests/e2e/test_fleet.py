@@ -9,6 +9,8 @@ import pytest
 from tests.harness import connect, next_version, push, serves_whole, trainer_of, wait_for
 from weightcast.errors import ConfigError
 
+pytestmark = pytest.mark.deadlines
+
 
 def states(updater) -> list[tuple[str, bool]]:
     return [(row.state, row.active) for row in updater.health()]

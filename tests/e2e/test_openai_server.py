@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.commands import Started, run
+from tests.commands import Started
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.errors import ConfigError
 from weightcast.rollout.launch import ServeConfig, serve
@@ -400,8 +401,8 @@ def test_port_in_use_is_one_line_before_the_model_is_looked_at():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        done = run("weightcast.rollout.launch", "/nowhere", "--port", port, timeout_s=120)
+        command = [sys.executable, "-m", "weightcast.rollout", "/nowhere", "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: Address already in use\nhint: .*\n", done.stderr)
 

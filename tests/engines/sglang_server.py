@@ -1,4 +1,4 @@
-"""An SGLang server of its own process, as its project ships it: nothing of ours is on its path but two stand-ins."""
+"""An SGLang server of its own process, as its project ships it: on its path are two stand-ins and `quick` of ours."""
 
 from __future__ import annotations
 

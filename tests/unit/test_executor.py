@@ -18,6 +18,8 @@ from weightcast.receiver import executor as module
 from weightcast.receiver.executor import FarRanks, LocalExecutor, MpExecutor
 from weightcast.wire.messages import Abort, Leave, Message, RankAck, Readback
 
+pytestmark = pytest.mark.deadlines
+
 SESSION = "ab" * 16
 
 

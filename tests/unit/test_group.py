@@ -28,7 +28,7 @@ from weightcast.errors import DeadlineExceeded
 CPU = torch.device("cpu")
 LONG_S = 100.0  # longer than a test may take: what ends before has been ended
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.deadlines, pytest.mark.timeout(60)]
 
 
 class Party:

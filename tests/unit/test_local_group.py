@@ -12,6 +12,8 @@ from tests.unit.ranks import Ranks
 from weightcast.comm.local import Move, TrainerGroup, _Launch
 from weightcast.errors import ConfigError, TrainerRankFailed
 
+pytestmark = pytest.mark.deadlines
+
 CPU = torch.device("cpu")
 
 

@@ -10,17 +10,32 @@ pytest_plugins = ["pytester"]
 
 TESTS = """
 import time
+import pytest
+from tests.stolen import Inexcusable
 
-count = {"first": 0}
+count = {}
 
-def test_that_fails_once():
-    count["first"] += 1
+def fail_once(name, error):
+    count[name] = count.get(name, 0) + 1
     time.sleep(0.05)
-    assert count["first"] == 2
+    if count[name] == 1:
+        raise error("late")
 
+@pytest.mark.deadlines
+def test_that_fails_once():
+    fail_once("late", AssertionError)
+
+@pytest.mark.deadlines
 def test_that_fails_always():
     time.sleep(0.05)
     assert "this" == "that"
+
+@pytest.mark.deadlines
+def test_of_weights():
+    fail_once("weights", Inexcusable)
+
+def test_of_something_else():
+    fail_once("else", AssertionError)
 """
 
 
@@ -32,8 +47,9 @@ def test_a_failure_on_a_machine_that_was_not_ours_is_looked_at_twice(pytester, s
         "from tests import stolen\n"
         "from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary\n"
         f"stolen.stolen_s = lambda: {stolen}\n"
+        "def pytest_configure(config): config.addinivalue_line('markers', 'deadlines')\n"
     )
     pytester.makepyfile(TESTS)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
-    result.assert_outcomes(passed=passed, failed=2 - passed)
+    result.assert_outcomes(passed=passed, failed=4 - passed)
     assert ("of the processors were taken by the host" in result.stdout.str()) is again
