@@ -6,6 +6,8 @@ torchvision registers shapes for operators that its library, which is not loaded
 import importlib.abc
 import sys
 
+import quick  # noqa: F401  its own hook is hidden by this one
+
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
