@@ -14,6 +14,8 @@ from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noq
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray's workers would run only where nobody else has work to do: beside two other files their starts took minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from torch import nn
 
+from tests.commands import fork_ranks
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.config import PauseMode
 from weightcast.receiver import WeightReceiver
@@ -146,11 +147,14 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--devices", default="cpu", help="comma-separated, one for each rank")
     parser.add_argument("--local", action="store_true")
+    parser.add_argument("--fork", action="store_true", help="ranks are forked and need not import torch again")
     parser.add_argument(
         "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
     )
     args = parser.parse_args(argv)
     receiver_executor._GRACE_S = args.grace_s
+    if args.fork:
+        fork_ranks()
     settings = {"seed": args.seed, "rows": args.rows, "staging": args.staging, "dtype": args.dtype}
     devices = tuple(args.devices.split(","))
     settings["devices"] = devices

@@ -58,7 +58,18 @@ class Learner:
 
 # Has no language model, so it starts as fast as torch does.
 TOY = EngineKind(
-    command=(sys.executable, "-m", "tests.toy_engine", "--host", "{host}", "--port", "{port}", "--tp", "{tp}"),
+    command=(
+        sys.executable,
+        "-m",
+        "tests.toy_engine",
+        "--fork",
+        "--host",
+        "{host}",
+        "--port",
+        "{port}",
+        "--tp",
+        "{tp}",
+    ),
     health="/weightcast/info",
 )
 

@@ -10,10 +10,6 @@ CUDA handle is the name of a shared segment in the same place, an event is nothi
 
 from __future__ import annotations
 
-import os
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling rotary embeddings would take seconds
-
 import argparse
 import asyncio
 import contextlib

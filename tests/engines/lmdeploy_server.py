@@ -13,11 +13,22 @@ from typing import Any
 import httpx
 
 from tests.engines.environment import QUICK, engine_python
+from tests.engines.forked import Forked, start
 from tests.engines.overlays import overlay
 from tests.harness import wait_for
 
 VERSIONS = ("0.18.0", "0.16.0")
 START_S = 150.0
+IMPORTED = (
+    "lmdeploy.pytorch.engine.model_agent.agent",
+    "lmdeploy.pytorch.models.llama",
+    "lmdeploy.pytorch.models.patch",
+    "lmdeploy.pytorch.weight_loader.model_weight_loader",
+    "lmdeploy.serve.core.async_engine",
+    "lmdeploy.serve.openai.api_server",
+    "lmdeploy.serve.openai.endpoints.router",
+    "lmdeploy.serve.utils.server_utils",
+)
 
 
 def lmdeploy(version: str) -> tuple[Path, dict[str, str]]:
@@ -27,6 +38,7 @@ def lmdeploy(version: str) -> tuple[Path, dict[str, str]]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling rotary embeddings would take seconds
         "HF_HUB_OFFLINE": "1",
     }
     return python, environment
@@ -37,7 +49,7 @@ class Rig:
     """A running one."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: Forked | subprocess.Popen[bytes]
     client: httpx.Client = field(repr=False)
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -66,12 +78,7 @@ def rig(folder: Path, logs: Path, *options: str, version: str = VERSIONS[0]) -> 
     python, environment = lmdeploy(version)
     script = Path(__file__).parent / "lmdeploy_rig.py"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [python, script, folder, *options],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+        process = start(python, [str(script), str(folder), *options], modules=IMPORTED, env=environment, output=output)
     headers = {"authorization": f"Bearer {options[options.index('--key') + 1]}"} if "--key" in options else {}
     client = httpx.Client(timeout=60.0, trust_env=False, headers=headers)
 

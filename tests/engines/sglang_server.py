@@ -15,9 +15,16 @@ import httpx
 
 from tests.e2e.engines import Engine
 from tests.engines.environment import QUICK, engine_python
+from tests.engines.forked import start
 from weightcast.comm.ports import quiet_port
 
 START_S = 400.0
+IMPORTED = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
+)
 STANDINS = Path(__file__).parent / "standins"
 
 
@@ -70,17 +77,16 @@ def _start(model: Path, tp: int, options: Sequence[str], log: Path) -> Engine:
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp)),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # nothing is compiled here: no tries with a compiler
     }
-    command = [str(python), "-m", "sglang.launch_server", f"--model-path={model}", "--device=cpu", "--host=127.0.0.1"]
+    command = ["-m", "sglang.launch_server", f"--model-path={model}", "--device=cpu", "--host=127.0.0.1"]
     command += [f"--port={port}", f"--tp-size={tp}", "--dtype=float32", "--attention-backend=torch_native"]
     command += ["--served-model-name=tiny", "--context-length=256", "--max-total-tokens=2048"]
     command += ["--max-running-requests=8", "--mem-fraction-static=0.3", "--disable-cuda-graph"]
     # Idle schedulers would keep every core busy otherwise.
     command += ["--sleep-on-idle", "--disable-overlap-schedule", "--skip-server-warmup", *options]
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True, start_new_session=True
-        )
+        process = start(python, command, modules=IMPORTED, env=environment, output=output)
     client = httpx.Client(timeout=120.0, trust_env=False)
     return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +18,18 @@ import httpx
 
 from tests.e2e.engines import Engine
 from tests.engines.environment import engine_python, package_path
+from tests.engines.forked import start
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
+IMPORTED = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen3_moe",
+)
 
 
 @contextmanager
@@ -35,10 +47,10 @@ def vllm(
         stock: Without our receiver, with its own routes for updates.
     """
     port = quiet_port()
-    command, environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
+    (python, *argv), environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
     log = logs / "vllm.log"
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, text=True)
+        process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
     client = httpx.Client(timeout=120.0, trust_env=False)
     engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
     try:
@@ -65,7 +77,7 @@ def vllm_command(
     python = engine_python("vllm-0.32.0-cpu")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
-        "PYTHONPATH": package_path(logs / "metadata"),
+        "PYTHONPATH": _path(),
         **({"VLLM_SERVER_DEV_MODE": "1"} if stock else {"VLLM_PLUGINS": "weightcast"}),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -73,6 +85,7 @@ def vllm_command(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # nothing is compiled here: no tries with a compiler
     }
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1"]
     command += [
@@ -86,6 +99,13 @@ def vllm_command(
     command += [*([] if stock else ["--weight-transfer-config", '{"backend": "weightcast"}']), *options]
     command += [f"--api-key={key}"] if key else []
     return command, environment
+
+
+@functools.cache
+def _path() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="weightcast-metadata-")
+    atexit.register(folder.cleanup)
+    return package_path(Path(folder.name))
 
 
 def greedy_tokens(engine: Engine, prompts: list[list[int]], count: int, **headers: str) -> list[list[int]]:

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.harness import wait_for
 from weightcast.ray import RolloutEngines, reference_engine, sglang_engine, vllm_engine
 from weightcast.ray.engines import _Member
 from weightcast.report import TargetReport, UpdateReport
@@ -72,10 +72,16 @@ time.sleep(99)
         assert not gone(pid)
         process.stdin.close()
         assert process.wait(60) == 128 + signal.SIGTERM
-    deadline = time.monotonic() + 20
-    while not gone(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: gone(pid), "what the engine started to be gone")
+
+
+def test_the_engine_ends_with_a_keeper_that_is_killed():
+    # Ray does so when a job ends before its engines are closed.
+    with keeper("import os, time; print(os.getpid(), flush=True); time.sleep(99)") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    wait_for(lambda: gone(pid), "the engine to be gone")
 
 
 def group(*states: str) -> RolloutEngines:

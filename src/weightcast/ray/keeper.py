@@ -3,10 +3,14 @@
 Runs the command in a session of its own.  When the pipe on stdin closes, because the actor at its other end is done or
 has died in whatever way, the engine is asked to end and after ten seconds killed with everything that it started.  If
 the engine ends by itself, so does this process, with the same exit code.
+
+Ray kills what its workers have started when they exit, this process too and without a word: the engine leads a session
+that Ray does not see, so the kernel tells it then to end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +21,8 @@ from contextlib import suppress
 from types import FrameType
 
 _GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 def keep(command: Sequence[str]) -> int:
@@ -25,7 +31,9 @@ def keep(command: Sequence[str]) -> int:
     Returns:
         The engine's exit code, 128 and the signal's number if a signal ended it.
     """
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_this_process
+    )
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -40,6 +48,11 @@ def keep(command: Sequence[str]) -> int:
     code = process.wait()
     _kill(process.pid)  # what the engine started and left behind
     return code if code >= 0 else 128 - code
+
+
+def _end_with_this_process() -> None:
+    """In the engine's process, before it is the engine's; the main thread starts it, whose end counts."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
