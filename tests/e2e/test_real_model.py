@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.commands import context
 from tests.e2e.engines import Engine, engines, push, status, verify
 from weightcast.cli.demo.smollm2 import ensure_smollm2
 
@@ -66,7 +66,7 @@ def test_push_a_perturbed_smollm2_and_back(tmp_path: Path) -> None:
     b = tmp_path / "b"
     changed = perturb(a, b)
     # In a process of its own, which takes its memory with it.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         said_a, said_b = pool.map(say, [str(a), str(b)])
     assert all(old != new for old, new in zip(said_a[0], said_b[0], strict=True))
     with engines(a, tmp_path, {"tp": 3}) as [engine]:

@@ -4,7 +4,6 @@ get one line that says what to do, and a trainer that dies is noticed through TL
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import ssl
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from tests.certificates import Authority
+from tests.commands import context
 from tests.e2e.engines import Engine, weightcast
 from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
@@ -147,7 +147,6 @@ def _update_and_stop(target: Target, checkpoint: Path, version: int, arrived: An
 
 def test_a_trainer_that_is_killed_is_noticed_through_tls(guarded):
     version = guarded.ask("GET", "/weightcast/info").json()["version"]
-    context = multiprocessing.get_context("spawn")
     arrived = context.Event()
     trainer = context.Process(
         target=_update_and_stop, args=(guarded.target, guarded.first, version + 1, arrived), daemon=True

@@ -66,7 +66,7 @@ def become(asked: dict[str, object], out: int, err: int) -> None:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  as the interpreter does at the top
         traceback.print_exc()
         code = 1
     finally:

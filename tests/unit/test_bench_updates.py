@@ -124,9 +124,10 @@ def test_a_case_compares_every_bit_and_says_who_failed(monkeypatch: pytest.Monke
     assert row["watched"]["trainer_messages"] > 4
 
 
-def test_the_command_prints_one_document() -> None:
+def test_the_command_prints_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightcast.cli.app import app
 
+    monkeypatch.setattr(rig, "multiprocessing", InsteadOfSpawn("forkserver"))
     asked = ["bench", "updates", "--model", "tiny-moe", "--turns", "1", "--device", "cpu", "--placement", "colocated"]
     found = CliRunner().invoke(app, [*asked, "--json"])
     assert found.exit_code == 0, found.output

