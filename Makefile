@@ -62,9 +62,9 @@ check: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Real engines on this machine's CPU.
+# Real engines on this machine's CPU; unlike in `make test`, Python starts every process of theirs.
 engine-test: engines
-	$(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
+	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
 
 # The programs of examples/: a few steps of each with a tiny model, then each whole with SmolLM2 until the reward has
 # risen; a quarter of an hour on two cores.  And three Ray nodes on addresses of this machine.

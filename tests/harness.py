@@ -210,12 +210,6 @@ def _quietly(function: Callable[..., Any], *args: Any) -> None:
     function(*args)
 
 
-def is_stopped(pid: int) -> bool:
-    """With all its threads, which hear of a SIGSTOP one after the other."""
-    states = [path.read_text().rsplit(") ", 1)[1] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(state.startswith("T") for state in states)
-
-
 def num_fds(pid: int | str) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 

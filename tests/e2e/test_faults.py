@@ -19,7 +19,6 @@ from tests.harness import (
     connect,
     digests_of,
     free,
-    is_stopped,
     next_version,
     process,
     push,
@@ -27,6 +26,7 @@ from tests.harness import (
     trainer_of,
     wait_for,
 )
+from tests.procs import is_stopped
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater, head
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.commands import Started
+from tests.procs import wait_until_gone
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.errors import ConfigError
 from weightcast.rollout.launch import ServeConfig, serve
@@ -80,20 +81,6 @@ class Served:
         self.process.wait(20)
         self._reader.join(20)
         self.process.stderr.close()
-
-
-def until_gone(pids, limit_s=20.0):
-    deadline = time.monotonic() + limit_s
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if alive(pid)]}"
-        time.sleep(0.05)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +334,7 @@ def test_sigterm_ends_requests_and_every_process(model):
             engine.process.send_signal(signal.SIGTERM)
             assert {choice["finish_reason"] for choice in request.result(30)["choices"]} <= {"abort", "length"}
         assert engine.process.wait(30) == 0
-        until_gone(ranks)
+        wait_until_gone(ranks)
         assert not [name for pid in ranks for name in Path("/dev/shm").glob(f"weightcast-tp-{pid}-*")]
     finally:
         engine.close()
@@ -377,7 +364,7 @@ def test_a_rank_that_dies_idle_and_an_engine_that_is_killed(model):
     try:
         ranks = lose_a_rank(engine)
         engine.process.kill()
-        until_gone(ranks)
+        wait_until_gone(ranks)
     finally:
         engine.close()
 
@@ -392,7 +379,7 @@ def test_a_rank_that_dies_while_generating_and_sigterm_afterwards(model):
             ranks = lose_a_rank(engine, request)
         engine.process.send_signal(signal.SIGTERM)
         assert engine.process.wait(30) == 0
-        until_gone(ranks)
+        wait_until_gone(ranks)
     finally:
         engine.close()
 

@@ -69,7 +69,10 @@ class _Server:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [python, SERVER, str(theirs.fileno()), *modules], env=dict(env), pass_fds=[theirs.fileno()]
+                [python, "-P", SERVER, str(theirs.fileno()), *modules],
+                env=dict(env),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for this process, whose end is the server's
             )
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], output: int) -> tuple[int, int]:

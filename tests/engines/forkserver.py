@@ -1,10 +1,11 @@
 """A Python of an engine's environment that has imported the engine, and forks a process for every server asked of it.
 
-Run as ``python forkserver.py FD MODULE...`` by ``forked.py``.  A request is JSON of ``argv`` and ``env`` with three
+Run as ``python -P forkserver.py FD MODULE...`` by ``forked.py``.  A request is JSON of ``argv`` and ``env`` with three
 open files: stdout, stderr, and a pipe that gets the exit code.  Knows nothing of engines.
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -27,14 +28,17 @@ def serve(requests: socket.socket) -> None:
             if number is not requests:
                 pid, status = running.pop(number)
                 os.close(number)
-                os.write(status, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(BrokenPipeError):  # nobody is left to hear it
+                    os.write(status, str(code).encode())
                 os.close(status)
         if requests not in ready:
             continue
         text, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         if not text:
             for pid, _ in running.values():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             return
         out, err, status = files
         pid = os.fork()
@@ -80,11 +84,11 @@ def become(asked: dict[str, object], out: int, err: int) -> None:
 def run(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
-        sys.path[0] = os.getcwd()
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
-        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+        sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
         runpy.run_path(argv[0], run_name="__main__")
 
 

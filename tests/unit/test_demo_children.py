@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
+from tests.procs import gone, wait_until_gone
 from weightcast.cli.demo.children import ChildFailed, Children
 from weightcast.errors import DeadlineExceeded, EngineFailure
 
@@ -21,21 +20,6 @@ PARENT = (
     "print(child.pid, flush=True)\n"
     "time.sleep(600)\n"
 )
-
-
-def alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"  # an orphan's zombie is somebody else's to bury
-
-
-def gone(pid, *, within_s=20.0):
-    deadline = time.monotonic() + within_s
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pid)
 
 
 @pytest.fixture
@@ -57,9 +41,9 @@ def test_leaving_ends_every_child_and_grandchild(tmp_path):
         child = start(children, "engine-0", PARENT, piped=True)
         grandchild = int(next_line(children, child))
         assert child.exit_code is None
-        assert alive(grandchild)
-    assert gone(child.process.pid)
-    assert gone(grandchild)
+        assert not gone(grandchild)
+    wait_until_gone([child.process.pid])
+    wait_until_gone([grandchild])
 
 
 def test_an_error_on_the_way_ends_them_too(tmp_path):
@@ -74,7 +58,7 @@ def test_an_error_on_the_way_ends_them_too(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert gone(started[0])
+    wait_until_gone([started[0]])
 
 
 def test_a_failing_child_is_named_with_the_end_of_its_log(children):
@@ -121,9 +105,9 @@ def test_if_the_demo_itself_is_killed_its_children_end(tmp_path):
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         pid = int(demo.stdout.readline())
-        assert alive(pid)
+        assert not gone(pid)
         demo.send_signal(signal.SIGKILL)
-    assert gone(pid)
+    wait_until_gone([pid])
 
 
 def test_what_is_told_is_heard_and_answered(children):

@@ -7,80 +7,21 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.commands import InsteadOfSpawn
-from tests.harness import is_stopped, wait_for
+from tests.harness import wait_for
+from tests.procs import is_stopped, wait_until_gone
+from tests.unit.echo import Echo
 from weightcast.errors import EngineFailure
 from weightcast.receiver import executor as module
 from weightcast.receiver.executor import FarRanks, LocalExecutor, MpExecutor
-from weightcast.wire.messages import Abort, Leave, Message, RankAck, Readback
+from weightcast.wire.messages import Abort, Leave, RankAck, Readback
 
 pytestmark = pytest.mark.deadlines
 
 SESSION = "ab" * 16
-
-
-class Echo:
-    """Answers with what it was told; waits, fails or ends on request."""
-
-    def __init__(self, rank: int, tp_size: int, rendezvous: str, *, trouble: str = "") -> None:
-        self.rank, self.tp_size, self.rendezvous = rank, tp_size, rendezvous
-        self.stopped = threading.Event()
-        self.closed = False
-        if trouble == "one" and rank == 1:
-            raise LookupError("no such model")
-        if trouble == "exit" and rank == 1:
-            os._exit(7)
-        if trouble and rank == 0:
-            time.sleep(100)  # as if in a collective with the other
-
-    def apply(self, message: Message) -> RankAck:
-        if isinstance(message, Abort):
-            match message.reason:
-                case "wait":
-                    if not self.stopped.wait(60):
-                        return RankAck(rank=self.rank, ok=False, error="nobody interrupted")
-                    self.stopped.clear()
-                    return RankAck(rank=self.rank, ok=False, error="interrupted")
-                case "raise":
-                    raise LookupError("unforeseen")
-                case "exit 1" if self.rank == 1:
-                    os._exit(3)
-                case "long 0":
-                    return RankAck(rank=self.rank, error="x" * 5_000_000)
-        return RankAck(rank=self.rank, error=type(message).__name__)
-
-    def run(self, command: bytes) -> bytes:
-        if command == b"raise":
-            raise LookupError(f"rank {self.rank} cannot")
-        if command == b"raise 1" and self.rank == 1:
-            raise LookupError("only me")
-        if command == b"hang 0" and self.rank == 0:
-            time.sleep(100)
-        return command + f" on {self.rank} of {self.tp_size}".encode()
-
-    def interrupt(self, reason: str) -> None:
-        self.stopped.set()
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
-    except FileNotFoundError:
-        return True
-
-
-def wait_until_gone(pids) -> None:
-    deadline = time.monotonic() + 20
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.harness import wait_for
+from tests.procs import gone, wait_until_gone
 from weightcast.ray import RolloutEngines, reference_engine, sglang_engine, vllm_engine
 from weightcast.ray.engines import _Member
 from weightcast.report import TargetReport, UpdateReport
@@ -39,13 +38,6 @@ def keeper(code: str) -> subprocess.Popen[bytes]:
     )
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
 def test_the_keeper_ends_as_its_engine_does(end, code):
     with keeper(f"import os, sys; {end}") as process:
@@ -72,7 +64,7 @@ time.sleep(99)
         assert not gone(pid)
         process.stdin.close()
         assert process.wait(60) == 128 + signal.SIGTERM
-    wait_for(lambda: gone(pid), "what the engine started to be gone")
+    wait_until_gone([pid])
 
 
 def test_the_engine_ends_with_a_keeper_that_is_killed():
@@ -81,7 +73,7 @@ def test_the_engine_ends_with_a_keeper_that_is_killed():
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.kill()
-    wait_for(lambda: gone(pid), "the engine to be gone")
+    wait_until_gone([pid])
 
 
 def group(*states: str) -> RolloutEngines:

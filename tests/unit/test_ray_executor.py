@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
+from tests.procs import wait_until_gone
 from tests.raycluster import cluster  # noqa: F401  a fixture
+from tests.unit.echo import Echo
 from tests.unit.test_executor import (
-    Echo,
     test_an_unforeseen_error_is_an_answer_and_the_rank_stays,  # noqa: F401  run here too, with the `two` of this module
     test_every_rank_answers_in_its_place,  # noqa: F401
     test_work_goes_on_while_a_message_is_under_way_and_an_interrupt_ends_it,  # noqa: F401
-    wait_until_gone,
 )
 from weightcast.errors import EngineFailure
 from weightcast.ray import RayExecutor

@@ -1,0 +1,39 @@
+"""What the kernel says of processes that are not ours to wait for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+PATIENCE_S = 30.0
+
+
+def gone(pid: int) -> bool:
+    """It has ended; an orphan's zombie is somebody else's to bury."""
+    return _states(Path(f"/proc/{pid}/stat")) in ([], ["Z"])
+
+
+def is_stopped(pid: int) -> bool:
+    """With all its threads, which hear of a SIGSTOP one after the other."""
+    states = _states(*Path(f"/proc/{pid}/task").glob("*/stat"))
+    return states != [] and set(states) == {"T"}
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    left = list(pids)
+    while left := [pid for pid in left if not gone(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
+def _states(*files: Path) -> list[str]:
+    """A letter for each that is there."""
+    states: list[str] = []
+    for file in files:
+        try:
+            states.append(file.read_text().rpartition(") ")[2][0])
+        except (FileNotFoundError, ProcessLookupError):  # before it is opened, and before it is read
+            continue
+    return states
