@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -30,7 +32,10 @@ def cluster() -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # Ray leaves processes that it has told to end
+            ray.shutdown()
+            gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,12 @@ def stolen_s() -> float:
     return getattr(psutil.cpu_times(), "steal", 0.0)
 
 
+def _raised(report: pytest.TestReport) -> str:
+    """The error; not the code around it, which may name others."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return report.longreprtext if crash is None else crash.message.partition(":")[0]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """As pytest does it; twice if need be."""
@@ -36,7 +42,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     share = (stolen_s() - before) / ((time.monotonic() - begin) * (psutil.cpu_count() or 1))
     failed = next((report for report in reports if report.failed), None)
     excusable = item.get_closest_marker("deadlines") is not None and share > TOO_MUCH
-    if failed is not None and excusable and Inexcusable.__name__ not in failed.longreprtext:
+    if failed is not None and excusable and Inexcusable.__name__ not in _raised(failed):
         first = failed.longreprtext.strip().splitlines()[-1]
         item.user_properties.append((_AGAIN, f"{share:.0%} of the processors were taken by the host: {first}"))
         reports = runtestprotocol(item, log=False, nextitem=nextitem)

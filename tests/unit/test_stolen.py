@@ -16,6 +16,8 @@ from tests.stolen import Inexcusable
 count = {}
 
 def fail_once(name, error):
+    if name == "never":
+        raise Inexcusable  # pytest shows this line with every failure below
     count[name] = count.get(name, 0) + 1
     time.sleep(0.05)
     if count[name] == 1:
