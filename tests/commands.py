@@ -47,6 +47,12 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
 
 
+def preload() -> None:
+    """Import here what the server imports."""
+    for module in PRELOAD:
+        importlib.import_module(module)
+
+
 class Started:
     """What ``subprocess.Popen`` would be of such a process, as far as tests use it.
 

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from tests.commands import COMMAND, Started, run
+from tests.engines.forked import Forked
 
 # The package under test is found as this process found it, installed or not.
 ENVIRONMENT = {
@@ -43,7 +44,7 @@ class Engine:
         tp: How many ranks it has.
     """
 
-    process: subprocess.Popen[str] | Started
+    process: subprocess.Popen[Any] | Started | Forked
     url: str
     folder: Path
     tp: int

@@ -44,7 +44,8 @@ def engine_python(name: str) -> Path:
             lines = [line for line in text.splitlines() if line and not line.startswith("#")]
             for step in "\n".join(lines).split("---\n"):
                 pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-                subprocess.run([*pip, *step.split()], check=True)
+                # Most of it is never imported; the rest is compiled when it is.
+                subprocess.run([*pip, "--no-compile", *step.split()], check=True)
     return python
 
 
