@@ -157,8 +157,8 @@ def push(checkpoint: Path, targets: Sequence[Engine], version: int, *options: st
 
 def status(*targets: Engine) -> list[dict[str, Any]]:
     """``weightcast status``; one entry for each engine."""
-    done = weightcast("status", *(engine.url for engine in targets), "--json")
-    assert done.returncode == 0, done.stderr
+    done = weightcast("status", *(engine.url for engine in targets), "--json", "--timeout", ANSWER_S)
+    assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)["engines"]
 
 
