@@ -30,7 +30,7 @@ def test_peak_is_seen_after_it_is_gone(way):
     with PeakMemory(CPU) as peak:
         block = touch(64 * MIB)
         if way == "sampler":
-            wait_for(lambda: peak._peak_bytes - peak._start_bytes > 60 * MIB, "the thread that samples to look")
+            wait_for(lambda: memory._Sampler.peak_bytes - peak._start_bytes > 60 * MIB, "the thread that samples")
         del block
     assert 60 * MIB < peak.extra_bytes < 80 * MIB
 
