@@ -14,7 +14,6 @@ import atexit
 import importlib
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import wait
 from typing import IO, Any, TextIO
 
+from tests.procs import Signals
 from weightcast.receiver import executor
 
 # One server forks for every test of this process: engines, trainers and commands.  Order is that of their imports.
@@ -53,7 +53,7 @@ def preload() -> None:
         importlib.import_module(module)
 
 
-class Started:
+class Started(Signals):
     """What ``subprocess.Popen`` would be of such a process, as far as tests use it.
 
     Attributes:
@@ -105,16 +105,6 @@ class Started:
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def run(*args: str, env: Mapping[str, str] | None = None, timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -1,12 +1,33 @@
-"""What the kernel says of processes that are not ours to wait for."""
+"""Processes that are nobody's children here: what the kernel says of them, and signals to them."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 PATIENCE_S = 30.0
+
+
+class Signals:
+    """The part of ``subprocess.Popen`` that sends signals, for a class with a ``pid`` and a ``poll``."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        raise AssertionError("of the class that has the process")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def gone(pid: int) -> bool:

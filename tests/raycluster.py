@@ -23,6 +23,15 @@ _QUIET = {"log_to_driver": False, "logging_level": "error"}
 HEAD, LOW, HIGH = "127.0.0.9", "127.0.0.2", "127.0.0.10"
 
 
+def _shut_down(several: Cluster | None = None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Ray leaves processes that it has told to end
+        ray.shutdown()
+        if several is not None:
+            several.shutdown()
+        gc.collect()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One node."""
@@ -32,10 +41,7 @@ def cluster() -> Iterator[None]:
     try:
         yield
     finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # Ray leaves processes that it has told to end
-            ray.shutdown()
-            gc.collect()
+        _shut_down()
 
 
 @pytest.fixture(scope="module")
@@ -52,5 +58,4 @@ def three_nodes() -> Iterator[None]:
         ray.init(address=started.address, _node_ip_address=HEAD, **_QUIET)
         yield
     finally:
-        ray.shutdown()
-        started.shutdown()
+        _shut_down(started)

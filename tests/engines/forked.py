@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.procs import Signals
+
 SERVER = Path(__file__).with_name("forkserver.py")
 
 
-class Forked:
+class Forked(Signals):
     """What ``subprocess.Popen`` would be of such a process, as far as tests use it.
 
     Attributes:
@@ -49,13 +51,6 @@ class Forked:
             self._read()
         assert self.returncode is not None
         return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
     def _read(self) -> None:
         self.returncode = int(os.read(self._status, 16) or -signal.SIGKILL)  # the server itself may be gone
