@@ -66,6 +66,7 @@ def test_buckets_arrive_through_the_backend_nccl(said: tuple[str, dict[str, Any]
         assert joined["nccl_unique_id_b64"] == UNIQUE_ID
         assert joined["master_address"] is None
         assert (joined["packed"], joined["packed_buffer_size_bytes"]) == (True, 600)
+        assert joined["packed_num_buffers"] == 32
     inits = ["init_weight_transfer_engine"] * (3 if old else 1)  # an older form for each refusal
     shutdown = [] if old else ["shutdown_weight_transfer_engine"]
     update = ["start_weight_update", *UPDATES, "finish_weight_update", "resume"]

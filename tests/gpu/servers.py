@@ -170,7 +170,6 @@ def check_updates(
     trainer: list[str],
     verify: str,
     record: Record,
-    growth_bytes: int = GROWTH_BYTES,
 ) -> None:
     """An engine that was updated answers, token for token, as one that was started on the weights.
 
@@ -185,7 +184,6 @@ def check_updates(
         trainer: Its devices.
         verify: Level of proof; what the report must say was reached.
         record: Keeps figures.
-        growth_bytes: What the engine may hold more of after those twenty.
     """
     a, b = checkpoints
     server.wait_ready()
@@ -234,4 +232,4 @@ def check_updates(
     record("peak_extra_bytes", reports[-1]["peak_extra_bytes"])
     record("growth_over_20_bytes", growth)
     record("held_by", whose)
-    assert growth <= growth_bytes
+    assert growth <= GROWTH_BYTES

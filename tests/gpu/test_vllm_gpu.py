@@ -20,8 +20,6 @@ import torch
 
 from tests.engines.environment import package_path
 from tests.gpu.servers import (
-    BUCKET_BYTES,
-    GROWTH_BYTES,
     PROMPTS,
     TOKENS,
     Record,
@@ -31,7 +29,6 @@ from tests.gpu.servers import (
     started,
 )
 from tests.gpu.test_updates_gpu import needs
-from weightcast.engines.vllm.adapter import version_of
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
 FLAGS = os.environ.get("WEIGHTCAST_VLLM_FLAGS", "--attention-backend=TRITON_ATTN").split()
@@ -135,17 +132,11 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
         vllm(b, tmp_path / "other.log", backend=backend, gpus=gpus, eager=eager) as other,
     ):
         server.wait_ready()
-        version = server.get("/version").json()["version"]
-        record("vllm", version)
-        growth_bytes = GROWTH_BYTES
-        if backend == "nccl" and version_of(version) < (0, 32):
-            # It takes new streams for every request; torch hands out 32 of them in turn, each with a cache of its own.
-            growth_bytes += 32 * BUCKET_BYTES
+        record("vllm", server.get("/version").json()["version"])
         check_updates(
             *(Vllm(), server, other, (a, b)),
             via=via,
             trainer=trainer,
             verify=verify,
             record=record,
-            growth_bytes=growth_bytes,
         )

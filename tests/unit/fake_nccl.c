@@ -32,8 +32,10 @@ int ncclGetUniqueId(id_t_ *id) {
   return SUCCESS;
 }
 
-int ncclCommInitRankConfig(void **comm, int world, id_t_ id, int rank, config_t *config) {
-  if (config->magic != 0xcafebeef || config->version != 21400 || config->blocking != 0 || config->size < 20) {
+int ncclCommInitRankScalable(void **comm, int world, int rank, int count, id_t_ *ids, config_t *config) {
+  id_t_ id = ids[0];
+  if (count != 1) { snprintf(last, sizeof last, "one id is known here"); return INVALID; }
+  if (config->magic != 0xcafebeef || config->version < 22300 || config->blocking != 0 || config->size < 20) {
     snprintf(last, sizeof last, "config was not initialised");
     return INVALID;
   }
@@ -50,6 +52,8 @@ int ncclCommInitRankConfig(void **comm, int world, id_t_ id, int rank, config_t 
   pthread_mutex_unlock(&lock);
   return result;
 }
+
+int ncclCommUserRank(void *comm, int *rank) { *rank = ((comm_t *)comm)->rank; return SUCCESS; }
 
 static int progress(comm_t *comm) {
   group_t *group = comm->group;
@@ -91,7 +95,9 @@ int ncclAllReduce(const void *send, void *receive, size_t count, int type, int o
 }
 
 int ncclBroadcast(const void *send, void *receive, size_t count, int type, int root, void *comm, void *stream) {
-  if (type != 1 || root != 0 || send != receive || stream != (void *)77) return INVALID;
+  comm_t *mine = comm;
+  if (type != 1 || root != 0 || stream != (void *)77) return INVALID;
+  if (mine->rank == root && send != receive) return INVALID;
   return enter(comm, receive, count, 2, root);
 }
 

@@ -1,20 +1,23 @@
-"""NCCL by itself, over a library of the same interface for threads of one process."""
+"""NCCL by itself: the real binding, over a library of NCCL's interface for threads of one process."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from weightcast.comm.group import GroupFailed
-from weightcast.comm.nccl import UNIQUE_ID_BYTES, NcclGroup, NcclLibrary
+from weightcast.comm.nccl import UNIQUE_ID_BYTES, NcclGroup, new_unique_id
 from weightcast.errors import ConfigError, DeadlineExceeded
 
 CPU = torch.device("cpu")
@@ -43,15 +46,24 @@ class Slow:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> NcclLibrary:
-    path = tmp_path_factory.mktemp("nccl") / "libnccl.so"
+def library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The binding takes what the process has loaded under NCCL's name."""
+    path = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
     source = Path(__file__).with_name("fake_nccl.c")
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-pthread", "-o", path, source], check=True)
-    return NcclLibrary(str(path))
+    flags = ("-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{path.name}")
+    subprocess.run(["cc", *flags, "-o", path, source], check=True)
+    ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The binding compares a tensor's device with the communicator's, for which it would ask CUDA."""
+    from nccl.core import Communicator
+
+    monkeypatch.setattr(Communicator, "device", SimpleNamespace(device_id=CPU.index))
 
 
 def join(
-    library: NcclLibrary,
     unique_id: bytes,
     rank: int,
     *,
@@ -66,7 +78,6 @@ def join(
         world_size=world_size,
         device=CPU,
         timeout_s=timeout_s,
-        library=library,
         lane=Lane(),
         cancelled=cancelled,
     )
@@ -77,16 +88,16 @@ def in_threads(*calls: Callable[[], object]) -> list[Future[object]]:
         return [pool.submit(call) for call in calls]
 
 
-def together(library: NcclLibrary, world_size: int = 2) -> list[NcclGroup]:
-    unique_id = library.unique_id()
-    calls = [lambda rank=rank: join(library, unique_id, rank, world_size=world_size) for rank in range(world_size)]
+def together(world_size: int = 2) -> list[NcclGroup]:
+    unique_id = new_unique_id()
+    calls = [lambda rank=rank: join(unique_id, rank, world_size=world_size) for rank in range(world_size)]
     return [future.result() for future in in_threads(*calls)]
 
 
-def test_members_meet_by_an_id_and_get_what_rank_0_broadcasts(library: NcclLibrary) -> None:
-    assert len(library.unique_id()) == UNIQUE_ID_BYTES
-    assert library.unique_id() != library.unique_id()
-    groups = together(library, 3)
+def test_members_meet_by_an_id_and_get_what_rank_0_broadcasts() -> None:
+    assert len(new_unique_id()) == UNIQUE_ID_BYTES
+    assert new_unique_id() != new_unique_id()
+    groups = together(3)
     for size in (1, 5000, 64):
         sent = torch.randint(0, 255, (size,), dtype=torch.uint8)
         data = [sent.clone(), torch.zeros_like(sent), torch.zeros_like(sent)]
@@ -105,39 +116,39 @@ def test_members_meet_by_an_id_and_get_what_rank_0_broadcasts(library: NcclLibra
         groups[0].start_broadcast(torch.zeros(1, dtype=torch.uint8))
 
 
-def test_who_does_not_come_is_not_waited_for(library: NcclLibrary) -> None:
+def test_who_does_not_come_is_not_waited_for() -> None:
     with pytest.raises(DeadlineExceeded, match="all 2 members"):
-        join(library, library.unique_id(), 0, timeout_s=0.1)
+        join(new_unique_id(), 0, timeout_s=0.1)
 
 
-def test_a_meeting_can_be_given_up(library: NcclLibrary) -> None:
+def test_a_meeting_can_be_given_up() -> None:
     cancelled = threading.Event()
     threading.Timer(0.05, cancelled.set).start()
     with pytest.raises(GroupFailed, match="cancelled"):
-        join(library, library.unique_id(), 0, cancelled=cancelled)
+        join(new_unique_id(), 0, cancelled=cancelled)
 
 
-def test_a_peer_that_hangs_up_ends_the_wait_with_the_librarys_words(library: NcclLibrary) -> None:
-    first, second = together(library)
+def test_a_peer_that_hangs_up_ends_the_wait_with_the_librarys_words() -> None:
+    first, second = together()
     threading.Timer(0.05, lambda: second.abort("gone")).start()
     with pytest.raises(GroupFailed, match="remote process exited: peer hung up"):
         first.broadcast(torch.zeros(8, dtype=torch.uint8), what="bucket 1", timeout_s=20.0)
     assert not first.alive
 
 
-def test_a_deadline_and_an_abort_end_a_broadcast(library: NcclLibrary) -> None:
-    first, _ = together(library)
+def test_a_deadline_and_an_abort_end_a_broadcast() -> None:
+    first, _ = together()
     with pytest.raises(DeadlineExceeded, match="bucket 4"):
         first.broadcast(torch.zeros(8, dtype=torch.uint8), what="bucket 4", timeout_s=0.05)
     assert not first.alive
-    third, _ = together(library)
+    third, _ = together()
     threading.Timer(0.05, lambda: third.abort("somebody refused")).start()
     with pytest.raises(GroupFailed, match="somebody refused"):
         third.broadcast(torch.zeros(8, dtype=torch.uint8), what="bucket 4", timeout_s=20.0)
 
 
-def test_a_refusal_that_is_seen_while_waiting_is_raised(library: NcclLibrary) -> None:
-    first, _ = together(library)
+def test_a_refusal_that_is_seen_while_waiting_is_raised() -> None:
+    first, _ = together()
 
     def look() -> None:
         raise GroupFailed("the target said no")
@@ -149,6 +160,33 @@ def test_a_refusal_that_is_seen_while_waiting_is_raised(library: NcclLibrary) ->
     first.close()
 
 
-def test_without_nccl_the_error_says_what_to_install(tmp_path: Path) -> None:
+def test_what_nccl_does_not_take_is_said_in_its_words() -> None:
+    first, _ = together()
+    first._lane.pointer = 78  # the library knows one stream
+    with pytest.raises(GroupFailed, match=r"a broadcast of 8 bytes: InvalidArgument \(4\): invalid argument"):
+        first.start_broadcast(torch.zeros(8, dtype=torch.uint8))
+    assert not first.alive
+
+
+def test_a_cut_id_is_refused_by_the_library() -> None:
+    with pytest.raises(GroupFailed, match="invalid argument"):
+        join(new_unique_id()[:-1] + b"\0", 0)
+
+
+def test_without_the_binding_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nccl.core", None)
+    with pytest.raises(ConfigError, match="nccl4py cannot be used") as caught:
+        new_unique_id()
+    assert "weightcast[nccl]" in str(caught.value.hint)
+
+
+def test_an_nccl_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise RuntimeError('Failure finding "libnccl.so.2"')  # as the binding's loader does
+
+    monkeypatch.setattr("nccl.bindings.nccl.get_version", missing)
     with pytest.raises(ConfigError, match="no NCCL library"):
-        NcclLibrary(str(tmp_path / "none.so"))
+        new_unique_id()
+    monkeypatch.setattr("nccl.bindings.nccl.get_version", lambda: 22105)
+    with pytest.raises(ConfigError, match="22105 is too old"):
+        new_unique_id()

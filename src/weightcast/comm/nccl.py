@@ -1,25 +1,22 @@
 """NCCL by itself: a group for engines that meet by a unique id, not through a store of torch's.
 
-Whoever is rank 0 makes an id of 128 bytes and tells it to the others; all enter ``ncclCommInitRank`` at the same time,
-and the first thing that they do together is to sum one float32.  vLLM's communicator does it so; a member that leaves
-the sum out blocks all of them.
+Whoever is rank 0 makes an id of 128 bytes and tells it to the others; all initialise a communicator with it at the same
+time, and the first thing that they do together is to sum one float32.  vLLM's communicator does it so; a member that
+leaves the sum out blocks all of them.
 
-The binding is ``ctypes`` on the library that torch has loaded already: ten functions of NCCL's C interface as it has
-been since 2.14.  The communicator is a non-blocking one, so that meeting, too, has a deadline of ours.  Which engine is
-at the other end, and how it hears of the id, is not known here.
+The binding is NVIDIA's own, the package ``nccl4py`` (the extra ``weightcast[nccl]``), of which the public ``nccl.core``
+is used, and which takes the NCCL that torch has loaded already.  The communicator is a non-blocking one, so that
+meeting, too, has a deadline of ours.  Which engine is at the other end, and how it hears of the id, is not known here.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -27,117 +24,30 @@ from weightcast.comm.group import GroupFailed
 from weightcast.comm.polling import Looks
 from weightcast.errors import ConfigError, DeadlineExceeded
 
+if TYPE_CHECKING:
+    from nccl.core import Communicator
+
+log = logging.getLogger("weightcast.comm")
+
 UNIQUE_ID_BYTES = 128
 
 _SUCCESS = 0
 _IN_PROGRESS = 7
-_UINT8, _FLOAT32, _SUM = 1, 7, 0
-_OLDEST = 21400  # NCCL 2.14, the first with non-blocking communicators
-_MAGIC = 0xCAFEBEEF
+_OLDEST = 22300  # NCCL 2.23: nccl4py initialises communicators with ncclCommInitRankScalable
 
 
-class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
+def new_unique_id() -> bytes:
+    """A new id, of ``UNIQUE_ID_BYTES``; this process listens for the others from now on.
 
-
-class _Config(ctypes.Structure):
-    """``ncclConfig_t`` as it was in 2.14: NCCL takes what it has not heard of from its defaults."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-    )
-
-
-class NcclLibrary:
-    """The functions that a group needs.  Every method gives NCCL's result code unless it says otherwise."""
-
-    def __init__(self, path: str | None = None) -> None:
-        """Load it.
-
-        Args:
-            path: Of the shared library; None looks for the one that torch uses.
-
-        Raises:
-            ConfigError: There is none, or it is too old.
-        """
-        self._library: Any = _load(path)
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for name, arguments in (
-            ("ncclGetVersion", (ctypes.POINTER(number),)),
-            ("ncclGetUniqueId", (ctypes.POINTER(_UniqueId),)),
-            (
-                "ncclCommInitRankConfig",
-                (ctypes.POINTER(pointer), number, _UniqueId, number, ctypes.POINTER(_Config)),
-            ),
-            ("ncclCommGetAsyncError", (pointer, ctypes.POINTER(number))),
-            ("ncclCommAbort", (pointer,)),
-            ("ncclAllReduce", (pointer, pointer, size, number, number, pointer, pointer)),
-            ("ncclBroadcast", (pointer, pointer, size, number, number, pointer, pointer)),
-        ):
-            function = getattr(self._library, name, None)
-            if function is None:
-                raise ConfigError(f"this NCCL has no {name}", hint="NCCL 2.14 or newer, as every torch of 2023 has it")
-            function.argtypes = list(arguments)
-            function.restype = number
-        for name, arguments in (("ncclGetErrorString", (number,)), ("ncclGetLastError", (pointer,))):
-            function = getattr(self._library, name)
-            function.argtypes = list(arguments)
-            function.restype = ctypes.c_char_p
-        found = ctypes.c_int()
-        self._library.ncclGetVersion(ctypes.byref(found))
-        self.version: int = found.value
-        if self.version < _OLDEST:
-            raise ConfigError(f"NCCL {self.version} is too old", hint="2.14 or newer")
-
-    def unique_id(self) -> bytes:
-        """A new id; this process listens for the others from now on.
-
-        Raises:
-            GroupFailed: NCCL finds no way to listen.
-        """
-        found = _UniqueId()
-        result = self._library.ncclGetUniqueId(ctypes.byref(found))
-        if result != _SUCCESS:
-            raise GroupFailed(f"no NCCL id: {self.words(result, None)}")
-        return ctypes.string_at(ctypes.addressof(found), UNIQUE_ID_BYTES)
-
-    def init(self, unique_id: bytes, *, rank: int, world_size: int) -> tuple[int, Any]:
-        """Start to meet; the communicator is there when ``state`` says so."""
-        config = _Config(size=ctypes.sizeof(_Config), magic=_MAGIC, version=_OLDEST, blocking=0)
-        given = _UniqueId.from_buffer_copy(unique_id)
-        communicator = ctypes.c_void_p()
-        result = self._library.ncclCommInitRankConfig(
-            ctypes.byref(communicator), world_size, given, rank, ctypes.byref(config)
-        )
-        return result, communicator
-
-    def state(self, communicator: Any) -> int:
-        """What the communicator is at: done, in progress, or an error."""
-        found = ctypes.c_int()
-        result = self._library.ncclCommGetAsyncError(communicator, ctypes.byref(found))
-        return result if result != _SUCCESS else found.value
-
-    def sum_float32(self, address: int, count: int, communicator: Any, stream: int) -> int:
-        """Enqueue a sum over all members, in place."""
-        return self._library.ncclAllReduce(address, address, count, _FLOAT32, _SUM, communicator, stream)
-
-    def broadcast(self, address: int, size_bytes: int, root: int, communicator: Any, stream: int) -> int:
-        """Enqueue a broadcast of bytes, in place."""
-        return self._library.ncclBroadcast(address, address, size_bytes, _UINT8, root, communicator, stream)
-
-    def abort(self, communicator: Any) -> int:
-        """End what is under way and give the communicator up; it must not be used again."""
-        return self._library.ncclCommAbort(communicator)
-
-    def words(self, result: int, communicator: Any) -> str:
-        """NCCL's own words for a result code."""
-        text = self._library.ncclGetErrorString(result).decode(errors="replace")
-        last = self._library.ncclGetLastError(communicator)
-        more = last.decode(errors="replace").strip().split("\n")[-1] if last else ""
-        return f"{text}: {more}" if more else text
+    Raises:
+        ConfigError: There is no binding here, or no NCCL that it can use.
+        GroupFailed: NCCL finds no way to listen.
+    """
+    nccl, nccl_error = _binding()
+    try:
+        return bytes(nccl.get_unique_id())
+    except nccl_error as error:
+        raise GroupFailed(f"no NCCL id: {error}") from error
 
 
 class Work(Protocol):
@@ -188,19 +98,6 @@ class CudaLane:
         return event
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A collective that was entered.
-
-    Attributes:
-        result: What NCCL said to it.
-        data: What it works on, kept alive.
-    """
-
-    result: int
-    data: torch.Tensor
-
-
 class NcclGroup:
     """One member's end; the methods are those of ``comm.group.WorldGroup``.
 
@@ -217,24 +114,22 @@ class NcclGroup:
         device: torch.device,
         timeout_s: float,
         cancelled: threading.Event | None = None,
-        library: NcclLibrary | None = None,
         lane: Lane | None = None,
     ) -> None:
         """Meet the others.  Returns when all are there and have summed one number.
 
         Args:
-            unique_id: From ``NcclLibrary.unique_id``, the same for all members.
+            unique_id: From ``new_unique_id``, the same for all members.
             name: For errors.
             rank: This member's rank.
             world_size: How many members there are.
             device: Where the tensors are.
             timeout_s: Deadline for meeting, in seconds.
             cancelled: Set by another thread to give the meeting up.
-            library: NCCL; None loads it.
             lane: Where work is enqueued; None takes a stream of its own.
 
         Raises:
-            ConfigError: There is no NCCL here.
+            ConfigError: As ``new_unique_id``.
             DeadlineExceeded: Somebody did not come in time.
             GroupFailed: NCCL failed, or the meeting was cancelled.
         """
@@ -242,30 +137,28 @@ class NcclGroup:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self._library = library or NcclLibrary()
+        self._nccl, self._nccl_error = _binding()
         self._lane = lane or CudaLane(device)
         self._lock = threading.Lock()  # an aborted communicator is freed memory: nobody may be inside NCCL with it then
         self._why = ""
+        self._communicator: Communicator = self._nccl.Communicator()
         deadline = time.monotonic() + timeout_s
-        with self._lane.here():
-            result, self._communicator = self._library.init(unique_id, rank=rank, world_size=world_size)
-        if not self._communicator:
-            raise GroupFailed(f"group {name}: {self._library.words(result, None)}")
 
         def look() -> None:
             if cancelled is not None and cancelled.is_set():
                 raise GroupFailed(f"group {name}: the meeting was cancelled")
 
         what = f"all {world_size} members to meet"
+        given = self._nccl.UniqueId.from_bytes(unique_id)
+        config = self._nccl.NCCLConfig(blocking=False)
         try:
-            self._settle(result, deadline, timeout_s, what, look)
+            self._enter(lambda: self._communicator.initialize(world_size, rank, given, config), what)
+            self._settle(deadline, timeout_s, what, look)
             one = torch.ones(1, dtype=torch.float32, device=device)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # it is written on another stream than it is summed on
-            started = self._start(
-                lambda: self._library.sum_float32(one.data_ptr(), 1, self._communicator, self._lane.pointer), one
-            )
-            self._finish(started, deadline, timeout_s, what, look)
+            self._enter(lambda: self._communicator.allreduce(one, one, self._nccl.SUM, stream=self._lane.pointer), what)
+            self._finish(deadline, timeout_s, what, look)
         except BaseException as error:
             self.abort(str(error))
             raise
@@ -275,24 +168,28 @@ class NcclGroup:
         """False after an abort."""
         return not self._why
 
-    def start_broadcast(self, data: torch.Tensor) -> Started:
-        """Enter the broadcast of flat uint8 ``data`` from rank 0; returns a handle for ``finish``.
+    def start_broadcast(self, data: torch.Tensor) -> torch.Tensor:
+        """Enter the broadcast of flat uint8 ``data`` from rank 0; returns the handle for ``finish``.
 
         What ``data`` holds must be written already: the broadcast waits for no other stream.
-        """
-        address, size_bytes = data.data_ptr(), data.numel()
-        return self._start(
-            lambda: self._library.broadcast(address, size_bytes, 0, self._communicator, self._lane.pointer), data
-        )
 
-    def finish(self, work: Started, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
-        """Wait for a broadcast.  After it, ``data`` is complete on this rank.
+        Raises:
+            GroupFailed: NCCL did not take it, or the group was aborted.
+        """
+        what = f"a broadcast of {data.numel()} bytes"
+        self._enter(lambda: self._communicator.broadcast(data, data, 0, stream=self._lane.pointer), what)
+        return data
+
+    def finish(
+        self, work: torch.Tensor, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None
+    ) -> None:
+        """Wait for a broadcast.  After it, ``work``, which is its data, is complete on this rank.
 
         Raises:
             DeadlineExceeded: The deadline passed; the group is unusable now.
             GroupFailed: A peer died or the group was aborted.
         """
-        self._finish(work, time.monotonic() + timeout_s, timeout_s, what, poll)
+        self._finish(time.monotonic() + timeout_s, timeout_s, what, poll)
 
     def broadcast(self, data: torch.Tensor, *, what: str, timeout_s: float) -> None:
         """``start_broadcast`` and ``finish`` in one."""
@@ -305,41 +202,43 @@ class NcclGroup:
                 return
             self._why = why or "aborted"
             with self._lane.here():
-                self._library.abort(self._communicator)
+                try:
+                    self._communicator.abort()
+                except self._nccl_error as error:
+                    # It is given up all the same: the reason that is kept is the one that led here.
+                    log.warning("group %s: NCCL did not abort: %s", self.name, error)
 
     def close(self) -> None:
         """Let go of the group; safe to call twice."""
         self.abort("closed")
 
-    def _start(self, call: Callable[[], int], data: torch.Tensor) -> Started:
-        with self._lock:
-            self._check()
-            with self._lane.here():
-                return Started(result=call(), data=data)
+    def _enter(self, call: Callable[[], None], what: str) -> None:
+        """Call NCCL; what it says later is for ``_settle``."""
+        try:
+            with self._lock:
+                self._check()
+                with self._lane.here():
+                    call()
+        except self._nccl_error as error:
+            self._fail(str(error), what, error)
 
-    def _settle(
-        self, result: int, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None = None
-    ) -> None:
+    def _settle(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:
         """Return when a call that goes on in the background is over: the others may have to come first."""
         looks = Looks()
-        while result == _IN_PROGRESS:
+        while self._in_progress(what):
             self._look(deadline, timeout_s, what, poll)
             looks.sleep()
-            result = self._state()
-        self._raise_for(result, what)
 
-    def _finish(
-        self, started: Started, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None = None
-    ) -> None:
-        self._settle(started.result, deadline, timeout_s, what, poll)
+    def _finish(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:
+        self._settle(deadline, timeout_s, what, poll)
         with self._lane.here():
             work = self._lane.record()  # only now is the kernel in the stream
         looks = Looks()
         while not work.query():
             self._look(deadline, timeout_s, what, poll)
-            self._raise_for(self._state(), what)
+            self._in_progress(what)
             looks.sleep()
-        self._raise_for(self._state(), what)
+        self._in_progress(what)
 
     def _look(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:
         if poll is not None:
@@ -354,46 +253,56 @@ class NcclGroup:
                 "NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE agree on both sides?",
             )
 
-    def _state(self) -> int:
-        with self._lock:
-            self._check()
-            return self._library.state(self._communicator)
+    def _in_progress(self, what: str) -> bool:
+        """Whether NCCL is still at the last call; raises if it failed."""
+        try:
+            with self._lock:
+                self._check()
+                result = self._communicator.get_async_error()
+                if result in (_SUCCESS, _IN_PROGRESS):
+                    return result == _IN_PROGRESS
+                last = self._communicator.get_last_error().strip().split("\n")[-1]
+        except self._nccl_error as error:
+            self._fail(str(error), what, error)
+        words = self._nccl.get_error_string(result)
+        self._fail(f"{words}: {last}" if last else words, what)
 
-    def _raise_for(self, result: int, what: str) -> None:
-        if result in (_SUCCESS, _IN_PROGRESS):
-            return
-        with self._lock:
-            self._check()
-            words = self._library.words(result, self._communicator)
+    def _fail(self, words: str, what: str, error: Exception | None = None) -> NoReturn:
         self.abort(words)
         raise GroupFailed(
             f"group {self.name}: NCCL failed, waiting for {what}: {words}",
             hint="all members need the same NCCL version; NCCL_DEBUG=WARN says more",
-        )
+        ) from error
 
     def _check(self) -> None:
         if self._why:
             raise GroupFailed(f"group {self.name}: {self._why}")
 
 
-def _load(path: str | None) -> Any:
-    # By its soname, the loader gives the one that torch brought into this process.
-    candidates = [path] if path else ["libnccl.so.2", *_in_wheels()]
-    errors: list[str] = []
-    for candidate in candidates:
-        try:
-            return ctypes.CDLL(candidate)
-        except OSError as error:
-            errors.append(str(error))
-    raise ConfigError(
-        f"no NCCL library: {errors[0]}", hint="a torch for CUDA brings one; or pip install nvidia-nccl-cu12 (or -cu13)"
-    )
+def _binding() -> tuple[Any, type[Exception]]:
+    """The public API of ``nccl4py``, and what it raises for a result code of NCCL's.
 
+    It takes more than a second to import, so only those who need it do.
 
-def _in_wheels() -> list[str]:
+    Raises:
+        ConfigError: It is not installed, or what it needs is not, or NCCL is missing or too old.
+    """
     try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return []
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return [str(Path(folder) / "lib" / "libnccl.so.2") for folder in folders]
+        import nccl.core
+        from nccl.bindings.nccl import NCCLError, get_version
+    except ImportError as error:
+        raise ConfigError(
+            f"the NCCL binding nccl4py cannot be used: {error}",
+            hint="pip install 'weightcast[nccl]'; and cuda-bindings of the CUDA that torch was built for, "
+            "if torch brought none",
+        ) from error
+    try:
+        version = get_version()
+    except RuntimeError as error:  # of the package's loader
+        raise ConfigError(
+            f"no NCCL library: {error}",
+            hint="a torch for CUDA brings one; or pip install nvidia-nccl-cu12 (or -cu13)",
+        ) from error
+    if version < _OLDEST:
+        raise ConfigError(f"NCCL {version} is too old for nccl4py", hint="2.23 or newer, as torch 2.7 has it")
+    return nccl.core, NCCLError

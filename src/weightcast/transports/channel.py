@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_for
-from weightcast.comm.nccl import NcclGroup, NcclLibrary
+from weightcast.comm.nccl import NcclGroup, new_unique_id
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
 from weightcast.transports.ipc import leave_all, tell
@@ -90,8 +90,7 @@ class Channel:
         for link in self._links:
             link.group_rank = rank
             rank += link.info.tp_size
-        library = NcclLibrary() if self._meeting == "nccl-id" else None
-        unique_id = library.unique_id() if library is not None else b""
+        unique_id = new_unique_id() if self._meeting == "nccl-id" else b""
         for link in self._links:
             if unique_id and isinstance(link.adapter, Storing):
                 for key, value in link.adapter.stored(unique_id).items():
@@ -121,7 +120,7 @@ class Channel:
         for join in joins:
             join.add_done_callback(lambda done: refused.set() if done.exception() is not None else None)
         try:
-            if library is not None:
+            if unique_id:
                 self._group = NcclGroup(
                     unique_id=unique_id,
                     name=name,
@@ -130,7 +129,6 @@ class Channel:
                     device=self._device,
                     timeout_s=self._timeout_s,
                     cancelled=refused,
-                    library=library,
                 )
             else:
                 self._group = WorldGroup(

@@ -30,6 +30,9 @@ _ACTIVE = "already active"  # in vLLM's words for a session that somebody has le
 _OTHER_FORM = ("Invalid init_info", "unexpected keyword", "required positional", "required keyword")
 # Up to 0.26 `packed` and its size belong to every update; 0.29 has them in `init_info`, and in between it changed.
 _NEW_FORM = (0, 27)
+# Before 0.32 every request takes as many new CUDA streams as it names buffers, and receives its one chunk on the first;
+# torch hands out 32 in turn, and its allocator keeps for each what that once held.  With all 32 it is always the same.
+_STREAMS = 32
 
 
 class VllmAdapter:
@@ -94,7 +97,11 @@ class VllmAdapter:
         """Join a group by NCCL's id; the versions before 0.29 or so find it in the group's store."""
         yield from self._shut_down()
         ranks = {"rank_offset": invitation.first_rank, "world_size": invitation.world_size}
-        packed = {"packed": True, "packed_buffer_size_bytes": invitation.bucket_bytes}
+        packed = {
+            "packed": True,
+            "packed_buffer_size_bytes": invitation.bucket_bytes,
+            "packed_num_buffers": _STREAMS,
+        }
         by_id = {"nccl_unique_id_b64": base64.b64encode(invitation.unique_id).decode()}
         by_store = {"master_address": invitation.host, "master_port": invitation.port}
         forms = [(ranks | by_id | packed, {}), (ranks | by_store | packed, {}), (ranks | by_store, packed)]
