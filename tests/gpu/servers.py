@@ -170,10 +170,12 @@ def check_updates(
     trainer: list[str],
     verify: str,
     record: Record,
+    group_bytes: int = 0,
 ) -> None:
     """An engine that was updated answers, token for token, as one that was started on the weights.
 
-    Three updates in a row to the second checkpoint, one back, twenty more, during which nothing may grow.
+    Three updates in a row to the second checkpoint, one back, and then, by a third trainer, one and twenty more, during
+    which nothing may grow.
 
     Args:
         engine: How its kind is asked.
@@ -184,6 +186,7 @@ def check_updates(
         trainer: Its devices.
         verify: Level of proof; what the report must say was reached.
         record: Keeps figures.
+        group_bytes: What the engine keeps of the group of a trainer that is gone.
     """
     a, b = checkpoints
     server.wait_ready()
@@ -194,7 +197,7 @@ def check_updates(
     assert not sums[a] or sums[a] != sums[b]
     digests: dict[Path, set[str]] = {a: set(), b: set()}
 
-    def update(model: Path, versions: Sequence[int]) -> list[dict[str, Any]]:
+    def update(model: Path, versions: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
         result = train(
             trainer,
             [server.url],
@@ -206,6 +209,8 @@ def check_updates(
             verify=verify,
             tolerance=1.0,  # bfloat16 in two implementations; of other weights they are several nats off
             timeout=120.0,
+            watch=",".join(map(str, process_tree(server.process.pid))),
+            watch_gpus=",".join(map(str, server.gpus)),
         )
         assert result["ok"], result
         for report, version in zip(result["reports"], versions, strict=True):
@@ -215,13 +220,13 @@ def check_updates(
             digests[model].add(report["digest"])
         assert engine.checksum(server) == sums[model]
         assert engine.answers(server) == (after if model == b else before)
-        return result["reports"]
+        return result["reports"], result["held_bytes"]
 
-    reports = update(b, [1, 2, 3])
-    reports += update(a, [4])
-    first, whose = server.held_bytes()
-    reports += update(b, range(5, 25))
-    growth = server.held_bytes()[0] - first
+    reports = update(b, [1, 2, 3])[0] + update(a, [4])[0]
+    before_bytes, whose = server.held_bytes()
+    more, held = update(b, range(5, 26))
+    reports += more
+    growth, group_growth = held[-1] - held[0], held[0] - before_bytes
     assert [len(each) for each in digests.values()] == [1, 1]
     record("engine", reports[-1]["targets"][0]["engine"])
     record("case", {"via": via, "trainer": trainer, "engine_gpus": server.gpus, "verify": verify})
@@ -231,5 +236,7 @@ def check_updates(
     record("phases", reports[-1]["phases"])
     record("peak_extra_bytes", reports[-1]["peak_extra_bytes"])
     record("growth_over_20_bytes", growth)
+    record("growth_by_a_new_trainer_bytes", group_growth)
     record("held_by", whose)
     assert growth <= GROWTH_BYTES
+    assert group_growth <= GROWTH_BYTES + group_bytes

@@ -78,9 +78,10 @@ def results(trainers: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 
 def train(devices: list[str], targets: list[str], **options: object) -> dict[str, Any]:
-    answers = results(start_trainer(devices, targets, **options))
-    assert all(answer == answers[0] for answer in answers[1:]), "every rank hears the same report"
-    return answers[0]
+    first, *others = results(start_trainer(devices, targets, **options))
+    watched = {name: first.pop(name) for name in ("held_bytes",) if name in first}
+    assert all(answer == first for answer in others), "every rank hears the same report"
+    return first | watched
 
 
 def digests(url: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.gpu.memory import held_bytes
 from tests.toy_engine import toy_weights
 from weightcast import WeightcastError, WeightUpdater
 from weightcast.report import UpdateReport
@@ -70,6 +71,8 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.1)
     parser.add_argument("--timeout", type=float, default=30.0)
     parser.add_argument("--die-after", type=int, default=-1)
+    parser.add_argument("--watch", default="", help="processes whose GPU memory rank 0 looks at after each update")
+    parser.add_argument("--watch-gpus", default="")
     args = parser.parse_args()
     device = torch.device(args.device)
     torch.cuda.set_device(device)
@@ -79,6 +82,7 @@ def main() -> None:
         )
     versions = [int(version) for version in args.versions.split(",")]
     reports: list[UpdateReport] = []
+    held: list[int] = []
     seen = 0
 
     def progress(done: int, total: int) -> None:
@@ -99,10 +103,16 @@ def main() -> None:
             timeout_s=args.timeout,
             progress=progress,
         ) as updater:
-            reports.extend(updater.update(version=version) for version in versions)
+            for version in versions:
+                reports.append(updater.update(version=version))
+                if args.watch and args.rank == 0:
+                    pids, gpus = ([int(each) for each in words.split(",")] for words in (args.watch, args.watch_gpus))
+                    held.append(held_bytes(pids, gpus)[0])
         result = {"ok": True}
     except WeightcastError as error:
         result = {"ok": False, "error": type(error).__name__, "text": str(error)}
+    if held:
+        result["held_bytes"] = held
     result["reports"] = [json.loads(report.to_json()) for report in reports]
     print(json.dumps(result), flush=True)
     sys.stdout.flush()
