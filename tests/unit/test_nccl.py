@@ -19,6 +19,7 @@ import torch
 from weightcast.comm.group import GroupFailed
 from weightcast.comm.nccl import UNIQUE_ID_BYTES, NcclGroup, new_unique_id
 from weightcast.errors import ConfigError, DeadlineExceeded
+from weightcast.transports.channel import Channel
 
 CPU = torch.device("cpu")
 
@@ -178,6 +179,8 @@ def test_without_the_binding_the_error_says_what_to_install(monkeypatch: pytest.
     with pytest.raises(ConfigError, match="nccl4py cannot be used") as caught:
         new_unique_id()
     assert "weightcast[nccl]" in str(caught.value.hint)
+    with pytest.raises(ConfigError, match="nccl4py cannot be used"):  # before an engine has been asked for anything
+        Channel([], meeting="nccl-id", device=CPU, host="127.0.0.1", bucket_bytes=1, timeout_s=1.0)
 
 
 def test_an_nccl_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def new_unique_id() -> bytes:
         ConfigError: There is no binding here, or no NCCL that it can use.
         GroupFailed: NCCL finds no way to listen.
     """
-    nccl, nccl_error = _binding()
+    nccl, nccl_error = nccl_binding()
     try:
         return bytes(nccl.get_unique_id())
     except nccl_error as error:
@@ -137,7 +137,7 @@ class NcclGroup:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self._nccl, self._nccl_error = _binding()
+        self._nccl, self._nccl_error = nccl_binding()
         self._lane = lane or CudaLane(device)
         self._lock = threading.Lock()  # an aborted communicator is freed memory: nobody may be inside NCCL with it then
         self._why = ""
@@ -279,7 +279,7 @@ class NcclGroup:
             raise GroupFailed(f"group {self.name}: {self._why}")
 
 
-def _binding() -> tuple[Any, type[Exception]]:
+def nccl_binding() -> tuple[Any, type[Exception]]:
     """The public API of ``nccl4py``, and what it raises for a result code of NCCL's.
 
     It takes more than a second to import, so only those who need it do.

@@ -37,6 +37,9 @@ class BroadcastTransport(Pumped):
             host: Address of this process that engines can reach.
             bucket_bytes: No bucket is larger.
             timeout_s: Deadline of each wait, in seconds.
+
+        Raises:
+            ConfigError: As ``Channel``.
         """
         in_flight = in_flight_to(links)
         super().__init__(self._send_one, in_flight=in_flight)

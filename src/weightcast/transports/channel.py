@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_for
-from weightcast.comm.nccl import NcclGroup, new_unique_id
+from weightcast.comm.nccl import NcclGroup, nccl_binding, new_unique_id
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
 from weightcast.transports.ipc import leave_all, tell
@@ -52,7 +52,13 @@ class Channel:
         timeout_s: float,
         in_flight: int = 1,
     ) -> None:
-        """Nothing is created yet; the arguments are those of ``BroadcastTransport``."""
+        """Nothing is created yet; the arguments are those of ``BroadcastTransport``.
+
+        Raises:
+            ConfigError: Engines that meet by an id of NCCL's want a binding that is not installed.
+        """
+        if meeting == "nccl-id":
+            nccl_binding()  # here and not in ``connect``: no engine has been told to hold still yet
         self._links = list(links)
         self._meeting: Meeting = meeting
         self._device = device
