@@ -15,6 +15,7 @@ import msgspec
 from torch import nn
 
 from weightcast import errors
+from weightcast.comm.collector import collector_still
 from weightcast.comm.ipc import device_uuid
 from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
@@ -255,7 +256,7 @@ class WeightUpdater:
         """One try at the transaction; every rank returns the same decision."""
         head = self._head
         kept_bytes = sum(slot.data.numel() for slot in self._slots)  # from an earlier update; they count all the same
-        with PeakMemory(self._exporter.device) as peak:
+        with PeakMemory(self._exporter.device) as peak, collector_still():
             try:
                 decision = Decision()
                 if head is not None:

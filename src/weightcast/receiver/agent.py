@@ -14,6 +14,7 @@ from typing import Literal, assert_never
 import torch
 from torch import nn
 
+from weightcast.comm.collector import collector_still
 from weightcast.comm.group import GroupFailed
 from weightcast.comm.memory import PeakMemory
 from weightcast.errors import ConfigError, DeadlineExceeded, Refused
@@ -121,7 +122,8 @@ class WeightReceiver:
         """Do what the message asks; never raises for what the world did, the answer says it."""
         self._load_s = self._verify_s = 0.0
         try:
-            return self._apply(message)
+            with collector_still():
+                return self._apply(message)
         except Refused as error:
             return self._ack(ok=False, refused=True, error=_text(error))
         except (GroupFailed, DeadlineExceeded) as error:

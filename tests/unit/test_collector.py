@@ -1,0 +1,70 @@
+"""The collector of cycles is still during an update and as it was afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from weightcast.comm.collector import collector_still
+
+
+@pytest.fixture(autouse=True)
+def on() -> Iterator[None]:
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_no_collection_starts_inside() -> None:
+    started: list[str] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        started.append(phase)
+
+    gc.callbacks.append(watch)
+    try:
+        with collector_still():
+            kept = [[number] for number in range(50 * gc.get_threshold()[0])]
+            assert not started
+        kept += [[number] for number in range(2 * gc.get_threshold()[0])]
+        assert started
+    finally:
+        gc.callbacks.remove(watch)
+
+
+def test_an_error_puts_it_back() -> None:
+    with pytest.raises(KeyError), collector_still():
+        {}["nothing"]
+    assert gc.isenabled()
+
+
+def test_the_last_of_several_threads_puts_it_back() -> None:
+    inside, left = Barrier(2), Barrier(2)
+
+    def short() -> None:
+        with collector_still():
+            inside.wait()
+        left.wait()
+
+    def long() -> bool:
+        with collector_still():
+            inside.wait()
+            left.wait()
+            return gc.isenabled()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(short), pool.submit(long)
+        first.result(timeout=20)
+        assert not second.result(timeout=20)
+    assert gc.isenabled()
+
+
+def test_who_has_switched_it_off_finds_it_off() -> None:
+    gc.disable()
+    with collector_still(), collector_still():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
