@@ -50,6 +50,99 @@ def test_an_engine_of_ours_says_by_its_status_whether_it_is_to_blame() -> None:
     assert culprit("weightcast", answered=1) is REFUSED
 
 
+# -- two buckets in flight
+
+
+class Group:
+    """A group whose first broadcast arrives and whose second one does not."""
+
+    name = "g"
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.entered = [threading.Event(), threading.Event()]
+        self._why = ""
+        self._aborted = threading.Event()
+
+    def start_broadcast(self, data: torch.Tensor) -> int:
+        if not self.alive:
+            raise GroupFailed(f"group g: {self._why}")
+        index = int(data[0])
+        self.entered[index].set()
+        return index
+
+    def finish(self, work: int, **_: object) -> None:
+        if work == 1:
+            assert self._aborted.wait(20)
+            raise GroupFailed(f"group g: {self._why}")
+
+    def abort(self, why: str) -> None:
+        self.alive, self._why = False, self._why or why
+        self._aborted.set()
+
+    def wait_for_abort(self) -> None:
+        assert self._aborted.wait(20)
+
+
+class Answering:
+    """A target that answers to the first bucket when it is told to, and to later ones that its group has failed."""
+
+    stages, sent = True, 0
+
+    def __init__(self, url: str, group: Group, answers: threading.Event, error: Exception | None = None) -> None:
+        self.url = url
+        self.session = "s"
+        self.info = SimpleNamespace(tp_size=1)
+        self.adapter = SimpleNamespace(
+            bucket=lambda session, layout, **_: layout.index, leave=lambda group: None, meeting="weightcast"
+        )
+        self._group, self._answers, self._error = group, answers, error
+
+    def touch(self) -> None: ...
+
+    def took_over(self) -> None: ...
+
+    def let_go(self, steps: object, **_: object) -> None: ...
+
+    def ask(self, index: int, *, timeout_s: float) -> None:
+        if index > 0:
+            self._group.wait_for_abort()
+            raise TargetRejected(f"{self.url}: group failed", url=self.url, status=GROUP_FAILED)
+        assert self._answers.wait(20)
+        if self._error is not None:
+            raise self._error
+
+
+def bucket(index: int) -> Any:
+    return SimpleNamespace(
+        layout=SimpleNamespace(index=index, size_bytes=1), data=torch.full((1,), index, dtype=torch.uint8)
+    )
+
+
+def test_a_late_answer_is_to_blame_for_the_buckets_after_it_too() -> None:
+    """The answer to the first bucket is read for the third, while the second is on its way and fails because of it."""
+    group, answers = Group(), threading.Event()
+    links: Any = [Answering("http://a", group, answers), Answering("http://b", group, answers, LOST)]
+    settings: Any = {"meeting": "weightcast", "device": torch.device("cpu"), "host": "127.0.0.1"}
+    channel = Channel(links, **settings, bucket_bytes=1, timeout_s=20.0, in_flight=2)
+    channel._group = group
+    try:
+        channel.send(bucket(0), None)
+        with ThreadPoolExecutor(2) as pool:
+            second = pool.submit(channel.send, bucket(1), None)
+            assert group.entered[1].wait(20)
+            third = pool.submit(channel.send, bucket(2), None)
+            answers.set()
+            for failed in (second, third):
+                with pytest.raises(TargetLost, match="http://b: lost at bucket 0"):
+                    failed.result(timeout=20)
+        channel.settle()
+        channel.drain()  # nothing is due any more
+    finally:
+        channel._group = None
+        channel.close()
+
+
 # -- who does not come
 
 

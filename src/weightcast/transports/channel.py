@@ -29,6 +29,8 @@ from weightcast.transports.link import Link
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.messages import GROUP_FAILED
 
+_Unanswered = tuple[int, list[Future[None]]]  # a bucket, and what the targets say to it
+
 _COME_S = 1.0  # for engines that were asked to join to come to where we listen
 _TURN_POLL_S = 0.05  # a group that is aborted wakes nobody who waits for a turn in it
 _LATE_S = 10.0  # targets keep the deadline themselves and answer; this much later they are given up
@@ -69,7 +71,7 @@ class Channel:
             max_workers=max(1, in_flight * len(self._links)), thread_name_prefix="weightcast-post"
         )
         self._in_flight = in_flight
-        self._unanswered: deque[tuple[int, list[Future[None]]]] = deque()
+        self._unanswered: deque[_Unanswered] = deque()
         self._turns = threading.Condition()
         self._turn = 0  # the bucket whose broadcast is entered next
         self._group: WorldGroup | NcclGroup | None = None
@@ -229,25 +231,36 @@ class Channel:
         self._read_replies(None)
 
     def _read_replies(self, last: int | None) -> None:
-        """To the buckets up to this one; None for all."""
-        while (unanswered := self._next_unanswered(last)) is not None:
+        """To the buckets up to this one; None for all.
+
+        They stay due until they are read and good: who fails meanwhile, because of what one of them says, finds it here
+        too.
+        """
+        while (unanswered := self._first_unanswered(last)) is not None:
             index, posts = unanswered
             try:
                 for post in as_completed(posts):
                     post.result()
             except BaseException as error:
                 raise self._give_up(error, posts, index, _answered(posts)) from error
+            self._was_answered(unanswered)
 
     def settle(self) -> None:
         """Wait for the replies that are due, whatever they are."""
-        while (unanswered := self._next_unanswered(None)) is not None:
+        while (unanswered := self._first_unanswered(None)) is not None:
             wait(unanswered[1])
+            self._was_answered(unanswered)
 
-    def _next_unanswered(self, last: int | None) -> tuple[int, list[Future[None]]] | None:
+    def _first_unanswered(self, last: int | None) -> _Unanswered | None:
         with self._turns:
             if self._unanswered and (last is None or self._unanswered[0][0] <= last):
-                return self._unanswered.popleft()
+                return self._unanswered[0]
         return None
+
+    def _was_answered(self, unanswered: _Unanswered) -> None:
+        with self._turns:
+            if self._unanswered and self._unanswered[0] is unanswered:  # two threads may read the same ones
+                self._unanswered.popleft()
 
     def _give_up(
         self, error: BaseException, posts: Sequence[Future[None]], index: int, answered: Sequence[Future[None]]
