@@ -117,3 +117,11 @@ def test_rows_that_are_not_finite_are_told_apart(bad, settings):
     assert chosen.tokens[0] == -1
     assert chosen.tokens[1] >= 0
     assert math.isfinite(chosen.logprobs[0])
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-6, 1e-40, 5e-324])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.5}])
+def test_next_to_no_temperature_takes_the_likeliest(temperature, settings):
+    row = logits(scale=8.0)
+    chosen = choose(row.expand(20, -1).contiguous(), sampling(20, temperature=temperature, **settings))
+    assert chosen.tokens == [int(row.argmax())] * 20

@@ -13,6 +13,9 @@ from weightcast.rollout.commands import Chosen, Sampling
 
 _NUCLEUS = 1024  # candidates looked at before a whole vocabulary is sorted for top_p
 _BLOCK = 256
+# Below it the likeliest token is taken: divided by less, logits leave float32, and what is no number has no place to be
+# drawn from.  vLLM's limit is the same.
+_COLDEST = 1e-5
 
 
 @torch.inference_mode()
@@ -32,7 +35,7 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
     plain: list[int] = []
     filtered: list[int] = []
     for row, temperature in enumerate(sampling.temperature):
-        if temperature <= 0 or not finite[row]:
+        if temperature < _COLDEST or not finite[row]:
             greedy.append(row)
         elif 0 < sampling.top_k[row] < size or sampling.top_p[row] < 1:
             filtered.append(row)
