@@ -79,9 +79,9 @@ def results(trainers: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 def train(devices: list[str], targets: list[str], **options: object) -> dict[str, Any]:
     first, *others = results(start_trainer(devices, targets, **options))
-    watched = {name: first.pop(name) for name in ("held_bytes",) if name in first}
-    assert all(answer == first for answer in others), "every rank hears the same report"
-    return first | watched
+    heard = {name: value for name, value in first.items() if name != "held_bytes"}  # only rank 0 watches
+    assert all(answer == heard for answer in others), "every rank hears the same report"
+    return first
 
 
 def digests(url: str) -> dict[str, str]:

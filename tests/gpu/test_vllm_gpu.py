@@ -33,7 +33,7 @@ from weightcast.engines.vllm.adapter import version_of
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
 FLAGS = os.environ.get("WEIGHTCAST_VLLM_FLAGS", "--attention-backend=TRITON_ATTN").split()
-COMMUNICATOR_BYTES = 512 << 20
+COMMUNICATOR_BYTES = 512 << 20  # 486 MiB were seen, for a trainer and one rank
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -136,8 +136,8 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
         server.wait_ready()
         version = server.get("/version").json()["version"]
         record("vllm", version)
-        # Without a route to shut it down, vLLM forgets an old group's communicator and NCCL keeps its buffers.
-        group_bytes = COMMUNICATOR_BYTES if backend == "nccl" and version_of(version) < (0, 29) else 0
+        # 0.25.1 drops an old group's communicator without destroying it and has no route for that, as 0.32 has.
+        group_bytes = COMMUNICATOR_BYTES if backend == "nccl" and version_of(version) < (0, 32) else 0
         check_updates(
             *(Vllm(), server, other, (a, b)),
             via=via,

@@ -1,8 +1,8 @@
 """Python's collector of cycles, kept still while something short runs.
 
 The collector starts by itself after so many new objects, and now and then walks everything that lives, of which a
-training process has millions.  An update makes objects by the ten thousand, a few for each tensor, and none of them is
-in a cycle: without it the same update of 8,192 tensors takes a quarter less of the processors.
+training process has millions.  An update makes objects by the ten thousand, a few for each tensor, which need no
+collector: they go when nobody refers to them any more.
 """
 
 from __future__ import annotations
