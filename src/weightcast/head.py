@@ -28,14 +28,14 @@ from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.report import UpdateReport
 from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.checkpoint_engine import CheckpointEngineTransport
-from weightcast.transports.digests import SentDigests
+from weightcast.transports.digests import Repeated, SentDigests
 from weightcast.transports.disk import DiskTransport
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.transports.preflight import SHARED_MEMORY, check_fits, choose_receivers, choose_transport
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import RepeatedSums, model_digest
+from weightcast.wire.digest import model_digest
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
 from weightcast.wire.messages import EngineInfo, Open, Owner
 
@@ -114,7 +114,7 @@ class Head:
         self._excluded: set[str] = set()
         self._outcomes: dict[str, Outcome] = {}
         self._phases: dict[str, float] = {}
-        self._repeated = RepeatedSums()
+        self._repeated = Repeated()
         self._digests = SentDigests()
         self._started = 0.0
         self._version = 0

@@ -128,13 +128,16 @@ class Exporter(Protocol):
         """
         ...
 
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
         """Write the layout's tensors, gathered and cast, into the bucket.  Collective over ``group``.
 
         Args:
             bucket: Where to; None on a rank that only gives what it holds.
             layout: What; the same on every rank.
             group: The trainer ranks.  Which of them have a bucket is ``group.receivers``.
+
+        Returns:
+            ``Bucket.sums``, if they were taken on the way; None leaves that to others.
         """
         ...
 

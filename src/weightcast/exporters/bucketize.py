@@ -6,6 +6,7 @@ Knows the order of work and nothing else: who gathers is the exporter's affair, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -45,5 +46,5 @@ def bucketize(
         raise ConfigError(f"buffers of {sizes} bytes for buckets of {needed_bytes} bytes")
     for number, layout in enumerate(layouts):
         bucket = Bucket(layout, slots[number % len(slots)]) if slots is not None else None
-        exporter.fill(bucket, layout, group)
-        yield bucket
+        sums = exporter.fill(bucket, layout, group)
+        yield replace(bucket, sums=sums) if bucket is not None else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,8 +25,9 @@ from weightcast.comm.local import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.copies import Flat, bits, copy_all
-from weightcast.wire.digest import Box
+from weightcast.wire.digest import Box, Piece
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer, transfers_on
 
 # Below this a scratch buffer only costs round trips.
 MIN_SCRATCH_BYTES = 1 << 20
@@ -115,7 +116,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy out of this rank's memory into a bucket, in elements.
+    """A copy out of this rank's memory into a bucket, in elements: of a box of the tensor in one slot.
 
     Numbers only: a view would keep memory alive that the trainer wants to give back between two updates.
     """
@@ -127,6 +128,9 @@ class _Copy:
     offset: int
     target_stride: tuple[int, ...]
     target_offset: int
+    full_shape: tuple[int, ...]
+    box: Box
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +139,13 @@ class _Replay:
 
     Attributes:
         looks: What each tensor was when this was worked out, by number.
+        summed: Copies that are summed on their way.
         copies: Plain copies.
         rest: What has to be asked for each time, because it is computed.
     """
 
     looks: dict[int, object]
+    summed: list[_Copy]
     copies: list[_Copy]
     rest: list[tuple[TensorSlot, Box]]
 
@@ -175,6 +181,7 @@ class Gatherer:
         self._group: TrainerGroup | None = None
         self._parts: list[list[_Shared]] = []
         self._steps: dict[int, _Steps] = {}
+        self._transfers = RepeatedTransfers()
 
     def prepare(self, group: TrainerGroup) -> None:
         """Learn who holds what.  Collective; communicates the first time only.
@@ -211,7 +218,7 @@ class Gatherer:
         layout: BucketLayout,
         group: TrainerGroup,
         receivers: tuple[int, ...] | None = None,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Write the layout's tensors into the bucket of every receiver.  Collective.
 
         When it returns, the bucket is complete and the model's memory may be written again.
@@ -222,13 +229,16 @@ class Gatherer:
             group: The trainer ranks.
             receivers: Who has a bucket, in order; None for ``group.receivers``.
 
+        Returns:
+            ``Bucket.sums``, where this rank copied all of the bucket on a GPU and nothing was cast or computed.
+
         Raises:
             ConfigError: The layout is not of these tensors, or the model has changed since it was prepared.
             TrainerRankFailed: Another rank failed; the message names it.
         """
         self.prepare(group)
         try:
-            self._fill(bucket, layout, group, receivers or group.receivers)
+            return self._fill(bucket, layout, group, receivers or group.receivers)
         except BaseException as error:
             # The others are about to wait for this rank.
             group.abort(f"{type(error).__name__}: {error}")
@@ -236,31 +246,40 @@ class Gatherer:
 
     def _fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...]
-    ) -> None:
+    ) -> torch.Tensor | None:
         if (group.rank in receivers) != (bucket is not None):
             raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
         steps = self._steps.get(layout.index)
         if steps is None or steps.receivers != receivers or steps.layout != layout:
             steps = self._steps[layout.index] = self._plan(layout, group, receivers)
         what = f"its part of bucket {layout.index}"
+        sums = None
         with torch.no_grad():
             if steps.copies:
                 assert bucket is not None
-                self._copy_own(steps, bucket)
+                sums = self._copy_own(steps, bucket)
             if steps.gathers:
                 assert bucket is not None
                 group.all_gather([bucket.view(slot) for slot in steps.gathers], what=what)
             scratch = _Scratch(steps.scratch_bytes, group.device)
             for wave in steps.waves:
                 self._move(wave, bucket, group, scratch, what)
+        return sums if not steps.gathers and not steps.waves else None
 
-    def _copy_own(self, steps: _Steps, bucket: Bucket) -> None:
-        """This rank's own parts into the bucket."""
+    def _copy_own(self, steps: _Steps, bucket: Bucket) -> torch.Tensor | None:
+        """This rank's own parts into the bucket.
+
+        Returns:
+            The sums of the slots, if those of all parts were taken.
+        """
         replay = steps.replay
         found = {source: self._look(source) for source in replay.looks} if replay and self._look else {}
         if replay is None or any(found[source][0] != look for source, look in replay.looks.items()):
             replay = steps.replay = self._work_out(steps, bucket)
             found = {source: self._look(source) for source in replay.looks} if self._look else {}
+        sums = self._copy_and_sum(steps.layout, replay.summed, found, bucket) if replay.summed else None
+        if not replay.copies and not replay.rest:
+            return sums
         memory = {source: (tensor, bits(tensor)) for source, (_, tensor) in found.items()}
         flat = Flat(bucket.data)
         targets: list[torch.Tensor] = []
@@ -274,9 +293,27 @@ class Gatherer:
         copy_all(targets, sources)
         for slot, box in replay.rest:
             self._own(slot, box).write(box, _region(bucket, slot, box))
+        return None
+
+    def _copy_and_sum(
+        self,
+        layout: BucketLayout,
+        copies: Sequence[_Copy],
+        found: Mapping[int, tuple[object, torch.Tensor]],
+        bucket: Bucket,
+    ) -> torch.Tensor:
+        def transfers() -> list[Transfer]:
+            flat = Flat(bucket.data)
+            return [_transfer_of(copy, found[copy.source][1], flat) for copy in copies]
+
+        where = tuple(tensor.data_ptr() for _, tensor in found.values())
+        place = layout.index, bucket.data.data_ptr()
+        return self._transfers.run(place, (layout, where), bucket.data.device, len(layout.slots), transfers)
 
     def _work_out(self, steps: _Steps, bucket: Bucket) -> _Replay:
-        replay = _Replay({}, [], [])
+        replay = _Replay({}, [], [], [])
+        flat = Flat(bucket.data)
+        number = {slot.spec.name: number for number, slot in enumerate(steps.layout.slots)}
         for slot, box in steps.copies:
             held = self._own(slot, box)
             if self._look is None or not isinstance(held, Stored) or held.source is None:
@@ -284,17 +321,20 @@ class Gatherer:
                 continue
             replay.looks[held.source], whole = self._look(held.source)
             view, target = held.memory[slices(box, held.box.offset)], _region(bucket, slot, box)
-            replay.copies.append(
-                _Copy(
-                    source=held.source,
-                    dtype=target.dtype,
-                    shape=tuple(view.shape),
-                    stride=view.stride(),
-                    offset=int(view.storage_offset()) - int(whole.storage_offset()),
-                    target_stride=target.stride(),
-                    target_offset=(target.data_ptr() - bucket.data.data_ptr()) // target.element_size(),
-                )
+            copy = _Copy(
+                source=held.source,
+                dtype=target.dtype,
+                shape=tuple(view.shape),
+                stride=view.stride(),
+                offset=int(view.storage_offset()) - int(whole.storage_offset()),
+                target_stride=target.stride(),
+                target_offset=(target.data_ptr() - bucket.data.data_ptr()) // target.element_size(),
+                full_shape=slot.spec.shape,
+                box=box,
+                slot=number[slot.spec.name],
             )
+            fits = transfers_on(bucket.data.device) and can_transfer(_transfer_of(copy, whole, flat))
+            (replay.summed if fits else replay.copies).append(copy)
         return replay
 
     def _move(
@@ -459,6 +499,14 @@ def _is_ready(tensor: torch.Tensor | None, spec: TensorSpec, device: torch.devic
     return (
         tensor is not None and tensor.is_contiguous() and tensor.dtype == spec.torch_dtype and tensor.device == device
     )
+
+
+def _transfer_of(copy: _Copy, source: torch.Tensor, flat: Flat) -> Transfer:
+    """A copy out of a tensor that is summed on its way."""
+    part = source.detach().as_strided(copy.shape, copy.stride, int(source.storage_offset()) + copy.offset)
+    target = flat.region(copy.dtype, copy.shape, copy.target_stride, copy.target_offset, as_bits=False)
+    box = copy.box if copy.full_shape else None
+    return Transfer(piece=Piece(tensor=part, full_shape=copy.full_shape, box=box), target=target, total=copy.slot)
 
 
 class _Scratch:

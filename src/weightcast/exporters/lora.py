@@ -277,7 +277,7 @@ class AdapterExporter:
         with self._tensors.looking():
             self._gatherer.prepare(group)
 
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
         """Write the layout's tensors, gathered, into the bucket of every receiver.  Collective.
 
         Raises:
@@ -285,7 +285,7 @@ class AdapterExporter:
             TrainerRankFailed: Another rank failed.
         """
         with self._tensors.looking():
-            self._gatherer.fill(bucket, layout, group)
+            return self._gatherer.fill(bucket, layout, group)
 
     def _local(self, number: int) -> list[Held]:
         part = self._tensors.part(number)

@@ -131,7 +131,7 @@ class ModuleExporter:
             self._quantiser.prepare(group)
         self._gatherer.prepare(group)
 
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
         """Write the layout's tensors, gathered and cast, into the bucket of every receiver.  Collective.
 
         When it returns the bucket is complete, on the host's clock too, and the model's memory is no longer read.
@@ -144,6 +144,9 @@ class ModuleExporter:
             layout: Which tensors, or rows of them; the same on every rank.
             group: The trainer ranks.
 
+        Returns:
+            As ``Gatherer.fill``.
+
         Raises:
             ConfigError: The layout is not of this model, or the model was sharded anew.
             TrainerRankFailed: Another rank failed; the message names it.
@@ -154,7 +157,7 @@ class ModuleExporter:
                 self._merger.begin(layout, self._sources(layout), group)
                 if self._quantiser is not None:
                     self._quantiser.begin(layout, group)
-                self._gatherer.fill(bucket, layout, group)
+                return self._gatherer.fill(bucket, layout, group)
             except BaseException as error:
                 group.abort(f"{type(error).__name__}: {error}")  # the others are about to wait for this rank
                 raise

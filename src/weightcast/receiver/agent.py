@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, assert_never
 
 import torch
@@ -24,9 +25,9 @@ from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.staging import choose_place
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sums import sums_of_slots
-from weightcast.wire.digest import RepeatedSums, add_partial, as_unsigned, finish, sha256_digest
-from weightcast.wire.layout import TensorSpec
+from weightcast.wire.bucket_sums import RepeatedTotals, sums_of_slots
+from weightcast.wire.digest import RepeatedSums, sha256_digest
+from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import (
     Abort,
     Announce,
@@ -111,8 +112,9 @@ class WeightReceiver:
         self._owner: Owner | None = None
         self._committed = ""
         self._asleep = False
-        self._received: list[tuple[list[TensorSpec], torch.Tensor]] = []
+        self._received: list[tuple[BucketLayout, torch.Tensor]] = []
         self._repeated = RepeatedSums()
+        self._totals = RepeatedTotals()
         self._hashed: dict[str, str] = {}
         self._peak: PeakMemory | None = None
         self._measuring = False
@@ -213,18 +215,21 @@ class WeightReceiver:
         if self._interrupted.is_set():
             raise Refused("interrupted")
         arrived = time.monotonic()
+        sums = self.loader.load(bucket)
+        loaded = time.monotonic()
         if session.verify != "none":
-            self._digest(bucket, session)
+            self._digest(replace(bucket, sums=sums), session)
         digested = time.monotonic()
-        self.loader.load(bucket)
         if isinstance(message.source, IpcSource):
             # The trainer may overwrite its buffer as soon as it has our answer.
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         else:
             self._broadcast.release(bucket)
-        self._verify_s = digested - arrived
-        self._load_s = time.monotonic() - digested + (arrived - started if self.device.type == "cuda" else 0.0)
+        self._verify_s = digested - loaded
+        self._load_s = loaded - arrived
+        if self.device.type == "cuda":
+            self._load_s += time.monotonic() - digested + arrived - started
         return self._ack()
 
     def _digest(self, bucket: Bucket, session: Open) -> None:
@@ -232,8 +237,7 @@ class WeightReceiver:
         if session.digest == "sha256":
             self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
         if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
-            specs = [slot.spec for slot in bucket.layout.slots]
-            self._received.append((specs, sums_of_slots(bucket, self._repeated)))
+            self._received.append((bucket.layout, sums_of_slots(bucket, self._repeated)))
 
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)
@@ -241,7 +245,7 @@ class WeightReceiver:
         if missing:
             return self._ack(ok=False, missing=tuple(missing), error=f"{len(missing)} tensors did not arrive whole")
         started = time.monotonic()
-        received = self._finish_received()
+        received = self._totals.digests(self._received) | self._hashed
         self._verify_s = time.monotonic() - started
         return self._ack(received=received)
 
@@ -297,17 +301,6 @@ class WeightReceiver:
         if self._open is None or self._open.session != session:
             raise Refused("no such session here; it was never opened, or it was ended")
         return self._open
-
-    def _finish_received(self) -> dict[str, str]:
-        totals: dict[str, int] = {}
-        specs: dict[str, TensorSpec] = {}
-        if self._received:
-            values = torch.cat([sums for _, sums in self._received]).tolist()
-            for spec, value in zip((spec for some, _ in self._received for spec in some), values, strict=True):
-                specs[spec.name] = spec
-                totals[spec.name] = add_partial(totals.get(spec.name, 0), as_unsigned(value))
-        found = {name: finish(totals[name], dtype=spec.torch_dtype, shape=spec.shape) for name, spec in specs.items()}
-        return found | self._hashed
 
     def _ack(
         self,

@@ -23,7 +23,7 @@ from weightcast.receiver.executor import Executor
 from weightcast.receiver.fold import failures, fold_received, fold_resident, group_failed
 from weightcast.receiver.staging import Place
 from weightcast.wire.digest import model_digest
-from weightcast.wire.layout import TensorSpec
+from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import (
     PROTOCOL,
     Abort,
@@ -106,6 +106,24 @@ class _Session:
     groups: set[str] = field(default_factory=set[str])
 
 
+class _Announced:
+    """What was announced at Open, and the layouts that are known to carry nothing else: the same in every update."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs = specs
+        self._by_name = {spec.name: spec for spec in specs}
+        self._good: dict[int, BucketLayout] = {}
+
+    def check(self, layout: BucketLayout) -> None:
+        """Refuse a layout of other tensors."""
+        if self._good.get(layout.index) is layout:
+            return
+        for slot in layout.slots:
+            if self._by_name.get(slot.spec.name) != slot.spec:
+                raise Refused(f"bucket {layout.index}: {slot.spec.name} is not what was announced at Open")
+        self._good[layout.index] = layout
+
+
 class _GroupBroken(Refused):
     """The ranks failed because their process group did."""
 
@@ -123,6 +141,7 @@ class ReceiverEngine:
         self._message = ""
         self._session: _Session | None = None
         self._idle_meeting = False
+        self._announced = _Announced(())
         # One message at a time.  Whoever must not wait for it (abort, lease, deadline) interrupts the ranks first.
         self._busy = threading.RLock()
         self._moved_on = threading.Condition(self._busy)
@@ -289,10 +308,9 @@ class ReceiverEngine:
             session = self._await_turn(message)
         if session.closed or message.layout.index != session.buckets:
             raise Refused(f"bucket {message.layout.index} came where bucket {session.buckets} was due")
-        announced = {spec.name: spec for spec in session.open.specs}
-        for slot in message.layout.slots:
-            if announced.get(slot.spec.name) != slot.spec:
-                raise Refused(f"bucket {message.layout.index}: {slot.spec.name} is not what was announced at Open")
+        if self._announced.specs is not session.open.specs:
+            self._announced = _Announced(session.open.specs)
+        self._announced.check(message.layout)
         if isinstance(message.source, BroadcastSource):
             session.groups.add(message.source.group)
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)

@@ -23,11 +23,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-import msgspec
-
 from weightcast.comm.group import Rendezvous
 from weightcast.errors import EngineFailure
-from weightcast.wire.messages import Message, RankAck, decode_rank_ack, encode
+from weightcast.wire.messages import Message, RankAck, decode, decode_rank_ack, encode
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
@@ -39,7 +37,6 @@ _PR_SET_PDEATHSIG = 1
 
 _APPLY, _INTERRUPT, _CLOSE = b"A", b"I", b"C"
 _OK, _FAILED = b"+", b"-"
-_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)  # at import: two threads may need it at once
 
 
 class Worker(Protocol):
@@ -209,7 +206,7 @@ def answer_work(do: Callable[[], bytes]) -> bytes:
 def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
     """A reply for the message lane: the rank's ack, or the error that the worker raised."""
     try:
-        ack = worker.apply(_decoder.decode(frame))
+        ack = worker.apply(decode(frame))
     except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
         ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
     return encode(ack)

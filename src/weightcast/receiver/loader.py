@@ -10,7 +10,7 @@ It knows names, boxes and storage; sessions, groups and versions are the agent's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,11 +20,13 @@ from weightcast.receiver.coverage import uncovered
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sums import piece_of
 from weightcast.wire.copies import Flat, bits, copy_all
 from weightcast.wire.digest import Box, Piece, RepeatedSums, as_unsigned
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, dtype_name
 from weightcast.wire.messages import Held
 from weightcast.wire.routes import Route
+from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer, transfers_on
 
 Finisher = Callable[[], object]
 
@@ -58,6 +60,10 @@ class _Copy:
     offset: int
     source_stride: tuple[int, ...]
     source_offset: int
+
+
+_Table = list[tuple[TensorSlot, list[_Copy]]]  # a layout's slots, and the copies out of each
+_MAX_PLACES = 16
 
 
 class Loader:
@@ -106,7 +112,12 @@ class Loader:
         self._repeated = RepeatedSums()
         self._arrived: dict[str, int] = {}
         self._whole: dict[str, torch.Tensor] = {}
-        self._known_copies: dict[int, tuple[BucketLayout, list[tuple[TensorSlot, list[_Copy]]]]] = {}
+        self._known_copies: dict[int, tuple[BucketLayout, _Table]] = {}
+        self._transfers = RepeatedTransfers()
+        self._where: int | None = None  # which of the places that this update writes to
+        self._places: dict[object, int] = {}
+        self._rests: dict[object, tuple[BucketLayout, list[tuple[TensorSlot, _Copy]]]] = {}
+        self._fits: Sequence[TensorSpec] | None = None
         self.touched = False
 
     @property
@@ -135,6 +146,8 @@ class Loader:
         Raises:
             Refused: Something is missing, unknown, of another shape or of another family of dtypes; all are named.
         """
+        if specs is self._fits:
+            return
         offered = {spec.name: spec for spec in specs}
         problems: list[str] = []
         if len(offered) != len(specs):
@@ -156,44 +169,106 @@ class Loader:
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise Refused(f"these weights do not fit the model: {shown}", hint="is it a checkpoint of this model?")
+        self._fits = specs
 
     def begin(self) -> None:
         """Forget what an earlier update left."""
         self._arrived.clear()
         self._whole.clear()
+        self._where = None
+        if len(self._places) > _MAX_PLACES:  # an engine that moves its weights again and again
+            self._transfers = RepeatedTransfers()
+            self._places.clear()
+            self._rests.clear()
         self.touched = False
 
-    def load(self, bucket: Bucket) -> None:
+    def load(self, bucket: Bucket) -> torch.Tensor | None:
         """Copy the bucket's tensors where they belong.  Enqueued on the current stream of a GPU, done on a CPU.
+
+        Returns:
+            ``Bucket.sums`` of what was read, where they were taken on the way.
 
         Raises:
             Refused: Rows arrive out of order or twice, or a tensor was not announced.
         """
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        flat = Flat(bucket.data)
-        waiting: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter, as it is and as bits
-        for slot, copies in self._copies(bucket.layout):
+        table = self._copies(bucket.layout)
+        for slot, copies in table:
             name = slot.spec.name
             if self._arrived.get(name, 0) != slot.first_row or (slot.whole and name in self._arrived):
                 raise Refused(f"{name}: rows from {slot.first_row} arrived after {self._arrived.get(name, 0)} rows")
             self._arrived[name] = slot.first_row + slot.num_rows
             if name in self.computed:
                 self._hand_over(slot, bucket.view(slot))
-                continue
+            elif copies and not self.staging.staged:
+                self.touched = True
+        if transfers_on(bucket.data.device):
+            return self._copy_and_sum(bucket, table)
+        self._copy(bucket, [(slot, copy) for slot, copies in table for copy in copies])
+        return None
+
+    def _copy(self, bucket: Bucket, copies: Sequence[tuple[TensorSlot, _Copy]]) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        flat = Flat(bucket.data)
+        waiting: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter, as it is and as bits
+        for slot, copy in copies:
+            if copy.parameter not in waiting:
+                whole = self.staging.target(copy.parameter).detach()
+                waiting[copy.parameter] = whole, bits(whole)
+            target, as_bits = waiting[copy.parameter]
             dtype = slot.spec.torch_dtype
+            same = target.dtype == dtype
+            target = as_bits if same else target
+            targets.append(target.as_strided(copy.shape, copy.stride, target.storage_offset() + copy.offset))
+            sources.append(flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same))
+        copy_all(targets, sources)
+
+    def _copy_and_sum(self, bucket: Bucket, table: _Table) -> torch.Tensor:
+        """One launch for all but what has to be cast or comes from another device."""
+        if self._where is None:
+            targets = [self.staging.target(name) for name in self._routed]
+            now = tuple((target.data_ptr(), target.dtype) for target in targets)
+            self._where = self._places.setdefault(now, len(self._places))
+        place = bucket.layout.index, bucket.data.data_ptr(), self._where
+        known = self._rests.get(place)
+        if known is None or known[0] != bucket.layout:
+            known = self._rests[place] = bucket.layout, self._transfers_of(bucket, table)[1]
+        sums = self._transfers.run(
+            place, bucket.layout, bucket.data.device, len(table), lambda: self._transfers_of(bucket, table)[0]
+        )
+        self._copy(bucket, known[1])
+        return sums
+
+    def _transfers_of(self, bucket: Bucket, table: _Table) -> tuple[list[Transfer], list[tuple[TensorSlot, _Copy]]]:
+        """What a bucket asks for, and those of its copies that cannot be made so.
+
+        A slot that one copy takes whole is summed on its way; of the others everything is summed, kept here or not.
+        """
+        flat = Flat(bucket.data)
+        transfers: list[Transfer] = []
+        rest: list[tuple[TensorSlot, _Copy]] = []
+        for number, (slot, copies) in enumerate(table):
+            whole = Transfer(piece=piece_of(slot, bucket.view(slot), slot.first_row), total=number)
+            if len(copies) == 1 and copies[0].shape == slot.shape:
+                both = replace(whole, target=self._target(copies[0]))
+                if can_transfer(both):
+                    transfers.append(both)
+                    continue
+            transfers.append(whole)
             for copy in copies:
-                if copy.parameter not in waiting:
-                    whole = self.staging.target(copy.parameter).detach()
-                    waiting[copy.parameter] = whole, bits(whole)
-                target, as_bits = waiting[copy.parameter]
-                same = target.dtype == dtype
-                target = as_bits if same else target
-                targets.append(target.as_strided(copy.shape, copy.stride, target.storage_offset() + copy.offset))
-                sources.append(flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same))
-        if targets:
-            self.touched |= not self.staging.staged
-            copy_all(targets, sources)
+                part = flat.region(
+                    slot.spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False
+                )
+                transfer = Transfer(piece=Piece(tensor=part, full_shape=copy.shape), target=self._target(copy))
+                if can_transfer(transfer):
+                    transfers.append(transfer)
+                else:
+                    rest.append((slot, copy))
+        return transfers, rest
+
+    def _target(self, copy: _Copy) -> torch.Tensor:
+        whole = self.staging.target(copy.parameter).detach()
+        return whole.as_strided(copy.shape, copy.stride, whole.storage_offset() + copy.offset)
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
@@ -240,7 +315,7 @@ class Loader:
             for route, spec, total in zip(routes, specs, sums.tolist(), strict=True)
         ]
 
-    def _copies(self, layout: BucketLayout) -> list[tuple[TensorSlot, list[_Copy]]]:
+    def _copies(self, layout: BucketLayout) -> _Table:
         """What a layout asks for, worked out when it first comes.  Numbers only: a view would keep memory alive that
         an engine gives back when it sleeps."""
         known = self._known_copies.get(layout.index)

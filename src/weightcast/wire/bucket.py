@@ -20,10 +20,13 @@ class Bucket:
     Attributes:
         layout: What is where.
         data: uint8, one-dimensional, contiguous, at least ``layout.size_bytes`` long, on any device.
+        sums: Partial digest sum of each slot, int64 ``[slots]`` on the device of ``data``, where they were taken on the
+            way; None where nobody has.
     """
 
     layout: BucketLayout
     data: torch.Tensor
+    sums: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():

@@ -193,6 +193,27 @@ def finish(total: int, *, dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{splitmix64(_checked_sum(total) ^ _key_of(dtype, tuple(shape))):016x}"
 
 
+def key_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """What the digests of tensors of one dtype and shape have in common, as a signed number for `finish_all`."""
+    return _signed(_key_of(dtype, tuple(shape)))
+
+
+def finish_all(totals: torch.Tensor, keys: torch.Tensor) -> list[str]:
+    """As `finish`, for many tensors at once.
+
+    Args:
+        totals: their sums, int64 `[tensors]` on the CPU, read mod 2**64.
+        keys: their `key_of`, likewise.
+    """
+    x, high = totals.bitwise_xor(keys), torch.empty_like(totals)
+    x.add_(_signed(_GOLDEN))
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        x.bitwise_xor_(_shift_right(x, shift, high)).mul_(_signed(factor))
+    x.bitwise_xor_(_shift_right(x, 31, high))
+    digits = bytes(x.view(torch.uint8).view(-1, 8).flip(1).reshape(-1).tolist()).hex()
+    return [digits[start : start + 16] for start in range(0, len(digits), 16)]
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The digest of a whole tensor: `partial_sums` and `finish`. Waits for the device.
 
@@ -245,15 +266,21 @@ def splitmix64(value: int) -> int:
 
 def grid_of(piece: Piece) -> Grid:
     """A checked piece as a matrix of words. No memory is copied."""
-    tensor, full = _resolved(piece.tensor), piece.full_shape
+    full = piece.full_shape
     offset = piece.box.offset if piece.box else (0,) * len(full)
-    if not full:
-        tensor, full, offset = tensor.reshape(1), (1,), (0,)
-    if len(full) == 1:
-        tensor, full, offset = tensor.unsqueeze(0), (1, *full), (0, *offset)
-    # The extra dimension lets a view of any strides be read as smaller words.
-    words = tensor.unsqueeze(-1).view(torch.int8 if tensor.itemsize == 1 else torch.int16)
+    if len(full) < 2:
+        full, offset = (1, *(full or (1,))), (0, *(offset or (0,)))
+    words = words_of(_resolved(piece.tensor))
     return Grid(words=words, row=offset[0], column=(*offset[1:], 0), full_trailing=(*full[1:], words.shape[-1]))
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as words: int16 or int8 `[rows, *trailing, words of an element]`, one row if it has no two
+    dimensions. A view, whatever the strides."""
+    if tensor.dim() < 2:
+        tensor = tensor.reshape(1, 1) if tensor.dim() == 0 else tensor.unsqueeze(0)
+    # The extra dimension lets a view of any strides be read as smaller words.
+    return tensor.unsqueeze(-1).view(torch.int8 if tensor.itemsize == 1 else torch.int16)
 
 
 def merge_levels(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

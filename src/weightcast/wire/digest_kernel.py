@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
-"""The sums of `weightcast.wire.digest` on CUDA: one Triton launch for any number of pieces.
+"""The sums of `weightcast.wire.digest` on CUDA, and copies with sums: one Triton launch for any number of pieces.
 
 On the host, pieces become *jobs*: a matrix of words in memory, and where its rows and columns lie in the full tensor.
 A job is cut into tiles, one program each. Jobs and tiles are two small device tensors; they are remembered for pieces
@@ -7,15 +7,14 @@ that lie where they lay before, so that digesting the same weights again costs a
 
 On the device, a program keeps one sum per column while it walks down its rows. A word costs a sign extension and two
 multiply-adds; A(r) is computed once per row, B(c) once per column when the rows are done. No coefficients are read
-from memory. Words of 8 and of 16 bits need one launch each.
+from memory. Words of 8 and of 16 bits need one launch each. A job that has a target stores each word there as well:
+what is copied anyway is summed on its way, at next to no cost.
 
 Importing this needs Triton, which is why `weightcast.wire.digest` does so only for tensors on CUDA. It refuses to
 know dtypes, names and digests: it sees words.
 """
 
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,10 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
-from weightcast.wire.digest import SEED_A, SEED_B, Grid, grid_of, merge_levels
+from weightcast.wire.digest import SEED_A, SEED_B, Grid, grid_of, merge_levels, words_of
+from weightcast.wire.known import Known
 
 if TYPE_CHECKING:
     from weightcast.wire.digest import Piece
+    from weightcast.wire.transfers import Transfer
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -38,7 +39,6 @@ _SEED_B = tl.constexpr(SEED_B)
 # A tile of two warps: 32 bytes of a bf16 row per thread, so that A(r) is spread over 16 words.
 _COLS = 1024
 _ROWS = 64
-_STEP = 4
 _NUM_WARPS = 2
 # Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
 _MAX_REGISTERS = 128
@@ -46,7 +46,8 @@ _MAX_REGISTERS = 128
 _NARROW_COLS = 64
 _NARROW_WORDS = 1 << 14
 
-_FIELDS = tl.constexpr(11)
+_FIELDS = tl.constexpr(13)
+_TILE_ROWS = 10  # the field
 _NARROW, _WIDE, _ALIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 _REMEMBERED_BYTES = 16 << 20
@@ -54,9 +55,10 @@ _REMEMBERED_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a launch reads: `jobs` int64 `[jobs, 11]`, `tiles` int32 `[tiles, 2]` (job, tile of the job)."""
+    """What a launch reads: `jobs` int64 `[jobs, 13]`, `tiles` int32 `[tiles, 2]` (job, tile of the job)."""
 
     word_bytes: int
+    copies: bool
     jobs: torch.Tensor
     tiles: torch.Tensor
 
@@ -107,7 +109,7 @@ def partial_sums(pieces: "Sequence[Piece]") -> torch.Tensor:
         plans = tuple(plan.to(device) for plan in plans_of(grids))
         # Copies of pieces lie elsewhere next time.
         if all(grid.words.data_ptr() == piece.tensor.data_ptr() for grid, piece in zip(grids, pieces, strict=True)):
-            _remembered.put(key, plans)
+            _remembered.put(key, plans, sum(plan.size_bytes for plan in plans))
         return _sums(plans, len(pieces), device)
 
 
@@ -135,33 +137,82 @@ def _sums(plans: "Sequence[Plan]", count: int, device: torch.device) -> torch.Te
         return out
 
 
+class Launches:
+    """Copies with sums that can be launched again and again, as long as all memory stays where it is."""
+
+    def __init__(self, transfers: "Sequence[Transfer]", count: int, device: torch.device) -> None:
+        """Work out what is launched.
+
+        Args:
+            transfers: All on one CUDA device; each may be a part of a launch, see `can_transfer`.
+            count: Of sums.
+            device: Theirs.
+        """
+        self._device = device
+        self._count = count
+        self._stream = torch.cuda.current_stream(device).cuda_stream
+        grids = [grid_of(transfer.piece) for transfer in transfers]
+        targets = [None if transfer.target is None else words_of(transfer.target) for transfer in transfers]
+        indices = [-1 if transfer.total is None else transfer.total for transfer in transfers]
+        with torch.cuda.device(device):
+            self._plans = tuple(plan.to(device) for plan in plans_of(grids, targets, indices))
+
+    def launch(self) -> torch.Tensor | None:
+        """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet."""
+        if torch.cuda.current_stream(self._device).cuda_stream != self._stream:
+            return None
+        return _sums(self._plans, self._count, self._device)
+
+
+def can_transfer(transfer: "Transfer") -> bool:
+    """True if rows are runs of adjacent bytes on both sides."""
+    return is_rows_of_runs(grid_of(transfer.piece).words) and (
+        transfer.target is None or is_rows_of_runs(words_of(transfer.target))
+    )
+
+
 def rows_of_runs(grid: Grid) -> Grid:
     """The grid itself if each of its rows is one run of adjacent words, else a contiguous copy of it."""
-    trailing = merge_levels(grid.words.shape[1:], grid.words.stride()[1:])
-    if grid.words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1):
-        return grid
-    return replace(grid, words=grid.words.contiguous())
+    return grid if is_rows_of_runs(grid.words) else replace(grid, words=grid.words.contiguous())
 
 
-def plans_of(grids: Sequence[Grid]) -> list[Plan]:
-    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs."""
+def is_rows_of_runs(words: torch.Tensor) -> bool:
+    """True if each row is one run of adjacent words."""
+    trailing = merge_levels(words.shape[1:], words.stride()[1:])
+    return words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1)
+
+
+def plans_of(
+    grids: Sequence[Grid],
+    targets: Sequence[torch.Tensor | None] | None = None,
+    indices: Sequence[int] | None = None,
+) -> list[Plan]:
+    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs.
+
+    Args:
+        grids: What is read.
+        targets: For each grid, words of the same shape that it is copied to; None for none.
+        indices: For each grid, the sum that it adds to; -1 for none. Left out: its own.
+    """
     plans: list[Plan] = []
     for word_bytes in (1, 2):
         jobs = [
             job
-            for index, grid in enumerate(grids)
+            for number, grid in enumerate(grids)
             if grid.words.itemsize == word_bytes and grid.words.numel()
-            for job in _jobs(grid, index)
+            for job in _jobs(
+                grid, number if indices is None else indices[number], None if targets is None else targets[number]
+            )
         ]
         if not jobs:
             continue
         table = torch.tensor(jobs, dtype=torch.int64)
-        rows, cols, tile_rows = table[:, 1], table[:, 2], table[:, 10]
+        rows, cols, tile_rows = table[:, 1], table[:, 2], table[:, _TILE_ROWS]
         counts = (rows + tile_rows - 1) // tile_rows * ((cols + _COLS - 1) // _COLS)
         job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
         first_tile = counts.cumsum(0) - counts
         tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
-        plans.append(Plan(word_bytes=word_bytes, jobs=table, tiles=tiles.to(torch.int32)))
+        plans.append(Plan(word_bytes=word_bytes, copies=targets is not None, jobs=table, tiles=tiles.to(torch.int32)))
     return plans
 
 
@@ -173,7 +224,7 @@ def launch(plan: Plan, out: torch.Tensor) -> None:
         out,
         WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
         COLS=_COLS,
-        STEP=_STEP,
+        COPIES=plan.copies,
         FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
         num_warps=_NUM_WARPS,
         num_stages=1,
@@ -181,18 +232,21 @@ def launch(plan: Plan, out: torch.Tensor) -> None:
     )
 
 
-def _jobs(grid: Grid, index: int) -> Iterator[tuple[int, ...]]:
+def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[tuple[int, ...]]:
     """One row of `Plan.jobs` for every part of a grid whose columns are evenly spaced runs of the full columns."""
     words, word_bytes = grid.words, grid.words.itemsize
     levels = merge_levels(words.shape[1:], grid.column_strides)
     run = levels.pop()[0] if levels and levels[-1][1] == 1 else 1
     num_runs, run_stride = levels.pop() if levels else (1, run)
     rows, cols, row_stride = words.shape[0], num_runs * run, words.stride(0)
+    goal, goal_stride = (0, 0) if target is None else (target.data_ptr(), target.stride(0))
     narrow = cols < _NARROW_COLS
     first = sum(at * stride for at, stride in zip(grid.column, grid.column_strides, strict=True))
     for number, outer in enumerate(itertools.product(*(range(size) for size, _ in levels))):
-        address = words.data_ptr() + number * cols * word_bytes
-        unaligned = (address | cols * word_bytes | row_stride * word_bytes * (rows > 1)) % 16
+        behind = number * cols * word_bytes
+        address, goal_address = words.data_ptr() + behind, goal + behind if goal else 0
+        strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
+        unaligned = (address | goal_address | cols * word_bytes | strides) % 16
         yield (
             address,
             rows,
@@ -205,6 +259,8 @@ def _jobs(grid: Grid, index: int) -> Iterator[tuple[int, ...]]:
             index,
             (_NARROW if narrow else _WIDE if unaligned else _ALIGNED).value,
             max(1, _NARROW_WORDS // cols) if narrow else _ROWS,
+            goal_address,
+            goal_stride,
         )
 
 
@@ -215,33 +271,7 @@ def _place(piece: "Piece") -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy, piece.full_shape, piece.box
 
 
-class _Remembered:
-    """Plans by key, the least recently used forgotten when all together exceed `_REMEMBERED_BYTES`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._plans: OrderedDict[object, tuple[Plan, ...]] = OrderedDict()
-        self._size_bytes = 0
-
-    def get(self, key: object) -> tuple[Plan, ...] | None:
-        with self._lock:
-            plans = self._plans.get(key)
-            if plans is not None:
-                self._plans.move_to_end(key)
-            return plans
-
-    def put(self, key: object, plans: tuple[Plan, ...]) -> None:
-        with self._lock:
-            if key in self._plans:
-                return
-            self._plans[key] = plans
-            self._size_bytes += sum(plan.size_bytes for plan in plans)
-            while self._size_bytes > _REMEMBERED_BYTES and len(self._plans) > 1:
-                _, old = self._plans.popitem(last=False)
-                self._size_bytes -= sum(plan.size_bytes for plan in old)
-
-
-_remembered = _Remembered()
+_remembered: Known[Key, tuple[Plan, ...]] = Known(_REMEMBERED_BYTES)
 
 
 @triton.jit
@@ -262,56 +292,103 @@ def _column(index, first, cols, run, run_stride):
 
 
 @triton.jit
+def _add_row(low, high, word, row, FUSED: tl.constexpr):
+    """Add word * A(row): a word times a 64-bit number, as one 32 x 32 -> 64 bit product and one of 32 bits."""
+    a = _coefficient(row, _SEED_A)
+    a_low = a.to(tl.int32)
+    a_high = ((a - a_low.to(tl.int64)) >> 32).to(tl.int32)
+    if FUSED:
+        # Written out, the compiler makes a 64 x 64 bit product of it.
+        low = tl.inline_asm_elementwise(
+            "mad.wide.s32 $0, $1, $2, $3;",
+            "=l,r,r,l",
+            [word, a_low, low],
+            dtype=tl.int64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low += word.to(tl.int64) * a_low.to(tl.int64)
+    return low, high + word * a_high
+
+
+@triton.jit
+def _load_row(words, stride, row, rows, cols, COLS: tl.constexpr, VECTOR: tl.constexpr):
+    offsets = tl.arange(0, COLS)
+    places = words + row * stride + offsets
+    mask = (offsets < cols) & (row < rows)
+    if VECTOR > 1:
+        places = tl.max_contiguous(tl.multiple_of(places, 16), VECTOR)
+        mask = tl.max_constancy(mask, VECTOR)
+    return tl.load(places, mask=mask, other=0)
+
+
+@triton.jit
+def _store_row(words, stride, row, rows, cols, value, COLS: tl.constexpr, VECTOR: tl.constexpr):
+    offsets = tl.arange(0, COLS)
+    places = words + row * stride + offsets
+    mask = (offsets < cols) & (row < rows)
+    if VECTOR > 1:
+        places = tl.max_contiguous(tl.multiple_of(places, 16), VECTOR)
+        mask = tl.max_constancy(mask, VECTOR)
+    tl.store(places, value, mask=mask)
+
+
+@triton.jit
 def _sum_down(
+    words,
+    rows,
+    cols,
+    stride,
+    first_row,
+    goal,
+    goal_rows,
+    goal_stride,
+    COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    COPIES: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """Sum over rows of word * A(row) for each of COLS columns, int64 [COLS]; the first `goal_rows` are copied.
+
+    VECTOR is a promise: every row starts at a multiple of 16 bytes, and `cols` is a multiple of VECTOR words.
+    """
+    low = tl.zeros([COLS], tl.int64)
+    high = tl.zeros([COLS], tl.int32)
+    for row in range(0, rows, 4):
+        # All loads before the first store: the compiler does not know that they are of other memory.
+        w0 = _load_row(words, stride, row, rows, cols, COLS, VECTOR)
+        w1 = _load_row(words, stride, row + 1, rows, cols, COLS, VECTOR)
+        w2 = _load_row(words, stride, row + 2, rows, cols, COLS, VECTOR)
+        w3 = _load_row(words, stride, row + 3, rows, cols, COLS, VECTOR)
+        if COPIES:
+            _store_row(goal, goal_stride, row, goal_rows, cols, w0, COLS, VECTOR)
+            _store_row(goal, goal_stride, row + 1, goal_rows, cols, w1, COLS, VECTOR)
+            _store_row(goal, goal_stride, row + 2, goal_rows, cols, w2, COLS, VECTOR)
+            _store_row(goal, goal_stride, row + 3, goal_rows, cols, w3, COLS, VECTOR)
+        low, high = _add_row(low, high, w0.to(tl.int32), first_row + row, FUSED)
+        low, high = _add_row(low, high, w1.to(tl.int32), first_row + row + 1, FUSED)
+        low, high = _add_row(low, high, w2.to(tl.int32), first_row + row + 2, FUSED)
+        low, high = _add_row(low, high, w3.to(tl.int32), first_row + row + 3, FUSED)
+    return low + (high.to(tl.int64) << 32)
+
+
+@triton.jit
+def _sum_narrow(
     words,
     rows,
     cols,
     row_stride,
     first_row,
-    COLS: tl.constexpr,
-    STEP: tl.constexpr,
-    VECTOR: tl.constexpr,
-    FUSED: tl.constexpr,
+    first_col,
+    run,
+    run_stride,
+    goal,
+    goal_rows,
+    goal_stride,
+    WORDS: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
-    """Sum over rows of word * A(row) for each of COLS columns, int64 [COLS].
-
-    VECTOR is a promise: every row starts at a multiple of 16 bytes, and `cols` is a multiple of VECTOR words.
-    """
-    offsets = tl.arange(0, COLS)
-    inside = offsets < cols
-    low = tl.zeros([COLS], tl.int64)
-    high = tl.zeros([COLS], tl.int32)
-    for start in range(0, rows, STEP):
-        for i in tl.static_range(STEP):
-            row = start + i
-            places = words + row * row_stride + offsets
-            mask = inside & (row < rows)
-            if VECTOR > 1:
-                places = tl.max_contiguous(tl.multiple_of(places, 16), VECTOR)
-                mask = tl.max_constancy(mask, VECTOR)
-            word = tl.load(places, mask=mask, other=0).to(tl.int32)
-            # A word times a 64-bit number, as one 32 x 32 -> 64 bit product and one of 32 bits.
-            a = _coefficient(first_row + row, _SEED_A)
-            a_low = a.to(tl.int32)
-            a_high = ((a - a_low.to(tl.int64)) >> 32).to(tl.int32)
-            if FUSED:
-                # Written out, the compiler makes a 64 x 64 bit product of it.
-                low = tl.inline_asm_elementwise(
-                    "mad.wide.s32 $0, $1, $2, $3;",
-                    "=l,r,r,l",
-                    [word, a_low, low],
-                    dtype=tl.int64,
-                    is_pure=True,
-                    pack=1,
-                )
-            else:
-                low += word.to(tl.int64) * a_low.to(tl.int64)
-            high += word * a_high
-    return low + (high.to(tl.int64) << 32)
-
-
-@triton.jit
-def _sum_narrow(words, rows, cols, row_stride, first_row, first_col, run, run_stride, WORDS: tl.constexpr):
     """Sum of word * A(row) * B(column) over a few columns: one word per lane, both coefficients computed for each."""
     offsets = tl.arange(0, WORDS)
     sums = tl.zeros([WORDS], tl.int64)
@@ -320,15 +397,18 @@ def _sum_narrow(words, rows, cols, row_stride, first_row, first_col, run, run_st
     for at in range(0, num_words, WORDS):
         row = (at + offsets) // num_cols
         col = (at + offsets) % num_cols
-        word = tl.load(words + row * row_stride + col, mask=at + offsets < num_words, other=0).to(tl.int64)
+        inside = at + offsets < num_words
+        word = tl.load(words + row * row_stride + col, mask=inside, other=0)
+        if COPIES:
+            tl.store(goal + row * goal_stride + col, word, mask=inside & (row < goal_rows))
         a = _coefficient(first_row + row, _SEED_A)
         b = _coefficient(_column(col.to(tl.int64), first_col, cols, run, run_stride), _SEED_B)
-        sums += word * a * b
+        sums += word.to(tl.int64) * a * b
     return tl.sum(sums)
 
 
 @triton.jit
-def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr, FUSED: tl.constexpr):
+def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
     program = tl.program_id(0)
     tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
     job = jobs + tl.load(tiles + 2 * program) * _FIELDS
@@ -343,22 +423,46 @@ def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, STEP: t
     index = tl.load(job + 8)
     kind = tl.load(job + 9)
     tile_rows = tl.load(job + 10)
+    target = tl.load(job + 11)
+    goal_stride = tl.load(job + 12)
 
     col_tiles = (cols + COLS - 1) // COLS
     row = tile // col_tiles * tile_rows
     col = tile % col_tiles * COLS
     rows = tl.minimum(rows - row, tile_rows)
     start = address.to(tl.pointer_type(WORD)) + row * row_stride + col
+    goal = target.to(tl.pointer_type(WORD)) + row * goal_stride + col
+    goal_rows = tl.where(target != 0, rows, 0)
     first_row += row
 
     if kind == _NARROW:
-        total = _sum_narrow(start, rows, cols, row_stride, first_row, first_col, run, run_stride, COLS // 4)
+        total = _sum_narrow(
+            start,
+            rows,
+            cols,
+            row_stride,
+            first_row,
+            first_col,
+            run,
+            run_stride,
+            goal,
+            goal_rows,
+            goal_stride,
+            COLS // 4,
+            COPIES,
+        )
     else:
+        left = cols - col
         if kind == _ALIGNED:
             vector: tl.constexpr = 128 // WORD.primitive_bitwidth
-            sums = _sum_down(start, rows, cols - col, row_stride, first_row, COLS, STEP, vector, FUSED)
+            sums = _sum_down(
+                start, rows, left, row_stride, first_row, goal, goal_rows, goal_stride, COLS, vector, COPIES, FUSED
+            )
         else:
-            sums = _sum_down(start, rows, cols - col, row_stride, first_row, COLS, STEP, 1, FUSED)
+            sums = _sum_down(
+                start, rows, left, row_stride, first_row, goal, goal_rows, goal_stride, COLS, 1, COPIES, FUSED
+            )
         column = _column(col + tl.arange(0, COLS), first_col, cols, run, run_stride)
         total = tl.sum(sums * _coefficient(column, _SEED_B))
-    tl.atomic_add(out + index, total, sem="relaxed")
+    if index >= 0:
+        tl.atomic_add(out + index, total, sem="relaxed")

@@ -11,13 +11,15 @@ messages so that no engine switches before all engines have everything.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from weightcast.config import DigestKind, PauseMode, VerifyLevel
 from weightcast.errors import WireError
+from weightcast.wire.known import Known
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Name, Size, TensorSpec
 
 PROTOCOL = 1
@@ -391,19 +393,87 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+def _form(kind: type[msgspec.Struct], table: str) -> Any:
+    """The class as it is encoded and decoded first: with one field as bytes, which may be known."""
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(kind):
+        what = msgspec.Raw if field.name == table else field.type
+        fields.append((field.name, what) if field.required else (field.name, what, field.default))
+    tag = kind.__struct_config__.tag
+    return msgspec.defstruct(kind.__name__, fields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=tag)
+
+
+_TABLES: dict[type[msgspec.Struct], str] = {Open: "specs", Announce: "layout", EngineInfo: "specs"}
+_TABLES_BYTES = 64 << 20
+_forms = {kind: _form(kind, table) for kind, table in _TABLES.items()}
+_Specs = Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+
 _encoder = msgspec.json.Encoder()
 # Made here and not when first used: msgspec looks into a class then, and two threads that do so at once crash the
 # process.  Many targets are asked at once.
-_decoder = msgspec.json.Decoder(Message)
+_decoder = msgspec.json.Decoder(_forms[Open] | _forms[Announce] | Join | Leave | Close | Commit | Abort | Readback)
+_infos = msgspec.json.Decoder(_forms[EngineInfo])
 _acks = msgspec.json.Decoder(Ack)
 _rank_acks = msgspec.json.Decoder(RankAck)
-_infos = msgspec.json.Decoder(EngineInfo)
-_Answer = TypeVar("_Answer", Ack, RankAck, EngineInfo)
+_layouts = msgspec.json.Decoder(BucketLayout)
+_specs: msgspec.json.Decoder[tuple[TensorSpec, ...]] = msgspec.json.Decoder(_Specs)
+_Answer = TypeVar("_Answer")
+_Whole = TypeVar("_Whole", Open, Announce, EngineInfo)
+
+# Every update of a model has the same tables, and with many tensors they take longer to read than the weights to
+# travel.  Both ends keep them: what was encoded by identity, what was decoded and checked by its bytes.
+_encoded: Known[int, tuple[object, bytes]] = Known(_TABLES_BYTES)
+_known_layouts: Known[bytes, BucketLayout] = Known(_TABLES_BYTES)
+_known_specs: Known[bytes, tuple[TensorSpec, ...]] = Known(_TABLES_BYTES)
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Any of the classes above as JSON."""
-    return _encoder.encode(message)
+    name = _TABLES.get(type(message))
+    if name is None:
+        return _encoder.encode(message)
+    table = getattr(message, name)
+    known = _encoded.get(id(table))
+    if known is None:
+        known = table, _encoder.encode(table)  # it is kept beside its bytes, so that its id stays its own
+        _encoded.put(id(table), known, len(known[1]))
+    return _encoder.encode(_with(_forms[type(message)], message, name, msgspec.Raw(known[1])))
+
+
+def _with(kind: Any, other: Any, name: str, value: object) -> Any:
+    """The same fields but one, as another class."""
+    return kind(**{field: value if field == name else getattr(other, field) for field in kind.__struct_fields__})
+
+
+def _specs_of(kind: type[_Whole], form: Any) -> _Whole:
+    """The message of a form whose table is one of tensors.
+
+    Raises:
+        ValueError: The table is none, or is empty where it may not be.
+    """
+    data = bytes(form.specs)
+    specs = _known_specs.get(data)
+    if specs is None:
+        specs = _specs.decode(data)
+        _known_specs.put(data, specs, len(data))
+    if kind is Open and not specs:
+        raise ValueError("specs: at least one tensor is sent")
+    return _with(kind, form, "specs", specs)
+
+
+def _layout_of(form: Any) -> Announce:
+    """The message of a form whose table is a layout.
+
+    Raises:
+        ValueError, WireError: The layout is none, or is one that no sender of ours would make.
+    """
+    data = bytes(form.layout)
+    layout = _known_layouts.get(data)
+    if layout is None:
+        layout = _layouts.decode(data)
+        layout.check()
+        _known_layouts.put(data, layout, len(data))
+    return _with(Announce, form, "layout", layout)
 
 
 def decode_ack(data: bytes) -> Ack:
@@ -412,7 +482,7 @@ def decode_ack(data: bytes) -> Ack:
     Raises:
         WireError: It is none.
     """
-    return _answer(_acks, data)
+    return _answer(_acks.decode, data)
 
 
 def decode_rank_ack(data: bytes) -> RankAck:
@@ -421,7 +491,7 @@ def decode_rank_ack(data: bytes) -> RankAck:
     Raises:
         WireError: It is none.
     """
-    return _answer(_rank_acks, data)
+    return _answer(_rank_acks.decode, data)
 
 
 def decode_info(data: bytes) -> EngineInfo:
@@ -430,12 +500,12 @@ def decode_info(data: bytes) -> EngineInfo:
     Raises:
         WireError: It says something else.
     """
-    return _answer(_infos, data)
+    return _answer(lambda data: _specs_of(EngineInfo, _infos.decode(data)), data)
 
 
-def _answer(decoder: msgspec.json.Decoder[_Answer], data: bytes) -> _Answer:
+def _answer(read: Callable[[bytes], _Answer], data: bytes) -> _Answer:
     try:
-        return decoder.decode(data)
+        return read(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not an answer of a weightcast receiver: {error}") from None
 
@@ -449,9 +519,11 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     try:
-        message = _decoder.decode(data)
+        form = _decoder.decode(data)
+        if isinstance(form, _forms[Open]):
+            return _specs_of(Open, form)
+        if isinstance(form, _forms[Announce]):
+            return _layout_of(form)
+        return form
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a weightcast message: {error}") from None
-    if isinstance(message, Announce):
-        message.layout.check()
-    return message

@@ -1,0 +1,109 @@
+"""Copies that are summed on their way: the bytes arrive, and the sums are those of the CPU path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
+from weightcast.wire.digest import Box, Piece, partial_sums
+from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = torch.device("cuda:0")
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def wider(shape: tuple[int, ...], dtype: torch.dtype, first: int) -> torch.Tensor:
+    """Zeros of a shape inside of a larger tensor, as a part of a fused parameter is."""
+    if len(shape) != 2:
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+    return torch.zeros(shape[0] + 3, shape[1] + 16, dtype=dtype, device=DEVICE)[2:-1, first : first + shape[1]]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64], ids=str
+)
+@pytest.mark.parametrize("first", [0, 1, 16])
+def test_every_shape_in_one_launch(dtype, first):
+    pieces = [whole(random_tensor(shape, dtype, seed)) for seed, shape in enumerate(SHAPES)]
+    there = [on_gpu(piece) for piece in pieces]
+    goals = [wider(tuple(piece.tensor.shape), dtype, first) for piece in pieces]
+    transfers = [
+        Transfer(piece=piece, target=None if number % 3 == 1 else goal, total=None if number % 3 == 2 else number)
+        for number, (piece, goal) in enumerate(zip(there, goals, strict=True))
+    ]
+    assert all(can_transfer(transfer) for transfer in transfers)
+    repeated = RepeatedTransfers()
+    expected = partial_sums(pieces)
+    for _ in range(2):  # the second time finds what the first has worked out
+        sums = repeated.run("here", 1, DEVICE, len(pieces), lambda: transfers).cpu()
+        for number, (piece, goal) in enumerate(zip(pieces, goals, strict=True)):
+            assert sums[number] == (0 if number % 3 == 2 else expected[number]), piece.tensor.shape
+            arrived = torch.zeros_like(piece.tensor) if number % 3 == 1 else piece.tensor
+            assert torch.equal(raw(goal), raw(arrived)), piece.tensor.shape
+            goal.zero_()
+
+
+def test_nothing_is_written_beside_the_target():
+    source = random_tensor((70, 1500), torch.bfloat16).to(DEVICE)
+    around = random_tensor((80, 1600), torch.bfloat16, seed=1).to(DEVICE)
+    wanted = around.clone()
+    wanted[5:75, 8:1508] = source
+    transfers = [Transfer(piece=whole(source), target=around[5:75, 8:1508], total=0)]
+    sums = RepeatedTransfers().run("here", 1, DEVICE, 1, lambda: transfers)
+    assert torch.equal(raw(around), raw(wanted))
+    assert sums.cpu().equal(partial_sums([whole(source.cpu())]))
+
+
+def test_boxes_of_one_tensor_add_up():
+    tensor = random_tensor((300, 4096), torch.bfloat16)
+    boxes = [Box(offset=(row, col), shape=(150, 2048)) for row in (0, 150) for col in (0, 2048)]
+    there = tensor.to(DEVICE)
+    goal = torch.zeros_like(there)
+    transfers = [Transfer(piece=part(there, box), target=part(goal, box).tensor, total=0) for box in boxes]
+    sums = RepeatedTransfers().run("here", 1, DEVICE, 1, lambda: transfers)
+    assert sums.cpu().equal(partial_sums([whole(tensor)]))
+    assert torch.equal(raw(goal), raw(tensor))
+
+
+def test_what_is_read_otherwise_and_what_runs_on_another_stream_is_worked_out_anew():
+    memory = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=DEVICE)
+    goal = torch.zeros_like(memory)
+    repeated = RepeatedTransfers()
+    made: list[int] = []
+
+    def check(rows: int) -> None:
+        def transfers() -> list[Transfer]:
+            made.append(rows)
+            view = memory.view(torch.bfloat16).view(rows, -1)
+            return [Transfer(piece=whole(view), target=goal.view(torch.bfloat16).view(rows, -1), total=0)]
+
+        memory.random_(0, 256)
+        sums = repeated.run("here", rows, DEVICE, 1, transfers).cpu()
+        assert torch.equal(goal, memory)
+        assert sums.equal(partial_sums([whole(memory.cpu().view(torch.bfloat16).view(rows, -1))]))
+
+    for rows in (64, 64, 128, 64):
+        check(rows)
+    assert made == [64, 128, 64]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        check(64)
+    assert made == [64, 128, 64, 64]
+
+
+def test_what_cannot_be_one_launch():
+    tensor = random_tensor((64, 128), torch.bfloat16).to(DEVICE)
+    assert not can_transfer(Transfer(piece=whole(tensor.t()), total=0))
+    assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros_like(tensor, dtype=torch.float32)))
+    assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros(128, 64, device=DEVICE).bfloat16().t()))
+    assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros(64, 128, dtype=torch.bfloat16)))
+    assert can_transfer(Transfer(piece=Piece(tensor=tensor[3:9], full_shape=(6, 128)), target=tensor[20:26]))
