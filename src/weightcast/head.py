@@ -118,7 +118,7 @@ class Head:
         self._digests = SentDigests()
         self._started = 0.0
         self._version = 0
-        self._sent_digest: str | None = None
+        self._sent: Mapping[str, str] = {}
         self._must_be: str | None = None
         self._num_buckets = 0
         self._failure: WeightcastError | None = None
@@ -175,7 +175,7 @@ class Head:
         self._outcomes = {url: Outcome() for url in self._urls}
         self._phases = {}
         self._started = time.monotonic()
-        self._sent_digest = self._must_be = None
+        self._sent, self._must_be = {}, None
 
     def begin_catch_up(self) -> int | None:
         """An update of those alone that are not at the current version; None if there are none, or is no version."""
@@ -315,11 +315,15 @@ class Head:
 
     def _check_unchanged(self) -> None:
         """Two engines with one version and other weights are what a version is there to prevent."""
-        if self._must_be is not None and self._sent_digest != self._must_be:
+        if self._must_be is not None and self._sent_digest() != self._must_be:
             raise _WeightsChanged(
                 f"the weights are no longer those of version {self._version}: nobody can be brought in at it",
                 hint="retarget() before training goes on, or leave it to the next update()",
             )
+
+    def _sent_digest(self) -> str | None:
+        """Of all that was sent; not asked for before engines have switched, since they would wait."""
+        return model_digest(self._sent) if self._sent else None
 
     # -- failure and end
 
@@ -513,7 +517,7 @@ class Head:
             ]
             sent, kept = self._digests.finish() if self._config.verify != "none" else ({}, {})
         acks = [close.result() for close in closes]
-        self._sent_digest = model_digest(sent) if sent else None
+        self._sent = sent
         self._check_unchanged()
         for link, ack in zip(self._links, acks, strict=True):
             if sent and "received" in link.adapter.proves:
@@ -539,11 +543,12 @@ class Head:
         unsure = [url for url, outcome in self._outcomes.items() if outcome.committed is None or outcome.failed]
         now = self._probe(unsure, hasty=True)
         rows = tuple(outcome.row(url, now.get(url)) for url, outcome in self._outcomes.items())
+        sent_digest = self._sent_digest()
         moved_on = any(row.status == "serving" for row in rows)
         for row in rows:
             self._roster.ended(row, version=self._version, moved_on=moved_on)
         if moved_on:
-            self._roster.current = Current(version=self._version, digest=self._sent_digest)
+            self._roster.current = Current(version=self._version, digest=sent_digest)
         phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(
@@ -554,7 +559,7 @@ class Head:
             seconds=time.monotonic() - self._started,
             phases=phases,
             peak_extra_bytes=0,
-            digest=self._sent_digest,
+            digest=sent_digest,
             targets=rows,
         )
 

@@ -8,7 +8,8 @@ or raises the same error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Self, cast
 
 import msgspec
@@ -30,6 +31,7 @@ from weightcast.head import FOLLOW_DEADLINES, Decision, Head
 from weightcast.kinds import recognise
 from weightcast.protocols import Exporter, Scorer
 from weightcast.report import UpdateReport
+from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import DTYPES, BucketLayout, plan_buckets, total_bytes
 
 Progress = Callable[[int, int], None]
@@ -259,12 +261,15 @@ class WeightUpdater:
         with PeakMemory(self._exporter.device) as peak, collector_still():
             try:
                 decision = Decision()
+                buckets = self._fill_buckets()
+                # Where no other rank has to come for it, the first bucket fills while the engines open.
+                first = [next(buckets)] if self._group.world_size == 1 else []
                 if head is not None:
                     decision = head.open(version, self._specs, tuple(layout.size_bytes for layout in self._layouts))
                 decision = self._hear(decision, entering=True)
                 if decision.error or decision.again:
                     return decision
-                self._stream()
+                self._stream(chain(first, buckets))
                 if head is not None:
                     decision = head.finish()
             except BaseException as error:
@@ -287,9 +292,8 @@ class WeightUpdater:
             decision = self._hear(decision)
         return decision
 
-    def _stream(self) -> None:
-        """Fill one bucket while the one before it is under way."""
-        head = self._head
+    def _fill_buckets(self) -> Iterator[tuple[Bucket | None, SharedSlot | None]]:
+        """Bucket after bucket, each into the slot of its turn; both None on a rank that only gives."""
         receives = self._group.rank in self._group.receivers
         if receives and not self._slots:
             size = max(layout.size_bytes for layout in self._layouts)
@@ -299,16 +303,23 @@ class WeightUpdater:
         slots = [slot.data for slot in self._slots] if receives else None
         buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:
-            go = b"go" if head is None or not head.failed else b"stop"
-            if self._group.broadcast_bytes(go, timeout_s=self._patience_s()) != b"go":
-                return
             slot = self._slots[layout.index % len(self._slots)] if receives else None
             if slot is not None:
                 slot.reclaim()
             started = time.monotonic()
             bucket = next(buckets)
-            if head is not None:
-                head.add_phase("gather", time.monotonic() - started)
+            if self._head is not None:
+                self._head.add_phase("gather", time.monotonic() - started)
+            yield bucket, slot
+
+    def _stream(self, buckets: Iterator[tuple[Bucket | None, SharedSlot | None]]) -> None:
+        """Fill one bucket while the one before it is under way."""
+        head = self._head
+        for _ in self._layouts:
+            go = b"go" if head is None or not head.failed else b"stop"
+            if self._group.broadcast_bytes(go, timeout_s=self._patience_s()) != b"go":
+                return
+            bucket, slot = next(buckets)
             shared = self._gather_shared(slot)
             if head is not None:
                 assert bucket is not None

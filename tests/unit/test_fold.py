@@ -35,7 +35,6 @@ def test_shards_add_up_to_the_whole(weight):
     assert whole.broken == ()
     assert whole.unmatched(whole.digests) == []
     assert whole.unmatched({"w": "0" * 16, "x": "1" * 16}) == ["w", "x"]
-    assert whole.ranks_holding(["n"]) == {0, 1}
     assert fold_resident(by_columns).digests == {"w": tensor_digest(weight)}
 
 

@@ -130,15 +130,12 @@ class PlacedTensors:
         """What this rank holds of a tensor now, and what it is a part of, for ``Gatherer``.  Nothing is checked."""
         place, tensor = self.places[number], self.tensor(number)
         whole = self._shard_of(place.name, tensor) if self._shard_of is not None else None
-        placed, local = None, tensor
-        if isinstance(tensor, DTensor):
-            with torch.no_grad():
-                local = tensor.to_local()
-            placed = tensor.device_mesh, tensor.placements
-        return (
-            (whole, tensor.shape, placed, local.shape, local.stride(), local.dtype, local.device),
-            local.detach(),
-        )
+        if not isinstance(tensor, DTensor):
+            return (whole, tensor.shape, tensor.stride(), tensor.dtype, tensor.device), tensor
+        with torch.no_grad():
+            local = tensor.to_local()
+        placed = tensor.device_mesh, tensor.placements
+        return (whole, tensor.shape, placed, local.shape, local.stride(), local.dtype, local.device), local
 
     @contextmanager
     def looking(self) -> Generator[None]:

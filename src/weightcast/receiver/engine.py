@@ -359,7 +359,7 @@ class ReceiverEngine:
             raise Refused(text)
         self._session = None
         self._version = session.open.version
-        self._digest = model_digest(resident.digests) if message.expected else None
+        self._digest = None
         self._message = ""
         self._state = "serving"
         try:
@@ -369,6 +369,8 @@ class ReceiverEngine:
         except WeightcastError as error:
             self._quarantine(f"version {session.open.version} is in, but not what depends on it: {_words(error)}")
             raise
+        if message.expected:
+            self._digest = model_digest(resident.digests)  # after the engine goes on: nothing waits for it
         return self._ack(
             resident=resident.digests,
             resident_ranks=len(acks),

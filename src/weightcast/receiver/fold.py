@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weightcast.wire.digest import add_partial, finish
+import torch
+
+from weightcast.wire.digest import add_partial, as_signed, finish_all, key_of
 from weightcast.wire.messages import Held, RankAck
 
 
@@ -17,20 +20,14 @@ class Resident:
     Attributes:
         digests: Finished digest of each source tensor that is kept whole, by name.
         broken: Names whose parts do not make up the tensor, or differ between ranks that keep the same part.
-        holders: Ranks that keep a part of the tensor, by name.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
     broken: tuple[str, ...] = ()
-    holders: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
 
     def unmatched(self, expected: Mapping[str, str]) -> list[str]:
         """Names that are kept otherwise than expected, or not at all."""
         return [name for name, digest in expected.items() if self.digests.get(name) != digest]
-
-    def ranks_holding(self, names: Sequence[str]) -> set[int]:
-        """Ranks that keep a part of any of these tensors."""
-        return {rank for name in names for rank in self.holders.get(name, set())}
 
 
 def fold_resident(acks: Sequence[RankAck]) -> Resident:
@@ -38,28 +35,37 @@ def fold_resident(acks: Sequence[RankAck]) -> Resident:
 
     Boxes that several ranks keep (replicated weights, a tensor used in two places) must have one sum, and count once.
     """
-    parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Held]] = {}
-    holders: dict[str, set[int]] = {}
-    broken: dict[str, None] = {}
+    parts: dict[str, list[Held]] = {}
     for ack in acks:
         for held in ack.held:
-            name = held.spec.name
-            holders.setdefault(name, set()).add(ack.rank)
-            boxes = parts.setdefault(name, {})
-            known = boxes.setdefault((held.box_offset, held.box_shape), held)
-            if known.total != held.total or known.spec != held.spec:
-                broken[name] = None
-    digests: dict[str, str] = {}
-    for name, boxes in parts.items():
-        spec = next(iter(boxes.values())).spec
-        total = 0
-        for held in boxes.values():
-            total = add_partial(total, held.total)
-        if sum(math.prod(shape) for _, shape in boxes) != spec.numel or _overlap(list(boxes)):
-            broken[name] = None
-        if name not in broken:
-            digests[name] = finish(total, dtype=spec.torch_dtype, shape=spec.shape)
-    return Resident(digests=digests, broken=tuple(broken), holders=holders)
+            parts.setdefault(held.spec.name, []).append(held)
+    broken: list[str] = []
+    names: list[str] = []
+    totals: list[int] = []
+    keys: list[int] = []
+    for name, found in parts.items():
+        spec = found[0].spec
+        total = found[0].total if len(found) == 1 and found[0].box_shape == spec.shape else _total(found)
+        if total is None:
+            broken.append(name)
+            continue
+        names.append(name)
+        totals.append(as_signed(total))
+        keys.append(key_of(spec.torch_dtype, spec.shape))
+    digests = finish_all(torch.tensor(totals, dtype=torch.int64), torch.tensor(keys, dtype=torch.int64))
+    return Resident(digests=dict(zip(names, digests, strict=True)), broken=tuple(broken))
+
+
+def _total(found: Sequence[Held]) -> int | None:
+    """The sum of a tensor's parts; None if they are not the tensor, or ranks differ in one that both keep."""
+    spec = found[0].spec
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for held in found:
+        if held.spec != spec or boxes.setdefault((held.box_offset, held.box_shape), held.total) != held.total:
+            return None
+    if sum(math.prod(shape) for _, shape in boxes) != spec.numel or _overlap(list(boxes)):
+        return None
+    return functools.reduce(add_partial, boxes.values())
 
 
 def fold_received(acks: Sequence[RankAck]) -> tuple[dict[str, str], int, tuple[str, ...]]:

@@ -117,7 +117,10 @@ class Loader:
         self._where: int | None = None  # which of the places that this update writes to
         self._places: dict[object, int] = {}
         self._rests: dict[object, tuple[BucketLayout, list[tuple[TensorSlot, _Copy]]]] = {}
+        # Of the tables that were announced last; the same ones in every update.
         self._fits: Sequence[TensorSpec] | None = None
+        self._all_rows: tuple[Sequence[TensorSpec], dict[str, int]] | None = None
+        self._kept: tuple[object, list[TensorSpec]] | None = None
         self.touched = False
 
     @property
@@ -272,7 +275,10 @@ class Loader:
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
-        return [spec.name for spec in specs if self._arrived.get(spec.name, -1) != spec.num_rows]
+        if self._all_rows is None or self._all_rows[0] is not specs:
+            self._all_rows = specs, {spec.name: spec.num_rows for spec in specs}
+        rows = self._all_rows[1]
+        return [] if self._arrived == rows else [name for name in rows if self._arrived.get(name, -1) != rows[name]]
 
     def commit(self) -> None:
         """Make the new version live and run the finishers, each once."""
@@ -305,14 +311,16 @@ class Loader:
         where = tuple(tensor.data_ptr() for tensor in live.values())
         how = tuple((tensor.dtype, tensor.stride()) for tensor in live.values())
         sums = self._repeated.sums(where, how, next(iter(live.values())).device, pieces)
-        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in live.items()}
-        specs = [  # while the device sums
-            TensorSpec(name=route.source, dtype=dtypes[route.parameter], shape=self.expected[route.source].shape)
-            for route in routes
-        ]
+        if self._kept is None or self._kept[0] != how:  # while the device sums
+            dtypes = {name: dtype_name(tensor.dtype) for name, tensor in live.items()}
+            specs = [
+                TensorSpec(name=route.source, dtype=dtypes[route.parameter], shape=self.expected[route.source].shape)
+                for route in routes
+            ]
+            self._kept = how, specs
         return [
             Held(spec=spec, box_offset=route.box_offset, box_shape=route.box_shape, total=as_unsigned(total))
-            for route, spec, total in zip(routes, specs, sums.tolist(), strict=True)
+            for route, spec, total in zip(routes, self._kept[1], sums.tolist(), strict=True)
         ]
 
     def _copies(self, layout: BucketLayout) -> _Table:

@@ -6,7 +6,7 @@ The checks compare what a target answered with what was sent; they ask nobody.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from weightcast.errors import VerificationFailed, WeightcastError
@@ -26,7 +26,7 @@ class Outcome:
         info: What it said when it was probed; None if it did not answer.
         failed: Why it dropped out, if it did.
         proof: Highest level reached.
-        digest: Model digest at that level.
+        digests: At that level, by tensor name.
         matched: Engine ranks that agree with it.
         committed: Its answer to the commit.
         peak_extra_bytes: Most extra memory of any of its ranks.
@@ -36,7 +36,7 @@ class Outcome:
     info: EngineInfo | None = None
     failed: WeightcastError | None = None
     proof: Proof = "none"
-    digest: str | None = None
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])
     matched: int = 0
     committed: Ack | None = None
     peak_extra_bytes: int = 0
@@ -69,7 +69,7 @@ class Outcome:
             )
         self.proof = "received"
         self.matched = ack.received_ranks
-        self.digest = model_digest(ack.received)
+        self.digests = ack.received
 
     def resident(self, link: Link, ack: Ack, expected: Mapping[str, str]) -> None:
         """What the target keeps is what was sent.
@@ -94,7 +94,7 @@ class Outcome:
             )
         self.proof = "resident"
         self.matched = ack.resident_ranks
-        self.digest = model_digest(ack.resident)
+        self.digests = ack.resident
         if ack.unproven:
             self.message = f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them"
 
@@ -123,7 +123,7 @@ class Outcome:
             engine=info.engine if info is not None else "unknown",
             version_before=info.version if info is not None else None,
             version_after=after,
-            digest=self.digest if serving else None,
+            digest=model_digest(self.digests) if serving and self.digests else None,
             status=status,
             proof=self.proof if serving else "none",
             ranks=info.tp_size if info is not None else 0,

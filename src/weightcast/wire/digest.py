@@ -28,6 +28,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ _BLOCK_WORDS = 1 << 18
 # Coefficients computed at a time, and columns at a time in wide matrices: 256 KiB, so that they stay in cache.
 _SPAN = 1 << 15
 _SHA_CHUNK_BYTES = 16 << 20
+_HEX = re.compile(r"[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,15 @@ def as_unsigned(value: int) -> int:
     return value & _MASK
 
 
+def as_signed(value: int) -> int:
+    """The inverse of `as_unsigned`.
+
+    Raises:
+        ValueError: `value` is not in [0, 2**64).
+    """
+    return _signed(_checked_sum(value))
+
+
 def add_partial(a: int, b: int) -> int:
     """The sum mod 2**64 of two partial sums.
 
@@ -251,7 +262,7 @@ def model_digest(digests: Mapping[str, str]) -> str:
         ValueError: a digest is not a hex string.
     """
     for name, digest in digests.items():
-        if not digest or not set(digest) <= set("0123456789abcdef"):
+        if not _HEX.fullmatch(digest):
             raise ValueError(f"the digest of {name} is {digest!r}, not lower-case hex")
     return hashlib.blake2b(json.dumps(sorted(digests.items())).encode(), digest_size=8).hexdigest()
 

@@ -36,8 +36,9 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _SEED_A = tl.constexpr(SEED_A)
 _SEED_B = tl.constexpr(SEED_B)
 
-# A tile of two warps: 32 bytes of a bf16 row per thread, so that A(r) is spread over 16 words.
-_COLS = 1024
+# A tile of two warps: 16 bytes of a bf16 row per thread, eight rows at once. Of what was tried on an H200 this copies
+# fastest (93 % of a plain copy) and sums as fast as any.
+_COLS = 512
 _ROWS = 64
 _NUM_WARPS = 2
 # Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
@@ -50,7 +51,7 @@ _FIELDS = tl.constexpr(13)
 _TILE_ROWS = 10  # the field
 _NARROW, _WIDE, _ALIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-_REMEMBERED_BYTES = 16 << 20
+_REMEMBERED_BYTES = 48 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,21 +356,33 @@ def _sum_down(
     """
     low = tl.zeros([COLS], tl.int64)
     high = tl.zeros([COLS], tl.int32)
-    for row in range(0, rows, 4):
+    for row in range(0, rows, 8):
         # All loads before the first store: the compiler does not know that they are of other memory.
         w0 = _load_row(words, stride, row, rows, cols, COLS, VECTOR)
         w1 = _load_row(words, stride, row + 1, rows, cols, COLS, VECTOR)
         w2 = _load_row(words, stride, row + 2, rows, cols, COLS, VECTOR)
         w3 = _load_row(words, stride, row + 3, rows, cols, COLS, VECTOR)
+        w4 = _load_row(words, stride, row + 4, rows, cols, COLS, VECTOR)
+        w5 = _load_row(words, stride, row + 5, rows, cols, COLS, VECTOR)
+        w6 = _load_row(words, stride, row + 6, rows, cols, COLS, VECTOR)
+        w7 = _load_row(words, stride, row + 7, rows, cols, COLS, VECTOR)
         if COPIES:
             _store_row(goal, goal_stride, row, goal_rows, cols, w0, COLS, VECTOR)
             _store_row(goal, goal_stride, row + 1, goal_rows, cols, w1, COLS, VECTOR)
             _store_row(goal, goal_stride, row + 2, goal_rows, cols, w2, COLS, VECTOR)
             _store_row(goal, goal_stride, row + 3, goal_rows, cols, w3, COLS, VECTOR)
+            _store_row(goal, goal_stride, row + 4, goal_rows, cols, w4, COLS, VECTOR)
+            _store_row(goal, goal_stride, row + 5, goal_rows, cols, w5, COLS, VECTOR)
+            _store_row(goal, goal_stride, row + 6, goal_rows, cols, w6, COLS, VECTOR)
+            _store_row(goal, goal_stride, row + 7, goal_rows, cols, w7, COLS, VECTOR)
         low, high = _add_row(low, high, w0.to(tl.int32), first_row + row, FUSED)
         low, high = _add_row(low, high, w1.to(tl.int32), first_row + row + 1, FUSED)
         low, high = _add_row(low, high, w2.to(tl.int32), first_row + row + 2, FUSED)
         low, high = _add_row(low, high, w3.to(tl.int32), first_row + row + 3, FUSED)
+        low, high = _add_row(low, high, w4.to(tl.int32), first_row + row + 4, FUSED)
+        low, high = _add_row(low, high, w5.to(tl.int32), first_row + row + 5, FUSED)
+        low, high = _add_row(low, high, w6.to(tl.int32), first_row + row + 6, FUSED)
+        low, high = _add_row(low, high, w7.to(tl.int32), first_row + row + 7, FUSED)
     return low + (high.to(tl.int64) << 32)
 
 
@@ -448,7 +461,7 @@ def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES:
             goal,
             goal_rows,
             goal_stride,
-            COLS // 4,
+            COLS // 2,
             COPIES,
         )
     else:
