@@ -31,6 +31,8 @@ from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
+from weightcast.exporters.module import ModuleExporter
+from weightcast.head import Head
 from weightcast.wire.digest import model_digest
 
 TRANSPORTS = ("ipc", "broadcast")
@@ -64,6 +66,35 @@ def test_every_engine_ends_with_exactly_the_trainers_weights(engines, transport,
     assert report.digest == model_digest(digests_of(version))
     assert json.loads(report.to_json())["version"] == version
     assert str(version) in str(report)
+
+
+def test_the_first_bucket_fills_before_engines_are_asked_for_anything(engines, monkeypatch):
+    version, happened = next_version(), list[str]()
+    fill, open_ = ModuleExporter.fill, Head.open
+
+    def filling(self, bucket, layout, group):
+        happened.append(f"fill {layout.index}")
+        if broken:
+            raise ConfigError("this bucket cannot be filled")
+        return fill(self, bucket, layout, group)
+
+    def opening(self, *args):
+        happened.append("open")
+        return open_(self, *args)
+
+    monkeypatch.setattr(ModuleExporter, "fill", filling)
+    monkeypatch.setattr(Head, "open", opening)
+    before = engines.one.info()
+    with connect(trainer_of(version), [engines.one], transport="ipc") as updater:
+        broken = True
+        with pytest.raises(ConfigError, match="cannot be filled"):
+            updater.update(version=version)
+        assert happened == ["fill 0"]
+        assert engines.one.info() == before
+        broken = False
+        assert updater.update(version=version).ok
+    assert happened[1:4] == ["fill 0", "open", "fill 1"]
+    assert serves_whole(engines.one) == version
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

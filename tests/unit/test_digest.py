@@ -16,8 +16,11 @@ from weightcast.wire.digest import (
     Box,
     Piece,
     add_partial,
+    as_signed,
     as_unsigned,
     finish,
+    finish_all,
+    key_of,
     model_digest,
     partial_sums,
     sha256_digest,
@@ -310,3 +313,12 @@ def test_sums_are_unsigned_64_bit_numbers():
 def test_digests_of_a_model_are_hex():
     with pytest.raises(ValueError, match="lm_head"):
         model_digest({"lm_head": "not a digest"})
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 9), max_size=3)), max_size=20))
+def test_many_digests_are_finished_as_one_is(some):
+    dtype = torch.bfloat16
+    totals = torch.tensor([as_signed(total) for total, _ in some], dtype=torch.int64)
+    keys = torch.tensor([key_of(dtype, shape) for _, shape in some], dtype=torch.int64)
+    assert finish_all(totals, keys) == [finish(total, dtype=dtype, shape=shape) for total, shape in some]
+    assert [as_unsigned(total) for total in totals.tolist()] == [total for total, _ in some]
