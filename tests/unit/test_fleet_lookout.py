@@ -7,11 +7,31 @@ import time
 
 import pytest
 
+from weightcast.comm.http import Client
+from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable
 from weightcast.fleet.lookout import Lookout
+from weightcast.fleet.roster import Roster
+from weightcast.wire.messages import EngineInfo, RankInfo
 
 LONG_S = 100.0  # longer than a test may take
 pytestmark = pytest.mark.timeout(30)
+
+
+INFO = EngineInfo(
+    protocol=1,
+    engine="toy",
+    model="toy",
+    state="serving",
+    version=1,
+    digest=None,
+    tp_size=1,
+    host_id="here",
+    ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
+    staging="device",
+    transports=("ipc",),
+    specs=(),
+)
 
 
 class Crowd:
@@ -78,3 +98,38 @@ def test_a_question_put_ahead_is_not_waited_for():
     crowd.lookout.forget("still")
     crowd.wakes["still"].set()
     assert crowd.lookout.look({"still": LONG_S}) == {"still": "still is here"}
+
+
+def test_who_was_only_glanced_at_may_be_waited_for_anew():
+    crowd = Crowd()
+    crowd.lookout.look({"slow": 0.01})
+    time.sleep(0.1)
+    assert isinstance(crowd.lookout.look({"slow": 0.1})["slow"], TargetUnreachable)  # at once: it has had its time
+    timer = threading.Timer(0.1, crowd.wakes["slow"].set)
+    timer.start()
+    assert crowd.lookout.look({"slow": 10.0}, anew={"slow"}) == {"slow": "slow is here"}
+    timer.join()
+
+
+def test_a_hasty_look_is_not_held_against_anybody():
+    awake = threading.Event()
+
+    def recognise(client: Client) -> EngineInfo:
+        if not awake.wait(0.05):
+            raise TargetUnreachable("silence", url=client.target.url) from DeadlineExceeded(
+                who=client.target.url, waiting_for="an answer", timeout_s=0.05
+            )
+        return INFO
+
+    url = "http://127.0.0.1:1"
+    roster = Roster([Target(url)], timeout_s=0.6, recognise=recognise)
+    try:
+        assert isinstance(roster.look(hasty=True)[url], TargetUnreachable)
+        time.sleep(0.6)  # the question is out for longer than any deadline now
+        timer = threading.Timer(0.2, awake.set)
+        timer.start()
+        assert roster.look() == {url: INFO}
+        timer.join()
+    finally:
+        awake.set()
+        roster.close()

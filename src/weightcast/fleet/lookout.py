@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -37,22 +37,26 @@ class Lookout(Generic[Answer]):
         self._out: dict[str, _Question[Answer]] = {}
         self._news = threading.Condition()
 
-    def look(self, patience_s: Mapping[str, float]) -> dict[str, Answer | WeightcastError]:
+    def look(
+        self, patience_s: Mapping[str, float], *, anew: Collection[str] = ()
+    ) -> dict[str, Answer | WeightcastError]:
         """What each of them answers now.
 
         Args:
             patience_s: Whom to ask, and how long to wait for each, in seconds, counted from when the question was
                 put, which may have been at an earlier look.
+            anew: Of them, those for whom it counts from now, whenever the question was put.
 
         Returns:
             The answer, or what went wrong; ``TargetUnreachable`` for one who has not answered so far.
         """
         with self._news:
+            now = time.monotonic()
             for url in patience_s:
-                self._put(url, time.monotonic())
+                self._put(url, now)
             while True:
                 waiting = [url for url in patience_s if not self._out[url].answer]
-                ends = [self._out[url].asked_at + patience_s[url] for url in waiting]
+                ends = [(now if url in anew else self._out[url].asked_at) + patience_s[url] for url in waiting]
                 left_s = max(ends, default=0.0) - time.monotonic()
                 if left_s <= 0:
                     break

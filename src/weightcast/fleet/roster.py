@@ -86,15 +86,17 @@ class Roster:
 
         Args:
             urls: Whom to ask; None for all.
-            hasty: Wait a moment, not a deadline, even for those of whom nothing bad is known.
+            hasty: Wait a moment, not a deadline, even for those of whom nothing bad is known.  It is not held against
+                them: the next look that is not hasty waits for them as ever.
         """
         chosen = list(self._members if urls is None else urls)
-        patience_s = {url: self._glance_s if hasty or url in self._silent else self._timeout_s for url in chosen}
-        found = self._lookout.look(patience_s)
+        brief = set(chosen) if hasty else self._silent & set(chosen)
+        patience_s = {url: self._glance_s if url in brief else self._timeout_s for url in chosen}
+        found = self._lookout.look(patience_s, anew=patience_s.keys() - brief)
         with self._lock:
             for url, answer in found.items():
                 if url in self._members:
-                    self._note(url, answer)
+                    self._note(url, answer, waited=url not in brief)
             silent = [url for url in found if url in self._silent and url in self._members]
         self._lookout.ask_ahead(silent, waited_s=self._glance_s)  # they have been waited for enough
         return found
@@ -159,12 +161,13 @@ class Roster:
         for client in self._clients.values():
             client.close()
 
-    def _note(self, url: str, answer: EngineInfo | WeightcastError) -> None:
+    def _note(self, url: str, answer: EngineInfo | WeightcastError, *, waited: bool) -> None:
         if isinstance(answer, EngineInfo):
             self._silent.discard(url)
             self._fleet.answered(url, version=answer.version, incarnation=_incarnation(answer))
         elif isinstance(answer, TargetUnreachable):
-            self._silent.add(url)
+            if waited or not is_silence(answer):
+                self._silent.add(url)
             (self._fleet.silent if is_silence(answer) else self._fleet.lost)(url, str(answer))
         else:
             self._fleet.broken(url, str(answer))
