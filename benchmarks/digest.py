@@ -21,6 +21,7 @@ import torch
 from weightcast.cli.measuring.machine import facts
 from weightcast.cli.measuring.shapes import model_shape
 from weightcast.wire.digest import Box, Piece, partial_sums
+from weightcast.wire.transfers import RepeatedTransfers, Transfer
 
 GIB = 1 << 30
 Shape = tuple[int, ...]
@@ -133,6 +134,29 @@ def measure(pieces: list[Piece], device: torch.device, repeats: int) -> dict[str
     }
 
 
+def on_the_way(shapes: list[Shape], device: torch.device, repeats: int) -> dict[str, float]:
+    """Tensors copied and summed by one launch, as into a bucket and out of it, beside their copies alone."""
+    pieces = [whole(filled(shape, torch.bfloat16, device)) for shape in shapes]
+    targets = [torch.empty_like(piece.tensor) for piece in pieces]
+    transfers = [
+        Transfer(piece=piece, target=target, total=number)
+        for number, (piece, target) in enumerate(zip(pieces, targets, strict=True))
+    ]
+    size_bytes = sum(piece.tensor.nbytes for piece in pieces)
+    repeated = RepeatedTransfers()
+    taken_s = seconds(lambda: repeated.run("", "", device, len(pieces), lambda: transfers), device, repeats)
+    copies_s = seconds(
+        lambda: [target.copy_(piece.tensor) for piece, target in zip(pieces, targets, strict=True)], device, repeats
+    )
+    return {
+        "tensors": len(pieces),
+        "bytes": size_bytes,
+        "seconds": taken_s,
+        "gb_per_s": size_bytes / taken_s / 1e9,
+        "copies_alone_gb_per_s": size_bytes / copies_s / 1e9,
+    }
+
+
 def same_as_cpu(device: torch.device) -> bool:
     """The digests that the rest is about are right: compared with the CPU on a few shapes."""
     shapes: list[Shape] = [(300, 4096), (77, 576), (5000,), (40, 33, 70), (9000, 3)]
@@ -178,6 +202,8 @@ def main() -> int:
         lambda: [whole(filled(shape, torch.bfloat16, device)) for shape in qwen3_8b(layers)],
     )
     result["digest"] = cases
+    result["copied_and_summed"] = figures = on_the_way(qwen3_8b(max(1, layers // 2)), device, repeats)
+    figures["of_copy"] = 2 * figures["gb_per_s"] / found["copy_read_plus_write"]
 
     text = json.dumps(result, indent=2)
     print(text)

@@ -62,6 +62,7 @@ _OURS_GPU = (512 * MIB, GIB, 2 * GIB)
 _PEERS_GPU = (512 * MIB, GIB, 2 * GIB)
 _OURS_CPU = (16 * MIB, 64 * MIB)
 _PEERS_CPU = (16 * MIB, 64 * MIB)
+_LARGE_CPU = (64 * MIB, 256 * MIB)
 
 
 def _gpu(name: str, model: str, placement: Any, trainers: int, engines: int, **more: Any) -> Case:
@@ -167,6 +168,19 @@ def _cpu_plan() -> list[Case]:
     return [
         _cpu("cpu-colocated", "dense-256MiB", "colocated", 1, 1),
         _cpu("cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1),
+        _cpu(
+            "cpu-colocated-1g", "dense-1GiB", "colocated", 1, 1, bucket_bytes=_LARGE_CPU, budget_s=300, deadline_s=600
+        ),
+        _cpu(
+            "cpu-disaggregated-1g",
+            "dense-1GiB",
+            "disaggregated",
+            1,
+            1,
+            bucket_bytes=_LARGE_CPU,
+            budget_s=300,
+            deadline_s=600,
+        ),
         _cpu("cpu-colocated-many", "many-2048", "colocated", 1, 1, bucket_bytes=(16 * MIB,), peer_bytes=(16 * MIB,)),
         _cpu("cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1),
         _cpu("cpu-stall", "dense-256MiB", "colocated", 1, 1, generate=True, bucket_bytes=(64 * MIB,)),

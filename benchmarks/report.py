@@ -233,7 +233,15 @@ def _loader(result: Result) -> str:
 
 def _digest(result: Result) -> str:
     rows = [[name, f"{row['gb_per_s']:.1f}", f"{row['of_read_limit']:.0%}"] for name, row in result["digest"].items()]
-    return _machine(result) + "\n" + table(["digest of", "GB/s", "of the read limit"], rows)
+    text = _machine(result) + "\n" + table(["digest of", "GB/s", "of the read limit"], rows)
+    moved = result.get("copied_and_summed")
+    if moved:
+        text += (
+            f"\n\nCopied and summed by one launch, {moved['tensors']} tensors: {moved['gb_per_s']:.0f} GB/s, "
+            f"{moved['of_copy']:.0%} of a plain copy. "
+            f"Their copies alone, one by one: {moved['copies_alone_gb_per_s']:.0f} GB/s.\n"
+        )
+    return text
 
 
 def _gather(result: Result) -> str:
