@@ -116,7 +116,7 @@ class Loader:
         self._transfers = RepeatedTransfers()
         self._where: int | None = None  # which of the places that this update writes to
         self._places: dict[object, int] = {}
-        self._rests: dict[object, tuple[BucketLayout, list[tuple[TensorSlot, _Copy]]]] = {}
+        self._rests: dict[object, list[tuple[TensorSlot, _Copy]]] = {}  # what of a place is no transfer
         # Of the tables that were announced last; the same ones in every update.
         self._fits: Sequence[TensorSpec] | None = None
         self._all_rows: tuple[Sequence[TensorSpec], dict[str, int]] | None = None
@@ -233,13 +233,14 @@ class Loader:
             now = tuple((target.data_ptr(), target.dtype) for target in targets)
             self._where = self._places.setdefault(now, len(self._places))
         place = bucket.layout.index, bucket.data.data_ptr(), self._where
-        known = self._rests.get(place)
-        if known is None or known[0] != bucket.layout:
-            known = self._rests[place] = bucket.layout, self._transfers_of(bucket, table)[1]
-        sums = self._transfers.run(
-            place, bucket.layout, bucket.data.device, len(table), lambda: self._transfers_of(bucket, table)[0]
-        )
-        self._copy(bucket, known[1])
+
+        def transfers() -> list[Transfer]:
+            found, rest = self._transfers_of(bucket, table)
+            self._rests[place] = rest
+            return found
+
+        sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(table), transfers)
+        self._copy(bucket, self._rests[place])
         return sums
 
     def _transfers_of(self, bucket: Bucket, table: _Table) -> tuple[list[Transfer], list[tuple[TensorSlot, _Copy]]]:

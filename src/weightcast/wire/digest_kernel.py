@@ -152,11 +152,17 @@ class Launches:
         self._device = device
         self._count = count
         self._stream = torch.cuda.current_stream(device).cuda_stream
-        grids = [grid_of(transfer.piece) for transfer in transfers]
-        targets = [None if transfer.target is None else words_of(transfer.target) for transfer in transfers]
-        indices = [-1 if transfer.total is None else transfer.total for transfer in transfers]
+        self._plans: tuple[Plan, ...] = ()
+        jobs: dict[int, list[tuple[int, ...]]] = {1: [], 2: []}
+        for transfer in transfers:
+            tensor = transfer.piece.tensor
+            if tensor.numel():
+                index = -1 if transfer.total is None else transfer.total
+                jobs[1 if tensor.itemsize == 1 else 2] += _jobs_of(transfer.piece, index, transfer.target)
         with torch.cuda.device(device):
-            self._plans = tuple(plan.to(device) for plan in plans_of(grids, targets, indices))
+            self._plans = tuple(
+                _plan_of(some, word_bytes, copies=True).to(device) for word_bytes, some in jobs.items() if some
+            )
 
     def launch(self) -> torch.Tensor | None:
         """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet."""
@@ -167,9 +173,11 @@ class Launches:
 
 def can_transfer(transfer: "Transfer") -> bool:
     """True if rows are runs of adjacent bytes on both sides."""
-    return is_rows_of_runs(grid_of(transfer.piece).words) and (
-        transfer.target is None or is_rows_of_runs(words_of(transfer.target))
-    )
+    return _are_runs(transfer.piece.tensor) and (transfer.target is None or _are_runs(transfer.target))
+
+
+def _are_runs(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or is_rows_of_runs(words_of(tensor))
 
 
 def rows_of_runs(grid: Grid) -> Grid:
@@ -183,38 +191,47 @@ def is_rows_of_runs(words: torch.Tensor) -> bool:
     return words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1)
 
 
-def plans_of(
-    grids: Sequence[Grid],
-    targets: Sequence[torch.Tensor | None] | None = None,
-    indices: Sequence[int] | None = None,
-) -> list[Plan]:
-    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs.
-
-    Args:
-        grids: What is read.
-        targets: For each grid, words of the same shape that it is copied to; None for none.
-        indices: For each grid, the sum that it adds to; -1 for none. Left out: its own.
-    """
+def plans_of(grids: Sequence[Grid]) -> list[Plan]:
+    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs."""
     plans: list[Plan] = []
     for word_bytes in (1, 2):
         jobs = [
             job
-            for number, grid in enumerate(grids)
+            for index, grid in enumerate(grids)
             if grid.words.itemsize == word_bytes and grid.words.numel()
-            for job in _jobs(
-                grid, number if indices is None else indices[number], None if targets is None else targets[number]
-            )
+            for job in _jobs(grid, index, None)
         ]
-        if not jobs:
-            continue
-        table = torch.tensor(jobs, dtype=torch.int64)
-        rows, cols, tile_rows = table[:, 1], table[:, 2], table[:, _TILE_ROWS]
-        counts = (rows + tile_rows - 1) // tile_rows * ((cols + _COLS - 1) // _COLS)
-        job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
-        first_tile = counts.cumsum(0) - counts
-        tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
-        plans.append(Plan(word_bytes=word_bytes, copies=targets is not None, jobs=table, tiles=tiles.to(torch.int32)))
+        if jobs:
+            plans.append(_plan_of(jobs, word_bytes, copies=False))
     return plans
+
+
+def _plan_of(jobs: Sequence[tuple[int, ...]], word_bytes: int, *, copies: bool) -> Plan:
+    table = torch.tensor(jobs, dtype=torch.int64)
+    rows, cols, tile_rows = table[:, 1], table[:, 2], table[:, _TILE_ROWS]
+    counts = (rows + tile_rows - 1) // tile_rows * ((cols + _COLS - 1) // _COLS)
+    job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
+    first_tile = counts.cumsum(0) - counts
+    tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
+    return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=tiles.to(torch.int32))
+
+
+def _jobs_of(piece: "Piece", index: int, target: torch.Tensor | None) -> Iterator[tuple[int, ...]]:
+    """The jobs of a piece. Most are whole rows in one run, and there may be very many: those take a shorter way."""
+    tensor, full, box = piece.tensor, piece.full_shape, piece.box
+    plain = tensor.is_contiguous() and (target is None or target.is_contiguous())
+    if not plain or (box is not None and box.shape[1:] != full[1:]) or (box is not None and len(full) < 2):
+        words = None if target is None else words_of(target)
+        yield from _jobs(grid_of(piece), index, words)
+        return
+    rows = tensor.shape[0] if len(full) > 1 else 1
+    word_bytes = 1 if tensor.itemsize == 1 else 2
+    cols = tensor.numel() // rows * (tensor.itemsize // word_bytes)
+    goal = 0 if target is None else target.data_ptr()
+    unaligned = (tensor.data_ptr() | goal | cols * word_bytes) % 16
+    first_row = box.offset[0] if box is not None else 0
+    goal_stride = cols if goal else 0
+    yield _job(tensor.data_ptr(), rows, cols, cols, first_row, 0, cols, cols, index, unaligned, goal, goal_stride)
 
 
 def launch(plan: Plan, out: torch.Tensor) -> None:
@@ -241,28 +258,62 @@ def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[tuple
     num_runs, run_stride = levels.pop() if levels else (1, run)
     rows, cols, row_stride = words.shape[0], num_runs * run, words.stride(0)
     goal, goal_stride = (0, 0) if target is None else (target.data_ptr(), target.stride(0))
-    narrow = cols < _NARROW_COLS
     first = sum(at * stride for at, stride in zip(grid.column, grid.column_strides, strict=True))
     for number, outer in enumerate(itertools.product(*(range(size) for size, _ in levels))):
         behind = number * cols * word_bytes
         address, goal_address = words.data_ptr() + behind, goal + behind if goal else 0
         strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
         unaligned = (address | goal_address | cols * word_bytes | strides) % 16
-        yield (
+        column = first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True))
+        yield _job(
             address,
             rows,
             cols,
             row_stride,
             grid.row,
-            first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True)),
+            column,
             run,
             run_stride,
             index,
-            (_NARROW if narrow else _WIDE if unaligned else _ALIGNED).value,
-            max(1, _NARROW_WORDS // cols) if narrow else _ROWS,
+            unaligned,
             goal_address,
             goal_stride,
         )
+
+
+def _job(
+    address: int,
+    rows: int,
+    cols: int,
+    row_stride: int,
+    first_row: int,
+    first_column: int,
+    run: int,
+    run_stride: int,
+    index: int,
+    unaligned: int,
+    goal: int,
+    goal_stride: int,
+) -> tuple[int, ...]:
+    """A row of `Plan.jobs`, as the kernel reads it."""
+    narrow = cols < _NARROW_COLS
+    kind = _NARROW if narrow else _WIDE if unaligned else _ALIGNED
+    tile_rows = max(1, _NARROW_WORDS // cols) if narrow else _ROWS
+    return (
+        address,
+        rows,
+        cols,
+        row_stride,
+        first_row,
+        first_column,
+        run,
+        run_stride,
+        index,
+        kind.value,
+        tile_rows,
+        goal,
+        goal_stride,
+    )
 
 
 def _place(piece: "Piece") -> tuple[object, ...]:

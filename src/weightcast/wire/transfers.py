@@ -47,6 +47,8 @@ def can_transfer(transfer: Transfer) -> bool:
     source, target = transfer.piece.tensor, transfer.target
     if target is not None and (target.device != source.device or target.dtype != source.dtype):
         return False
+    if source.is_conj() or source.is_neg() or (target is not None and (target.is_conj() or target.is_neg())):
+        return False  # their memory is not what they say
     if source.device.type != "cuda":
         return True
     from weightcast.wire import digest_kernel

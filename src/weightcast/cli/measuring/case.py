@@ -132,12 +132,13 @@ class _Run:
                 entry.prepare_s = rig.prepare(method, timeout_s=self._plan.turn_s)
                 entry.first_s = rig.turn(method, timeout_s=self._plan.turn_s)[0].usable_s
                 entry.watched = dict(rig.held(method))
-                turns = [rig.turn(method, timeout_s=self._plan.turn_s)[0] for _ in range(self._plan.tries)]
+                tries = self._plan.tries if len(contender.settings) > 1 else 0  # where there is something to choose
+                turns = [rig.turn(method, timeout_s=self._plan.turn_s)[0].usable_s for _ in range(tries)]
                 rig.drop(method)
             except MeasuringFailed as error:
                 self._fail(method, error)
                 continue
-            tried[method.name] = min(turn.usable_s for turn in turns)
+            tried[method.name] = min(turns, default=entry.first_s)
             if best is None or tried[method.name] < tried[best.method.name]:
                 best = entry
         if best is not None:

@@ -423,8 +423,9 @@ class _Worker:
         if isinstance(side, EngineSide):
             side.engine.poison(self._pattern, version)
         else:
-            for number, (tensor, first_word) in enumerate(self._local):
-                self._pattern.fill(tensor, key=key_of(version, number), first_word=first_word)
+            self._pattern.fill_all(
+                (tensor, key_of(version, number), first_word) for number, (tensor, first_word) in enumerate(self._local)
+            )
         synchronize(side.device)
 
     def do_check(self, driver: Connection, version: int) -> list[str]:

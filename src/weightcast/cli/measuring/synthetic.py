@@ -7,6 +7,7 @@ The bits are random, so some are no numbers; nothing here computes with them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -17,6 +18,7 @@ from weightcast.cli.measuring.shapes import ModelShape, Place
 POISON = -1
 _SHORT, _LONG = 1_048_583, 33_554_467  # primes, so that no shape repeats with the pattern
 _STEP = 7919
+_COMPARED_WORDS = 1 << 25
 
 
 class Pattern:
@@ -36,14 +38,33 @@ class Pattern:
             key: Which tensor of which version it is.
             first_word: Where in that tensor it begins, in elements.
         """
-        words = tensor.detach().view(torch.int16).view(-1)
+        self.fill_all([(tensor, key, first_word)])
+
+    def fill_all(self, tensors: Iterable[tuple[torch.Tensor, int, int]]) -> None:
+        """As ``fill``, for many: tensor, key and first word of each."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for tensor, key, first_word in tensors:
+            words = _words(tensor)
+            sources += (windows := self.windows(words.numel(), key=key, first_word=first_word))
+            targets += words.split([window.numel() for window in windows])
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+
+    def windows(self, count: int, *, key: int, first_word: int = 0) -> list[torch.Tensor]:
+        """What so many words of a tensor are, in parts; views."""
         length = self._words.numel()
         at = (key * _STEP + first_word) % length
-        done = 0
-        while done < words.numel():
-            count = min(length - at, words.numel() - done)
-            words[done : done + count].copy_(self._words[at : at + count])
-            done, at = done + count, 0
+        found: list[torch.Tensor] = []
+        while count:
+            found.append(self._words[at : at + count])
+            count -= found[-1].numel()
+            at = 0
+        return found
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(torch.int16).view(-1)
 
 
 def key_of(version: int, number: int) -> int:
@@ -96,18 +117,35 @@ class Engine(nn.Module):
 
     def poison(self, pattern: Pattern, version: int) -> None:
         """Overwrite everything with what no version has."""
-        for number, parameter in enumerate(self.kept.values()):
-            pattern.fill(parameter.data, key=-key_of(version + 1, number) + POISON)
+        pattern.fill_all(
+            (parameter, -key_of(version + 1, number) + POISON, 0) for number, parameter in enumerate(self.kept.values())
+        )
 
     def wrong(self, pattern: Pattern, version: int) -> list[str]:
         """Tensors that are not, bit for bit, those of the version."""
-        largest = max(self.region(place).numel() for place in self.shape.places)
-        scratch = torch.empty(largest, dtype=torch.bfloat16, device=next(self.parameters()).device)
         found: list[str] = []
-        for number, place in enumerate(self.shape.places):
-            have = self.region(place)
-            want = scratch[: have.numel()]
-            pattern.fill(want, key=key_of(version, number))
-            if not torch.equal(have.view(torch.int16).view(-1), want.view(torch.int16)):
-                found.append(place.name)
-        return found
+        some: list[int] = []
+        size = 0
+        for number, place in enumerate(self.shape.places):  # small ones together: a comparison waits for the device
+            words = math.prod(place.shape)
+            if size + words > _COMPARED_WORDS:
+                found += self._wrong_of(some, pattern, version)
+                some, size = [], 0
+            some.append(number)
+            size += words
+        return found + self._wrong_of(some, pattern, version)
+
+    def _wrong_of(self, numbers: list[int], pattern: Pattern, version: int) -> list[str]:
+        """Those of some tensors."""
+        have = [_words(self.region(self.shape.places[number])) for number in numbers]
+        want = [
+            pattern.windows(words.numel(), key=key_of(version, number))
+            for words, number in zip(have, numbers, strict=True)
+        ]
+        if len(numbers) > 1 and torch.equal(torch.cat(have), torch.cat([window for parts in want for window in parts])):
+            return []
+        return [
+            self.shape.places[number].name
+            for number, words, parts in zip(numbers, have, want, strict=True)
+            if not all(map(torch.equal, words.split([part.numel() for part in parts]), parts))
+        ]
