@@ -1,11 +1,10 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 """The sums of `weightcast.wire.digest` on CUDA, and copies with sums: one Triton launch for any number of pieces.
 
-On the host, pieces become *jobs*: a matrix of words in memory, and where its rows and columns lie in the full tensor.
-A job is cut into tiles, one program each. Jobs and tiles are two small device tensors; they are remembered for pieces
-that lie where they lay before, so that digesting the same weights again costs a launch and no copy.
+What is done is worked out on the host (`digest_jobs`): jobs and tiles, two small device tensors, which are remembered
+for pieces that lie where they lay before, so that digesting the same weights again costs a launch and no copy.
 
-On the device, a program keeps one sum per column while it walks down its rows. A word costs a sign extension and two
+A program keeps one sum per column while it walks down its rows. A word costs a sign extension and two
 multiply-adds; A(r) is computed once per row, B(c) once per column when the rows are done. No coefficients are read
 from memory. Words of 8 and of 16 bits need one launch each. A job that has a target stores each word there as well:
 what is copied anyway is summed on its way, at next to no cost.
@@ -14,16 +13,24 @@ Importing this needs Triton, which is why `weightcast.wire.digest` does so only 
 know dtypes, names and digests: it sees words.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from weightcast.wire.digest import SEED_A, SEED_B, Grid, grid_of, merge_levels, words_of
+from weightcast.wire.digest import SEED_A, SEED_B, grid_of
+from weightcast.wire.digest_jobs import (
+    ALIGNED,
+    COLS,
+    FIELDS,
+    NARROW,
+    Plan,
+    plans_of,
+    plans_of_transfers,
+    rows_of_runs,
+)
 from weightcast.wire.known import Known
 
 if TYPE_CHECKING:
@@ -36,42 +43,13 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _SEED_A = tl.constexpr(SEED_A)
 _SEED_B = tl.constexpr(SEED_B)
 
-# A tile of two warps: 16 bytes of a bf16 row per thread, eight rows at once. Of what was tried on an H200 this copies
-# fastest (93 % of a plain copy) and sums as fast as any.
-_COLS = 512
-_ROWS = 64
 _NUM_WARPS = 2
 # Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
 _MAX_REGISTERS = 128
-# Below this many columns a program covers whole rows instead, at more work per word.
-_NARROW_COLS = 64
-_NARROW_WORDS = 1 << 14
-
-_FIELDS = tl.constexpr(13)
-_TILE_ROWS = 10  # the field
-_NARROW, _WIDE, _ALIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FIELDS = tl.constexpr(FIELDS)
+_NARROW, _ALIGNED = tl.constexpr(NARROW), tl.constexpr(ALIGNED)
 
 _REMEMBERED_BYTES = 48 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a launch reads: `jobs` int64 `[jobs, 13]`, `tiles` int32 `[tiles, 2]` (job, tile of the job)."""
-
-    word_bytes: int
-    copies: bool
-    jobs: torch.Tensor
-    tiles: torch.Tensor
-
-    def to(self, device: torch.device) -> "Plan":
-        """A copy on `device`, queued on its current stream through pinned memory, so that the host does not wait."""
-        jobs, tiles = (part.pin_memory().to(device, non_blocking=True) for part in (self.jobs, self.tiles))
-        return replace(self, jobs=jobs, tiles=tiles)
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of both tensors."""
-        return self.jobs.nbytes + self.tiles.nbytes
 
 
 class Key:
@@ -152,86 +130,14 @@ class Launches:
         self._device = device
         self._count = count
         self._stream = torch.cuda.current_stream(device).cuda_stream
-        self._plans: tuple[Plan, ...] = ()
-        jobs: dict[int, list[tuple[int, ...]]] = {1: [], 2: []}
-        for transfer in transfers:
-            tensor = transfer.piece.tensor
-            if tensor.numel():
-                index = -1 if transfer.total is None else transfer.total
-                jobs[1 if tensor.itemsize == 1 else 2] += _jobs_of(transfer.piece, index, transfer.target)
         with torch.cuda.device(device):
-            self._plans = tuple(
-                _plan_of(some, word_bytes, copies=True).to(device) for word_bytes, some in jobs.items() if some
-            )
+            self._plans = tuple(plan.to(device) for plan in plans_of_transfers(transfers))
 
     def launch(self) -> torch.Tensor | None:
         """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet."""
         if torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             return None
         return _sums(self._plans, self._count, self._device)
-
-
-def can_transfer(transfer: "Transfer") -> bool:
-    """True if rows are runs of adjacent bytes on both sides."""
-    return _are_runs(transfer.piece.tensor) and (transfer.target is None or _are_runs(transfer.target))
-
-
-def _are_runs(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or is_rows_of_runs(words_of(tensor))
-
-
-def rows_of_runs(grid: Grid) -> Grid:
-    """The grid itself if each of its rows is one run of adjacent words, else a contiguous copy of it."""
-    return grid if is_rows_of_runs(grid.words) else replace(grid, words=grid.words.contiguous())
-
-
-def is_rows_of_runs(words: torch.Tensor) -> bool:
-    """True if each row is one run of adjacent words."""
-    trailing = merge_levels(words.shape[1:], words.stride()[1:])
-    return words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1)
-
-
-def plans_of(grids: Sequence[Grid]) -> list[Plan]:
-    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs."""
-    plans: list[Plan] = []
-    for word_bytes in (1, 2):
-        jobs = [
-            job
-            for index, grid in enumerate(grids)
-            if grid.words.itemsize == word_bytes and grid.words.numel()
-            for job in _jobs(grid, index, None)
-        ]
-        if jobs:
-            plans.append(_plan_of(jobs, word_bytes, copies=False))
-    return plans
-
-
-def _plan_of(jobs: Sequence[tuple[int, ...]], word_bytes: int, *, copies: bool) -> Plan:
-    table = torch.tensor(jobs, dtype=torch.int64)
-    rows, cols, tile_rows = table[:, 1], table[:, 2], table[:, _TILE_ROWS]
-    counts = (rows + tile_rows - 1) // tile_rows * ((cols + _COLS - 1) // _COLS)
-    job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
-    first_tile = counts.cumsum(0) - counts
-    tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
-    return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=tiles.to(torch.int32))
-
-
-def _jobs_of(piece: "Piece", index: int, target: torch.Tensor | None) -> Iterator[tuple[int, ...]]:
-    """The jobs of a piece. Most are whole rows in one run, and there may be very many: those take a shorter way."""
-    tensor, full, box = piece.tensor, piece.full_shape, piece.box
-    plain = tensor.is_contiguous() and (target is None or target.is_contiguous())
-    if not plain or (box is not None and box.shape[1:] != full[1:]) or (box is not None and len(full) < 2):
-        words = None if target is None else words_of(target)
-        yield from _jobs(grid_of(piece), index, words)
-        return
-    rows = tensor.shape[0] if len(full) > 1 else 1
-    word_bytes = 1 if tensor.itemsize == 1 else 2
-    cols = tensor.numel() // rows * (tensor.itemsize // word_bytes)
-    goal = 0 if target is None else target.data_ptr()
-    unaligned = (tensor.data_ptr() | goal | cols * word_bytes) % 16
-    first_row = box.offset[0] if box is not None else 0
-    goal_stride = cols if goal else 0
-    yield _job(tensor.data_ptr(), rows, cols, cols, first_row, 0, cols, cols, index, unaligned, goal, goal_stride)
 
 
 def launch(plan: Plan, out: torch.Tensor) -> None:
@@ -241,78 +147,12 @@ def launch(plan: Plan, out: torch.Tensor) -> None:
         plan.tiles,
         out,
         WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
-        COLS=_COLS,
+        COLS=COLS,
         COPIES=plan.copies,
         FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
         num_warps=_NUM_WARPS,
         num_stages=1,
         maxnreg=_MAX_REGISTERS,
-    )
-
-
-def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[tuple[int, ...]]:
-    """One row of `Plan.jobs` for every part of a grid whose columns are evenly spaced runs of the full columns."""
-    words, word_bytes = grid.words, grid.words.itemsize
-    levels = merge_levels(words.shape[1:], grid.column_strides)
-    run = levels.pop()[0] if levels and levels[-1][1] == 1 else 1
-    num_runs, run_stride = levels.pop() if levels else (1, run)
-    rows, cols, row_stride = words.shape[0], num_runs * run, words.stride(0)
-    goal, goal_stride = (0, 0) if target is None else (target.data_ptr(), target.stride(0))
-    first = sum(at * stride for at, stride in zip(grid.column, grid.column_strides, strict=True))
-    for number, outer in enumerate(itertools.product(*(range(size) for size, _ in levels))):
-        behind = number * cols * word_bytes
-        address, goal_address = words.data_ptr() + behind, goal + behind if goal else 0
-        strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
-        unaligned = (address | goal_address | cols * word_bytes | strides) % 16
-        column = first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True))
-        yield _job(
-            address,
-            rows,
-            cols,
-            row_stride,
-            grid.row,
-            column,
-            run,
-            run_stride,
-            index,
-            unaligned,
-            goal_address,
-            goal_stride,
-        )
-
-
-def _job(
-    address: int,
-    rows: int,
-    cols: int,
-    row_stride: int,
-    first_row: int,
-    first_column: int,
-    run: int,
-    run_stride: int,
-    index: int,
-    unaligned: int,
-    goal: int,
-    goal_stride: int,
-) -> tuple[int, ...]:
-    """A row of `Plan.jobs`, as the kernel reads it."""
-    narrow = cols < _NARROW_COLS
-    kind = _NARROW if narrow else _WIDE if unaligned else _ALIGNED
-    tile_rows = max(1, _NARROW_WORDS // cols) if narrow else _ROWS
-    return (
-        address,
-        rows,
-        cols,
-        row_stride,
-        first_row,
-        first_column,
-        run,
-        run_stride,
-        index,
-        kind.value,
-        tile_rows,
-        goal,
-        goal_stride,
     )
 
 

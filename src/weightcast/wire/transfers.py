@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightcast.wire import digest_jobs
 from weightcast.wire.digest import Piece, partial_sums
 
 if TYPE_CHECKING:
@@ -47,13 +48,7 @@ def can_transfer(transfer: Transfer) -> bool:
     source, target = transfer.piece.tensor, transfer.target
     if target is not None and (target.device != source.device or target.dtype != source.dtype):
         return False
-    if source.is_conj() or source.is_neg() or (target is not None and (target.is_conj() or target.is_neg())):
-        return False  # their memory is not what they say
-    if source.device.type != "cuda":
-        return True
-    from weightcast.wire import digest_kernel
-
-    return digest_kernel.can_transfer(transfer)
+    return digest_jobs.can_transfer(transfer)
 
 
 class RepeatedTransfers:
