@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
 
-from weightcast.comm.collector import collector_still
+from weightcast.comm.collector import collector_still, spare_what_lives
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,21 @@ def test_who_has_switched_it_off_finds_it_off() -> None:
     with collector_still(), collector_still():
         assert not gc.isenabled()
     assert not gc.isenabled()
+
+
+def test_what_lives_is_walked_no_more_and_what_is_garbage_goes() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    stays, garbage = Node(), weakref.ref(Node())
+    assert garbage() is not None
+    spare_what_lives()
+    try:
+        assert garbage() is None
+        assert not any(known is stays for known in gc.get_objects())
+        later = weakref.ref(Node())
+        gc.collect()
+        assert later() is None  # it works as ever for what comes
+    finally:
+        gc.unfreeze()

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 from transformers import PretrainedConfig
 
 from weightcast import __version__
+from weightcast.comm.collector import spare_what_lives
 from weightcast.comm.tls import server_context
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.receiver.agent import StagingChoice
@@ -154,6 +155,7 @@ def serve(
             )
 
             def announce() -> None:
+                spare_what_lives()
                 _say(ready)
                 if on_ready is not None:
                     on_ready(url)

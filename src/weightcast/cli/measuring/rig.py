@@ -31,6 +31,7 @@ from weightcast.cli.measuring.peak import Peak, held_bytes
 from weightcast.cli.measuring.raw import Pipe, RawGroup, stamp, store_for, synchronize
 from weightcast.cli.measuring.shapes import ModelShape, model_shape
 from weightcast.cli.measuring.synthetic import Engine, Pattern, key_of, nested
+from weightcast.comm.collector import spare_what_lives
 from weightcast.errors import WeightcastError
 
 Placement = Literal["colocated", "disaggregated"]
@@ -349,6 +350,7 @@ def _work(role: str, rank: int, layout: Layout, store_port: int, driver: Connect
         torch.set_num_threads(layout.threads)
     try:
         worker = _Worker(role, rank, layout, device, store_port, ends)
+        spare_what_lives()  # as servers do
         while True:
             command, *arguments = driver.recv()
             answer = getattr(worker, f"do_{command}")(driver, *arguments)
