@@ -105,6 +105,30 @@ def test_a_trainer_sums_what_it_copies(bucket_bytes):
     assert RepeatedTotals().digests(sums) == digests({name: value.detach() for name, value in model.named_parameters()})
 
 
+def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
+    whats: list[object] = []
+    run = RepeatedTransfers.run
+
+    def noting(self, place, what, *others):
+        whats.append(what)
+        return run(self, place, what, *others)
+
+    monkeypatch.setattr(RepeatedTransfers, "run", noting)
+    model = nn.Linear(4, 4, bias=False)
+    exporter = ModuleExporter(model)
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=64, packing=Packing())
+    slots = allocate_slots(CPU, 64)
+    for turned in (False, False, True):
+        if turned:
+            model.weight.data = model.weight.data.t()  # the address stays
+        (bucket,) = bucketize(exporter, layouts, ALONE, slots)
+        parts = {slot.spec.name: view.clone() for slot, view in bucket.views()}
+        assert torch.equal(parts["weight"], model.weight)
+    first, again, *other = whats
+    assert first == again
+    assert first not in other
+
+
 def test_what_is_cast_is_summed_by_others():
     model = Mixed()
     parts: dict[str, bytes] = {}

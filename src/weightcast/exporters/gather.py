@@ -133,7 +133,7 @@ class _Copy:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Replay:
     """How this rank's own parts get into a bucket.
 
@@ -277,7 +277,7 @@ class Gatherer:
         if replay is None or any(found[source][0] != look for source, look in replay.looks.items()):
             replay = steps.replay = self._work_out(steps, bucket)
             found = {source: self._look(source) for source in replay.looks} if self._look else {}
-        sums = self._copy_and_sum(steps.layout, replay.summed, found, bucket) if replay.summed else None
+        sums = self._copy_and_sum(steps.layout, replay, found, bucket) if replay.summed else None
         if not replay.copies and not replay.rest:
             return sums
         memory = {source: (tensor, bits(tensor)) for source, (_, tensor) in found.items()}
@@ -298,17 +298,19 @@ class Gatherer:
     def _copy_and_sum(
         self,
         layout: BucketLayout,
-        copies: Sequence[_Copy],
+        replay: _Replay,
         found: Mapping[int, tuple[object, torch.Tensor]],
         bucket: Bucket,
     ) -> torch.Tensor:
         def transfers() -> list[Transfer]:
             flat = Flat(bucket.data)
-            return [_transfer_of(copy, found[copy.source][1], flat) for copy in copies]
+            return [_transfer_of(copy, found[copy.source][1], flat) for copy in replay.summed]
 
         where = tuple(tensor.data_ptr() for _, tensor in found.values())
         place = layout.index, bucket.data.data_ptr()
-        return self._transfers.run(place, (layout, where), bucket.data.device, len(layout.slots), transfers)
+        # The same memory may be read otherwise than before: ``replay`` is another one then.
+        what = layout, where, replay
+        return self._transfers.run(place, what, bucket.data.device, len(layout.slots), transfers)
 
     def _work_out(self, steps: _Steps, bucket: Bucket) -> _Replay:
         replay = _Replay({}, [], [], [])

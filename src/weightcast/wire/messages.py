@@ -404,7 +404,8 @@ def _form(kind: type[msgspec.Struct], table: str) -> Any:
 
 
 _TABLES: dict[type[msgspec.Struct], str] = {Open: "specs", Announce: "layout", EngineInfo: "specs"}
-_TABLES_BYTES = 64 << 20
+_TABLES_BYTES = 128 << 20
+_TIMES_ITS_BYTES = 4  # what a decoded table takes
 _forms = {kind: _form(kind, table) for kind, table in _TABLES.items()}
 _Specs = Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
 
@@ -436,7 +437,7 @@ def encode(message: msgspec.Struct) -> bytes:
     known = _encoded.get(id(table))
     if known is None:
         known = table, _encoder.encode(table)  # it is kept beside its bytes, so that its id stays its own
-        _encoded.put(id(table), known, len(known[1]))
+        _encoded.put(id(table), known, _TIMES_ITS_BYTES * len(known[1]))
     return _encoder.encode(_with(_forms[type(message)], message, name, msgspec.Raw(known[1])))
 
 
@@ -455,7 +456,7 @@ def _specs_of(kind: type[_Whole], form: Any) -> _Whole:
     specs = _known_specs.get(data)
     if specs is None:
         specs = _specs.decode(data)
-        _known_specs.put(data, specs, len(data))
+        _known_specs.put(data, specs, _TIMES_ITS_BYTES * len(data))
     if kind is Open and not specs:
         raise ValueError("specs: at least one tensor is sent")
     return _with(kind, form, "specs", specs)
@@ -472,7 +473,7 @@ def _layout_of(form: Any) -> Announce:
     if layout is None:
         layout = _layouts.decode(data)
         layout.check()
-        _known_layouts.put(data, layout, len(data))
+        _known_layouts.put(data, layout, _TIMES_ITS_BYTES * len(data))
     return _with(Announce, form, "layout", layout)
 
 
