@@ -169,7 +169,7 @@ def _cpu_plan() -> list[Case]:
         _cpu("cpu-colocated", "dense-256MiB", "colocated", 1, 1),
         _cpu("cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1),
         _cpu(
-            "cpu-colocated-1g", "dense-1GiB", "colocated", 1, 1, bucket_bytes=_LARGE_CPU, budget_s=150, deadline_s=400
+            "cpu-colocated-1g", "dense-1GiB", "colocated", 1, 1, bucket_bytes=_LARGE_CPU, budget_s=270, deadline_s=420
         ),
         _cpu(
             "cpu-disaggregated-1g",
