@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.wire.digest import SEED_A, SEED_B, Box, Piece, partial_sums, splitmix64
-from weightcast.wire.digest_jobs import ALIGNED, COLS, NARROW, Plan, can_transfer, plans_of_transfers
+from weightcast.wire.digest_jobs import ALIGNED, COLS, NARROW, Job, Plan, can_transfer, plans_of_transfers
 from weightcast.wire.transfers import Transfer
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.float64, torch.complex64)
@@ -23,38 +23,27 @@ def play(plans: Sequence[Plan], count: int) -> list[int]:
     totals = [0] * count
     for plan in plans:
         word = ctypes.c_int8 if plan.word_bytes == 1 else ctypes.c_int16
-        jobs = plan.jobs.tolist()
-        for job, tile in plan.tiles.tolist():
-            (
-                address,
-                rows,
-                cols,
-                stride,
-                first_row,
-                first_col,
-                run,
-                run_stride,
-                index,
-                kind,
-                tile_rows,
-                goal,
-                goal_stride,
-            ) = jobs[job]
-            across = -(-cols // COLS)
-            assert kind != NARROW or across == 1
-            if kind == ALIGNED:
-                moving = [address, cols * plan.word_bytes, *([stride * plan.word_bytes] if rows > 1 else []), goal]
-                assert all(number % 16 == 0 for number in moving)
-            for row in range(tile // across * tile_rows, min(rows, (tile // across + 1) * tile_rows)):
-                for col in range(tile % across * COLS, min(cols, (tile % across + 1) * COLS)):
-                    value = word.from_address(address + (row * stride + col) * plan.word_bytes)
-                    if goal:
-                        word.from_address(goal + (row * goal_stride + col) * plan.word_bytes).value = value.value
-                    if index >= 0:
-                        column = first_col + col // run * run_stride + col % run
-                        a = splitmix64((first_row + row + SEED_A) % 2**64) | 1
+        jobs = [Job._make(row) for row in plan.jobs.tolist()]
+        assert plan.copies == any(job.goal for job in jobs)
+        for number, tile in plan.tiles.tolist():
+            job = jobs[number]
+            across = -(-job.cols // COLS)
+            assert job.kind != NARROW or across == 1
+            if job.kind == ALIGNED:
+                strides = [job.row_stride, job.goal_stride] if job.rows > 1 else []
+                moving = [job.address, job.goal, *(size * plan.word_bytes for size in (job.cols, *strides))]
+                assert all(place % 16 == 0 for place in moving)
+            for row in range(tile // across * job.tile_rows, min(job.rows, (tile // across + 1) * job.tile_rows)):
+                for col in range(tile % across * COLS, min(job.cols, (tile % across + 1) * COLS)):
+                    value = word.from_address(job.address + (row * job.row_stride + col) * plan.word_bytes)
+                    if job.goal:
+                        goal = job.goal + (row * job.goal_stride + col) * plan.word_bytes
+                        word.from_address(goal).value = value.value
+                    if job.total >= 0:
+                        column = job.first_column + col // job.run * job.run_stride + col % job.run
+                        a = splitmix64((job.first_row + row + SEED_A) % 2**64) | 1
                         b = splitmix64((column + SEED_B) % 2**64) | 1
-                        totals[index] += value.value * a * b
+                        totals[job.total] += value.value * a * b
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 

@@ -7,31 +7,19 @@ import time
 
 import pytest
 
+from tests.unit.test_head import info
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable
 from weightcast.fleet.lookout import Lookout
 from weightcast.fleet.roster import Roster
-from weightcast.wire.messages import EngineInfo, RankInfo
+from weightcast.wire.messages import EngineInfo
 
 LONG_S = 100.0  # longer than a test may take
 pytestmark = pytest.mark.timeout(30)
 
 
-INFO = EngineInfo(
-    protocol=1,
-    engine="toy",
-    model="toy",
-    state="serving",
-    version=1,
-    digest=None,
-    tp_size=1,
-    host_id="here",
-    ranks=(RankInfo(rank=0, pid=1, device="cpu"),),
-    staging="device",
-    transports=("ipc",),
-    specs=(),
-)
+INFO = info("native")
 
 
 class Crowd:

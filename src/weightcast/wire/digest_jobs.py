@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,21 +19,43 @@ if TYPE_CHECKING:
     from weightcast.wire.transfers import Transfer
 
 # A tile of two warps: 16 bytes of a bf16 row per thread, eight rows at once. Of what was tried on an H200 this copies
-# fastest (93 % of a plain copy) and sums as fast as any.
+# fastest, and sums as fast as any.
 COLS = 512
 ROWS = 64
 # Below this many columns a program covers whole rows instead, at more work per word.
 NARROW_COLS = 64
 NARROW_WORDS = 1 << 14
 
-FIELDS = 13
 NARROW, WIDE, ALIGNED = 0, 1, 2
-_ROWS_FIELD, _COLS_FIELD, _TILE_ROWS_FIELD = 1, 2, 10
+
+
+class Job(NamedTuple):
+    """A row of `Plan.jobs`. Rows, columns and strides are in words; the kernel reads the fields by their places.
+
+    `address`: of the first word. `row_stride`: between rows in memory. `first_row`, `first_column`: in the full tensor.
+    `run`, `run_stride`: its columns are runs of so many of the full tensor's, so far apart. `total`: the sum that it
+    adds to, -1 for none. `kind`: how rows are read. `tile_rows`: rows of a tile. `goal`: address that it is copied to,
+    0 for none. `goal_stride`: between rows there.
+    """
+
+    address: int
+    rows: int
+    cols: int
+    row_stride: int
+    first_row: int
+    first_column: int
+    run: int
+    run_stride: int
+    total: int
+    kind: int
+    tile_rows: int
+    goal: int
+    goal_stride: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a launch reads: `jobs` int64 `[jobs, 13]`, `tiles` int32 `[tiles, 2]` (job, tile of the job).
+    """What a launch reads: `jobs` int64 `[jobs, fields of Job]`, `tiles` int32 `[tiles, 2]` (job, tile of the job).
 
     `word_bytes`: size of a word, 1 or 2. `copies`: false if no job has a target.
     """
@@ -84,32 +106,33 @@ def plans_of(grids: Sequence[Grid]) -> list[Plan]:
             for job in _jobs(grid, index, None)
         ]
         if jobs:
-            plans.append(_plan_of(jobs, word_bytes, copies=False))
+            plans.append(_plan_of(jobs, word_bytes))
     return plans
 
 
 def plans_of_transfers(transfers: Sequence[Transfer]) -> list[Plan]:
     """The work on some transfers for which `can_transfer` is true, likewise."""
-    jobs: dict[int, list[tuple[int, ...]]] = {1: [], 2: []}
+    jobs: dict[int, list[Job]] = {1: [], 2: []}
     for transfer in transfers:
         tensor = transfer.piece.tensor
         if tensor.numel():
             index = -1 if transfer.total is None else transfer.total
             jobs[1 if tensor.itemsize == 1 else 2] += _jobs_of(transfer.piece, index, transfer.target)
-    return [_plan_of(some, word_bytes, copies=True) for word_bytes, some in jobs.items() if some]
+    return [_plan_of(some, word_bytes) for word_bytes, some in jobs.items() if some]
 
 
-def _plan_of(jobs: Sequence[tuple[int, ...]], word_bytes: int, *, copies: bool) -> Plan:
+def _plan_of(jobs: Sequence[Job], word_bytes: int) -> Plan:
     table = torch.tensor(jobs, dtype=torch.int64)
-    rows, cols, tile_rows = (table[:, field] for field in (_ROWS_FIELD, _COLS_FIELD, _TILE_ROWS_FIELD))
+    rows, cols, tile_rows = (table[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
     counts = (rows + tile_rows - 1) // tile_rows * ((cols + COLS - 1) // COLS)
     job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
     first_tile = counts.cumsum(0) - counts
     tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
+    copies = any(job.goal for job in jobs)
     return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=tiles.to(torch.int32))
 
 
-def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None) -> Iterator[tuple[int, ...]]:
+def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None) -> Iterator[Job]:
     """The jobs of a piece. Most are whole rows in one run, and there may be very many: those take a shorter way."""
     tensor, full, box = piece.tensor, piece.full_shape, piece.box
     plain = tensor.is_contiguous() and (target is None or target.is_contiguous())
@@ -124,10 +147,25 @@ def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None) -> Iterator[
     unaligned = (tensor.data_ptr() | goal | cols * word_bytes) % 16
     first_row = box.offset[0] if box is not None else 0
     goal_stride = cols if goal else 0
-    yield _job(tensor.data_ptr(), rows, cols, cols, first_row, 0, cols, cols, index, unaligned, goal, goal_stride)
+    kind, tile_rows = _reading(cols, unaligned)
+    yield Job(
+        address=tensor.data_ptr(),
+        rows=rows,
+        cols=cols,
+        row_stride=cols,
+        first_row=first_row,
+        first_column=0,
+        run=cols,
+        run_stride=cols,
+        total=index,
+        kind=kind,
+        tile_rows=tile_rows,
+        goal=goal,
+        goal_stride=goal_stride,
+    )
 
 
-def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[tuple[int, ...]]:
+def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[Job]:
     """One row of `Plan.jobs` for every part of a grid whose columns are evenly spaced runs of the full columns."""
     words, word_bytes = grid.words, grid.words.itemsize
     levels = merge_levels(words.shape[1:], grid.column_strides)
@@ -142,52 +180,26 @@ def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[tuple
         strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
         unaligned = (address | goal_address | cols * word_bytes | strides) % 16
         column = first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True))
-        yield _job(
-            address,
-            rows,
-            cols,
-            row_stride,
-            grid.row,
-            column,
-            run,
-            run_stride,
-            index,
-            unaligned,
-            goal_address,
-            goal_stride,
+        kind, tile_rows = _reading(cols, unaligned)
+        yield Job(
+            address=address,
+            rows=rows,
+            cols=cols,
+            row_stride=row_stride,
+            first_row=grid.row,
+            first_column=column,
+            run=run,
+            run_stride=run_stride,
+            total=index,
+            kind=kind,
+            tile_rows=tile_rows,
+            goal=goal_address,
+            goal_stride=goal_stride,
         )
 
 
-def _job(
-    address: int,
-    rows: int,
-    cols: int,
-    row_stride: int,
-    first_row: int,
-    first_column: int,
-    run: int,
-    run_stride: int,
-    index: int,
-    unaligned: int,
-    goal: int,
-    goal_stride: int,
-) -> tuple[int, ...]:
-    """A row of `Plan.jobs`, as the kernel reads it."""
-    narrow = cols < NARROW_COLS
-    kind = NARROW if narrow else WIDE if unaligned else ALIGNED
-    tile_rows = max(1, NARROW_WORDS // cols) if narrow else ROWS
-    return (
-        address,
-        rows,
-        cols,
-        row_stride,
-        first_row,
-        first_column,
-        run,
-        run_stride,
-        index,
-        kind,
-        tile_rows,
-        goal,
-        goal_stride,
-    )
+def _reading(cols: int, unaligned: int) -> tuple[int, int]:
+    """`Job.kind` and `Job.tile_rows`; `unaligned` is not 0 if a row on either side starts beside 16 bytes."""
+    if cols < NARROW_COLS:
+        return NARROW, max(1, NARROW_WORDS // cols)
+    return (WIDE if unaligned else ALIGNED), ROWS

@@ -24,8 +24,8 @@ from weightcast.wire.digest import SEED_A, SEED_B, grid_of
 from weightcast.wire.digest_jobs import (
     ALIGNED,
     COLS,
-    FIELDS,
     NARROW,
+    Job,
     Plan,
     plans_of,
     plans_of_transfers,
@@ -46,7 +46,7 @@ _SEED_B = tl.constexpr(SEED_B)
 _NUM_WARPS = 2
 # Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
 _MAX_REGISTERS = 128
-_FIELDS = tl.constexpr(FIELDS)
+_FIELDS = tl.constexpr(len(Job._fields))
 _NARROW, _ALIGNED = tl.constexpr(NARROW), tl.constexpr(ALIGNED)
 
 _REMEMBERED_BYTES = 48 << 20
@@ -316,7 +316,7 @@ def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES:
     program = tl.program_id(0)
     tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
     job = jobs + tl.load(tiles + 2 * program) * _FIELDS
-    address = tl.load(job)
+    address = tl.load(job)  # the fields of Job, in order
     rows = tl.load(job + 1)
     cols = tl.load(job + 2)
     row_stride = tl.load(job + 3)
