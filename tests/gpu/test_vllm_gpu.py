@@ -33,7 +33,7 @@ from weightcast.engines.vllm.adapter import version_of
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
 FLAGS = os.environ.get("WEIGHTCAST_VLLM_FLAGS", "--attention-backend=TRITON_ATTN").split()
-COMMUNICATOR_BYTES = 512 << 20  # 486 MiB were seen, for a trainer and one rank
+COMMUNICATOR_BYTES = 512 << 20  # a rank; 486 MiB were seen, for a trainer and one rank
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -52,8 +52,14 @@ class Vllm:
         return ""  # its own hashes empty tensors in some versions
 
 
-def vllm(model: Path, log: Path, *, backend: str, gpus: list[int], eager: bool) -> AbstractContextManager[Server]:
-    """vLLM on these GPUs, one rank on each; ``backend`` is of its weight transfer, ``weightcast`` is ours."""
+def vllm(
+    model: Path, log: Path, *, backend: str, gpus: list[int], eager: bool, host: str = ""
+) -> AbstractContextManager[Server]:
+    """vLLM on these GPUs, one rank on each; ``backend`` is of its weight transfer, ``weightcast`` is ours.
+
+    NCCL takes it for another machine if ``host`` names one (``NCCL_HOSTID``): what it then sends goes through sockets,
+    and a rank of a group may be on the GPU of another rank.
+    """
     path = [package_path(log.with_suffix(".metadata")), SITE, os.environ.get("PYTHONPATH", "")]
     environment = {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
@@ -63,6 +69,8 @@ def vllm(model: Path, log: Path, *, backend: str, gpus: list[int], eager: bool) 
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
+    if host:
+        environment["NCCL_HOSTID"] = host
     if backend == "weightcast":
         environment["VLLM_PLUGINS"] = "weightcast"
     else:
@@ -106,6 +114,11 @@ CASES = [
         "llama", "nccl", "broadcast", ["cuda:0"], [1, 2], True, id="vllm stock nccl, tp2, eager", marks=needs(3)
     ),
     pytest.param(
+        *("llama", "nccl", "broadcast", ["cuda:0"], [0, 1], True),
+        id="vllm stock nccl, tp2 as on another machine, eager",
+        marks=needs(2),
+    ),
+    pytest.param(
         *("qwen3_moe", "weightcast", "broadcast", ["cuda:0"], [1, 2], False),
         id="vllm plug-in nccl, experts, tp2, graphs",
         marks=needs(3),
@@ -129,15 +142,18 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
     # Two implementations may route a token to different experts, with the same weights.
     stock_verify = "behaviour" if family == "llama" else "none"
     verify = "resident" if backend == "weightcast" else stock_verify
+    # NCCL refuses a group that has a GPU twice, on one machine.
+    host = "of-the-engine" if via == "broadcast" and "cuda:0" in trainer and 0 in gpus else ""
+    common = {"backend": backend, "gpus": gpus, "eager": eager, "host": host}
     with (
-        vllm(a, tmp_path / "updated.log", backend=backend, gpus=gpus, eager=eager) as server,
-        vllm(b, tmp_path / "other.log", backend=backend, gpus=gpus, eager=eager) as other,
+        vllm(a, tmp_path / "updated.log", **common) as server,
+        vllm(b, tmp_path / "other.log", **common) as other,
     ):
         server.wait_ready()
         version = server.get("/version").json()["version"]
         record("vllm", version)
         # 0.25.1 drops an old group's communicator without destroying it and has no route for that, as 0.32 has.
-        group_bytes = COMMUNICATOR_BYTES if backend == "nccl" and version_of(version) < (0, 32) else 0
+        group_bytes = COMMUNICATOR_BYTES * len(gpus) if backend == "nccl" and version_of(version) < (0, 32) else 0
         check_updates(
             *(Vllm(), server, other, (a, b)),
             via=via,
