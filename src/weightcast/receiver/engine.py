@@ -353,7 +353,7 @@ class ReceiverEngine:
         resident = fold_resident(acks)
         wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(message.expected))))
         if message.expected and wrong:
-            text = f"what is kept differs from what was sent: {', '.join(wrong[:8])}"
+            text = f"what is kept differs from what was sent: {shown(', '.join(wrong[:8]))}"
             # Flips back where a second set of weights is kept, now: nobody may ever ask for it.
             self._abort(Abort(session=message.session, reason=text))
             raise Refused(text)

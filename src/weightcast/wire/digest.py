@@ -29,6 +29,7 @@ import itertools
 import json
 import math
 import re
+import struct
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -221,7 +222,7 @@ def finish_all(totals: torch.Tensor, keys: torch.Tensor) -> list[str]:
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         x.bitwise_xor_(_shift_right(x, shift, high)).mul_(_signed(factor))
     x.bitwise_xor_(_shift_right(x, 31, high))
-    digits = bytes(x.view(torch.uint8).view(-1, 8).flip(1).reshape(-1).tolist()).hex()
+    digits = struct.pack(f">{len(x)}q", *x.tolist()).hex()
     return [digits[start : start + 16] for start in range(0, len(digits), 16)]
 
 

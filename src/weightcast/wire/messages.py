@@ -20,7 +20,7 @@ from msgspec import Meta
 from weightcast.config import DigestKind, PauseMode, VerifyLevel
 from weightcast.errors import WireError
 from weightcast.wire.known import Known
-from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Name, Size, TensorSpec
+from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSpec
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
@@ -39,6 +39,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_BUCKETS)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
+_AnyName = Annotated[str, Meta(max_length=512)]
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 
 
@@ -192,7 +193,9 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     session: Session
-    expected: Annotated[dict[Name, Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)] = {}
+    # Not `Name`: its pattern takes longer than all the rest of the message, while engines wait to switch. A name that
+    # no tensor has is a difference like any other.
+    expected: Annotated[dict[_AnyName, Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)] = {}
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
