@@ -80,6 +80,28 @@ def test_values_come_back_within_the_format_s_precision():
     assert torch.equal(back[128:, :128], torch.zeros(72, 128))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_whole_blocks_are_read_where_they_lie(dtype):
+    torch.manual_seed(1)
+    wholes = {
+        "plain": torch.randn(16, 24),
+        "turned": torch.randn(24, 16).t(),
+        "every other": torch.randn(16, 48)[:, ::2],
+        "experts": torch.randn(3, 16, 8),
+        "with a zero block": torch.randn(8, 8) * (torch.arange(8) < 4),
+        "ragged": torch.randn(18, 9),
+    }
+    model = nn.Module()
+    want: dict[str, bytes] = {}
+    for number, whole in enumerate(wholes.values()):
+        model.register_parameter(f"t{number}", nn.Parameter(whole.to(dtype), requires_grad=False))
+        want |= quantised(f"t{number}", whole.to(dtype), 8)
+    exporter = ModuleExporter(model, quantise=Fp8Blocks(match=".*", block=8))
+    for bucket_bytes in (300, 1 << 16):
+        got = export(exporter, bucket_bytes=bucket_bytes)
+        assert {name: got[name] == want[name] for name in want} == dict.fromkeys(want, True)
+
+
 def test_a_quantised_export_has_no_shards():
     model = nn.Module()
     model.up_proj = nn.Linear(3, 2, bias=False)

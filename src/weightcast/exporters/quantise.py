@@ -33,6 +33,9 @@ from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 FP8 = torch.float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
 
+# Elements at once where values are read as they lie: 8 MiB of float32, and nothing else beside them.
+_CHUNK_IN_PLACE = 1 << 21
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Blocks:
@@ -117,7 +120,9 @@ class Quantiser:
         self._number = {spec.name: number for number, spec in enumerate(self.specs)}
         self._gatherer = Gatherer(self._wide, local)  # for who holds what; nothing is gathered with it
         self._split: set[int] = set()
+        # Of the bucket that is being filled, by source.
         self._grids: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, Sequence[Held]] = {}
 
     def source(self, number: int) -> int:
         """Number of the tensor that a travelling one is made of."""
@@ -155,25 +160,27 @@ class Quantiser:
                 wanted.setdefault(source, []).append(
                     self._grid_rows(source, kind, slot.first_row, slot.first_row + slot.num_rows)
                 )
+        shapes = {source: _grid_shape(self._wide[source].shape, self._block) for source in wanted}
+        scales = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float32, device=group.device)
+        parts = scales.split([math.prod(shape) for shape in shapes.values()])
+        self._parts = {source: self._local(source) for source in wanted}
+        self._grids = {source: part.view(shapes[source]) for source, part in zip(wanted, parts, strict=True)}
         shared: list[torch.Tensor] = []
         for source, ranges in wanted.items():
             first, last = min(start for start, _ in ranges), max(end for _, end in ranges)
-            grid = torch.zeros(
-                _grid_shape(self._wide[source].shape, self._block), dtype=torch.float32, device=group.device
-            )
+            grid = self._grids[source]
             self._measure(source, grid, first, last)
-            self._grids[source] = grid
             if source in self._split:
                 shared.append(grid[first:last])
         if shared and group.world_size > 1:
             _share_maxima(shared, group, f"the scales of bucket {layout.index}")
-        for grid in self._grids.values():
-            grid.div_(torch.finfo(FP8).max)
-            grid[grid == 0] = 1.0
+        scales.div_(torch.finfo(FP8).max)
+        scales.masked_fill_(scales == 0, 1.0)
 
     def end(self) -> None:
         """Let go of the scales."""
         self._grids = {}
+        self._parts = {}
 
     def local(self, number: int) -> Sequence[Held]:
         """What this rank can give of a travelling tensor."""
@@ -184,19 +191,16 @@ class Quantiser:
             shape = _grid_shape(self._wide[source].shape, self._block)
             if source in self._split:  # every rank knows all of them
                 return [_Scales(Box(offset=(0,) * len(shape), shape=shape), self._grid_of, source)]
-            return [_Scales(self._grid_box(held.box), self._grid_of, source) for held in self._local(source)]
+            return [_Scales(_grid_box(held.box, self._block), self._grid_of, source) for held in self._held(source)]
         wide = self._wide[source].torch_dtype
-        return [_Quantised(held.box, held, wide, self._grid_of, source, self._block) for held in self._local(source)]
+        return [_Quantised(held.box, held, wide, self._grid_of, source, self._block) for held in self._held(source)]
+
+    def _held(self, source: int) -> Sequence[Held]:
+        found = self._parts.get(source)
+        return self._local(source) if found is None else found
 
     def _grid_of(self, source: int) -> torch.Tensor:
         return self._grids[source]
-
-    def _grid_box(self, box: Box) -> Box:
-        """The blocks that a box touches."""
-        starts = (*box.offset[:-2], *(start // self._block for start in box.offset[-2:]))
-        ends = [start + extent for start, extent in zip(box.offset, box.shape, strict=True)]
-        ends = [*ends[:-2], *(-(-end // self._block) for end in ends[-2:])]
-        return Box(offset=starts, shape=tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def _grid_rows(self, source: int, kind: str, first: int, last: int) -> tuple[int, int]:
         """First and last index of the grid's dimension 0 that some rows of a travelling tensor need."""
@@ -218,13 +222,16 @@ class Quantiser:
         stacked = len(shape) > 2
         rows = (first, last) if stacked else (first * self._block, min(last * self._block, self._wide[source].num_rows))
         needed = Box(offset=(rows[0], *(0 for _ in shape[1:])), shape=(rows[1] - rows[0], *shape[1:]))
-        for held in self._local(source):
+        dtype = self._wide[source].torch_dtype
+        for held in self._parts[source]:
             common = intersection(held.box, needed)
-            for piece in _matrices(common, self._block) if common is not None else ():
-                x = torch.empty(piece.shape, dtype=self._wide[source].torch_dtype, device=grid.device)
-                held.write(piece, x)
-                found = grid[slices(self._grid_box(piece), (0,) * len(shape))]
-                found.copy_(torch.maximum(found, _maxima(x, piece, self._block).view_as(found)))
+            for piece in _matrices(common, held, self._block) if common is not None else ():
+                x = _values(held, piece, dtype, grid.device)
+                blocks = _in_blocks(x, piece, self._block)
+                # A magnitude is exact in any dtype, and so is the largest of them.
+                most = _maxima(x, piece, self._block) if blocks is None else blocks.abs().amax(dim=(-3, -1))
+                found = grid[slices(_grid_box(piece, self._block), (0,) * len(shape))]
+                torch.maximum(found, most.float().view_as(found), out=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,38 +268,69 @@ class _Quantised:
     def write(self, box: Box, out: torch.Tensor) -> None:
         grid = self.grid(self.source)
         most = torch.finfo(FP8).max
-        for piece in _matrices(box, self.block):
-            x = torch.empty(piece.shape, dtype=self.dtype, device=grid.device)
-            self.held.write(piece, x)
+        for piece in _matrices(box, self.held, self.block):
+            x = _values(self.held, piece, self.dtype, grid.device)
+            target = out[slices(piece, box.offset)]
+            blocks, into = _in_blocks(x, piece, self.block), _in_blocks(target, piece, self.block)
+            if blocks is not None and into is not None and x.dtype.itemsize <= 4:
+                scales = grid[slices(_grid_box(piece, self.block), (0,) * len(box.shape))]
+                # In float32, whatever x is.
+                into.copy_(torch.div(blocks, scales[..., :, None, :, None]).clamp_(-most, most))
+                continue
             rows, columns = (
                 torch.arange(start, start + extent, device=grid.device) // self.block
                 for start, extent in zip(piece.offset[-2:], piece.shape[-2:], strict=True)
             )
             scales = grid[piece.offset[0]] if len(box.shape) > 2 else grid
             # One dimension after the other: indices of both at once would be as large as eight bytes an element.
-            x = x.float().div_(scales.index_select(0, rows).index_select(1, columns).view_as(x))
-            out[slices(piece, box.offset)].copy_(x.clamp_(-most, most).to(FP8))
+            x = x.to(torch.float32, copy=True).div_(scales.index_select(0, rows).index_select(1, columns).view_as(x))
+            target.copy_(x.clamp_(-most, most))
 
 
-def _matrices(box: Box, block: int) -> list[Box]:
+def _matrices(box: Box, held: Held, block: int) -> list[Box]:
     """Boxes of whole rows of one matrix that make up a box, small enough to compute with, none cut within a block."""
+    elements = CHUNK_ELEMENTS if held.memory is None else _CHUNK_IN_PLACE
     if len(box.shape) == 2:
-        return list(rows_of(box, CHUNK_ELEMENTS, multiple=block))
+        return list(rows_of(box, elements, multiple=block))
     return [
         Box(offset=(index, *piece.offset), shape=(1, *piece.shape))
         for index in range(box.offset[0], box.offset[0] + box.shape[0])
-        for piece in rows_of(Box(offset=box.offset[1:], shape=box.shape[1:]), CHUNK_ELEMENTS, multiple=block)
+        for piece in rows_of(Box(offset=box.offset[1:], shape=box.shape[1:]), elements, multiple=block)
     ]
 
 
+def _values(held: Held, box: Box, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A box of what is held, on this device and in the dtype that it is measured in; not to be written."""
+    memory = held.memory
+    if memory is not None and memory.dtype == dtype and memory.device == device:
+        return memory[slices(box, held.box.offset)]
+    x = torch.empty(box.shape, dtype=dtype, device=device)
+    held.write(box, x)
+    return x
+
+
+def _grid_box(box: Box, block: int) -> Box:
+    """The blocks that a box touches."""
+    starts = (*box.offset[:-2], *(start // block for start in box.offset[-2:]))
+    ends = [start + extent for start, extent in zip(box.offset, box.shape, strict=True)]
+    ends = [*ends[:-2], *(-(-end // block) for end in ends[-2:])]
+    return Box(offset=starts, shape=tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+
+def _in_blocks(tensor: torch.Tensor, box: Box, block: int) -> torch.Tensor | None:
+    """A box as ``(..., rows of blocks, block, columns of blocks, block)``, no copy; None if it has a part of one."""
+    if any(start % block or extent % block for start, extent in zip(box.offset[-2:], box.shape[-2:], strict=True)):
+        return None
+    return tensor.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
+
+
 def _maxima(x: torch.Tensor, box: Box, block: int) -> torch.Tensor:
-    """Largest magnitude in each block that a box touches, float32, as a matrix."""
+    """Largest magnitude in each block that a box touches, as a matrix."""
     (top, left), (rows, columns) = (start % block for start in box.offset[-2:]), box.shape[-2:]
     high, wide = -(-(top + rows) // block), -(-(left + columns) // block)
     padded = torch.zeros(high * block, wide * block, dtype=x.dtype, device=x.device)
-    padded[top : top + rows, left : left + columns] = x.view(rows, columns)
-    # A magnitude is exact in any dtype, and so is the largest of them.
-    return padded.abs_().view(high, block, wide, block).amax(dim=(1, 3)).float()
+    padded[top : top + rows, left : left + columns] = x.reshape(rows, columns)
+    return padded.abs_().view(high, block, wide, block).amax(dim=(1, 3))
 
 
 def _share_maxima(grids: Sequence[torch.Tensor], group: TrainerGroup, what: str) -> None:
