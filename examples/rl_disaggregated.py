@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import re
 import shlex
@@ -37,7 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from weightcast.ray import RolloutEngines, TrainWorkers, disaggregated, reference_engine, vllm_engine
 
 HERE = Path(__file__).parent
-SMOLLM2 = Path.home() / ".cache/weightcast/SmolLM2-135M-Instruct"  # made by `weightcast demo`
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+SMOLLM2 = CACHE / "weightcast/SmolLM2-135M-Instruct"  # made by `weightcast demo`
 
 # -- the task: a problem, how it is put to the model, what an answer is worth
 

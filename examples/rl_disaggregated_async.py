@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import queue
 import random
 import re
@@ -42,7 +43,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from weightcast.ray import RolloutEngines, TrainWorkers, disaggregated, reference_engine, vllm_engine
 
 HERE = Path(__file__).parent
-SMOLLM2 = Path.home() / ".cache/weightcast/SmolLM2-135M-Instruct"  # made by `weightcast demo`
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+SMOLLM2 = CACHE / "weightcast/SmolLM2-135M-Instruct"  # made by `weightcast demo`
 
 # -- the task: a problem, how it is put to the model, what an answer is worth
 

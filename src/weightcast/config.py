@@ -89,7 +89,8 @@ class UpdateConfig:
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
         timeout_s: Deadline of each single wait, in seconds.
         on_failure: ``"raise"``, or ``"quarantine"``: go on with the healthy targets and report the rest.
-        wire_dtype: Cast floating-point tensors to this before they are sent, e.g. ``"bfloat16"``; None keeps them.
+        wire_dtype: Cast a module's floating-point tensors to this before they are sent, e.g. ``"bfloat16"``; None keeps
+            them.  An exporter that is passed has its own.
         allow_older: Accept a version lower than the one an engine serves (a trainer resumed from a checkpoint).
         behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
         rendezvous_host: Address of this process that engines can reach; None asks the routing table.

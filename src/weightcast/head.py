@@ -277,7 +277,7 @@ class Head:
             return Decision(score=True)
         if wants_score:
             for link in self._links:
-                self._outcomes[link.url].message = "this exporter has no forward pass; proof stops at resident"
+                self._outcomes[link.url].add("this exporter has no forward pass, so behaviour could not be compared")
         return Decision(report=self._report())
 
     def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> Decision:

@@ -50,7 +50,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: The version asked for.
-        transport: ``"ipc"`` or ``"broadcast"``.
+        transport: ``"ipc"``, ``"broadcast"``, ``"disk"`` or ``"checkpoint-engine"``.
         bytes: Payload of one copy of the model, in bytes.
         buckets: How many buckets it took.
         seconds: Wall time of the whole update.

@@ -84,7 +84,7 @@ class WeightUpdater:
             targets: The engines; plain URLs will do.
             progress: Called on the head with (bytes sent, bytes in all) after each bucket.
             **options: The fields of ``UpdateConfig``: transport, bucket_bytes, pause, verify, digest, timeout_s,
-                on_failure, wire_dtype, allow_older, rendezvous_host, disk_folder.
+                on_failure, wire_dtype, allow_older, behaviour_tolerance, rendezvous_host, disk_folder.
 
         Raises:
             ConfigError: It cannot work as asked; nothing has moved.
@@ -101,13 +101,18 @@ class WeightUpdater:
         if isinstance(model, nn.Module):
             dtype = DTYPES[config.wire_dtype] if config.wire_dtype else None
             exporter: Exporter = ModuleExporter(model, wire_dtype=dtype)
+        elif config.wire_dtype is not None:
+            raise ConfigError(
+                f"wire_dtype={config.wire_dtype!r} is for a module; {type(model).__name__} has dtypes of its own",
+                hint=f"give it to the exporter: wire_dtype=torch.{config.wire_dtype}",
+            )
         else:
             exporter = model
         return cls(exporter, known, config, progress)
 
     @property
     def transport(self) -> str:
-        """``"ipc"``, ``"broadcast"`` or ``"disk"``, as asked or as chosen."""
+        """``"ipc"``, ``"broadcast"``, ``"disk"`` or ``"checkpoint-engine"``, as asked or as chosen."""
         return self._chosen.transport
 
     def update(self, *, version: int) -> UpdateReport:

@@ -59,7 +59,11 @@ def push(
         ),
     ] = "abort",
     verify: Annotated[
-        str, typer.Option(metavar="none|received|resident|behaviour", help="Highest level of proof wanted.")
+        str,
+        typer.Option(
+            metavar="none|received|resident|behaviour",
+            help="Highest level of proof wanted; behaviour takes a trainer's forward pass, which a checkpoint has not.",
+        ),
     ] = "resident",
     digest: Annotated[str, typer.Option(metavar="fast|sha256", help="Digest of what is sent.")] = "fast",
     timeout: Annotated[float, typer.Option(metavar="S", help="Deadline of each single wait, in seconds.")] = 120.0,
@@ -128,7 +132,6 @@ def push(
             timeout_s=timeout,
             on_failure=on_failure,
             allow_older=allow_older,
-            wire_dtype=dtype,
             rendezvous_host=rendezvous,
             disk_folder=disk_folder,
             progress=advance,

@@ -98,13 +98,13 @@ def serve(
 ) -> None:
     """Serve a Hugging Face model with an OpenAI-compatible API and a receiver for new weights.
 
-    Llama, Qwen2 and Qwen3 families; CPU or GPUs. Ends on Ctrl-C or SIGTERM, with all its processes. With --json the
-    document (url, pid) is printed as soon as requests are accepted.
+    Llama, Mistral, Qwen2 and Qwen3 families; CPU or GPUs. Ends on Ctrl-C or SIGTERM, with all its processes. With
+    --json the document (url, pid) is printed as soon as requests are accepted.
 
     \b
     weightcast serve ./SmolLM2-135M-Instruct --port 8000
     weightcast serve ./Qwen3-8B --tp 4 --device cuda --host 0.0.0.0 --api-key $KEY
-    weightcast serve ./Qwen3-8B --tp 2 --device cuda --executor ray --placement-group rollout --bundles 3,2
+    weightcast serve ./Qwen3-8B --tp 2 --device cuda --executor ray --placement-group jobs/rollout --bundles 3,2
     weightcast serve ./Qwen3-8B --host 0.0.0.0 --tls-cert engine.pem --tls-key engine.key --tls-client-ca trainers.pem
     curl http://127.0.0.1:8000/v1/models
     """

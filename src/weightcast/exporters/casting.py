@@ -11,8 +11,10 @@ def check_wire_dtype(wanted: torch.dtype | None) -> None:
     """Refuse a dtype that values cannot simply be cast to.
 
     Raises:
-        ConfigError: It is not a floating-point dtype of 16 bits or more; narrower ones need scales.
+        ConfigError: It is no dtype, or not a floating-point one of 16 bits or more; narrower ones need scales.
     """
+    if wanted is not None and not isinstance(wanted, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"wire_dtype={wanted!r} is no dtype of torch", hint="use torch.bfloat16, say")
     if wanted is not None and (not wanted.is_floating_point or wanted.itemsize < 2):
         raise ConfigError(
             f"weights cannot simply be cast to {wanted}", hint="use torch.bfloat16, float16, float32 or float64"

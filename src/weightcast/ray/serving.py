@@ -59,7 +59,8 @@ def parse_place(group: str | None, indices: str | None) -> EnginePlace:
         return EnginePlace()
     if group is None:
         raise ConfigError(
-            f"bundles {indices} are bundles of a placement group of yours", hint="name it: --placement-group NAME"
+            f"bundles {indices} are bundles of a placement group of yours",
+            hint="name it: --placement-group NAMESPACE/NAME",
         )
     namespace, _, name = group.partition("/")
     if not namespace or not name:
