@@ -6,6 +6,7 @@ which ``updater.py`` tells to every rank.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -112,6 +113,7 @@ class Head:
         self._known: dict[str, Link] = before.kept(roster) if before is not None else {}
         self._links: list[Link] = []
         self._excluded: set[str] = set()
+        self._attempts = 0
         self._outcomes: dict[str, Outcome] = {}
         self._phases: dict[str, float] = {}
         self._repeated = Repeated()
@@ -135,6 +137,8 @@ class Head:
         for info in infos.values():
             if not isinstance(info, EngineInfo) and (self._config.on_failure == "raise" or not healthy):
                 raise info
+        for link in self._known.values():
+            link.planned = False
         links = [self._link(url, info) for url, info in healthy.items()]
         for link in links:
             check_fits(link, self._specs)
@@ -150,9 +154,8 @@ class Head:
         self._packing = links[0].adapter.packing
         opens: dict[Sharing, int] = {"weightcast": 0, "torch": 0, "ring": 0}
         for link in links:
-            link.adapter.check(self._specs, transport=self._name, bucket_bytes=self._config.bucket_bytes)
+            self._plan(link)
             self._packing = self._packing.also(link.adapter.packing)
-            link.sharing = "ring" if self._name == "checkpoint-engine" else link.adapter.sharing
             first = opens[link.sharing]
             opens[link.sharing] += link.info.tp_size
             link.opens = slice(first, opens[link.sharing])
@@ -172,21 +175,35 @@ class Head:
         for url in self._urls:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
         self._excluded.clear()
+        self._attempts = 0
         self._outcomes = {url: Outcome() for url in self._urls}
         self._phases = {}
         self._started = time.monotonic()
         self._sent, self._must_be = {}, None
 
-    def begin_catch_up(self) -> int | None:
-        """An update of those alone that are not at the current version; None if there are none, or is no version."""
+    def begin_catch_up(self) -> Decision:
+        """An update of those alone that are not at the current version; ``again`` if there are any."""
         behind = [row.url for row in self._roster.health() if not row.active and row.state != "gone"]
         current = self._roster.current
         if current is None or not behind:
-            return None
+            return Decision()
+        if current.digest is None or self._config.verify == "none":
+            return Decision.of(
+                ConfigError(
+                    f"nobody can be brought in at version {current.version}: "
+                    "no digest says whether the weights are still those",
+                    hint='connect with verify="received" or more, or leave it to the next update()',
+                )
+            )
         self.begin(current.version)
         self._outcomes = {url: Outcome() for url in behind}
-        self._must_be = current.digest or "unknown"
-        return current.version
+        self._must_be = current.digest
+        return Decision(again=True)
+
+    @property
+    def version(self) -> int:
+        """Of the update that was begun last."""
+        return self._version
 
     def kept(self, roster: Roster) -> dict[str, Link]:
         """What is remembered of those that stay when the membership changes."""
@@ -202,6 +219,7 @@ class Head:
         """
         self._failure = None
         self._links = []
+        self._attempts += 1
         self.sent_bytes = self._num_buckets = 0
         with self._phase("open"):
             try:
@@ -282,36 +300,45 @@ class Head:
 
     def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> Decision:
         """Do the engines' log-probabilities agree with the trainer's?  If it has none, ``why_not`` says why."""
-        tolerance = self._config.behaviour_tolerance
-        for link in self._links:
-            outcome = self._outcomes[link.url]
-            if why_not:
-                outcome.add(why_not)
-                continue
-            try:
-                theirs = converse(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
-                off = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
-            except (WeightcastError, ValueError) as error:
-                outcome.add(f"could not compare behaviour: {error}")
-                continue
-            if off <= tolerance:
-                outcome.proof = "behaviour"
-                outcome.add(f"log-probabilities agree within {off:.2g}")
-            else:
-                failed = VerificationFailed(
-                    f"{link.url} keeps what was sent, but answers otherwise: log-probabilities are off by {off:.3g} "
-                    f"(tolerance {tolerance:g})",
-                    url=link.url,
-                    names=(),
-                    hint="the engine computes with something else than its parameters: packed copies, a stale graph",
-                )
-                outcome.failed = failed
-                outcome.message = str(failed)
+        if why_not:
+            for link in self._links:
+                self._outcomes[link.url].add(why_not)
+        else:
+            self._each(lambda link: self._compare_one(link, tokens, mine))
         bad = [outcome.failed for outcome in self._outcomes.values() if isinstance(outcome.failed, VerificationFailed)]
         report = self._report()
-        if bad and self._config.on_failure == "raise":
+        if bad and (self._config.on_failure == "raise" or not any(row.status == "serving" for row in report.targets)):
             return Decision(error="UpdateFailed", text=str(bad[0]), hint=bad[0].hint, report=report)
         return Decision(report=report)
+
+    def _compare_one(self, link: Link, tokens: Sequence[int], mine: Sequence[float]) -> None:
+        outcome, tolerance = self._outcomes[link.url], self._config.behaviour_tolerance
+        try:
+            theirs = converse(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
+            apart = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+        except (WeightcastError, ValueError) as error:
+            outcome.add(f"could not compare behaviour: {error}")
+            return
+        # ``max`` passes over a NaN.
+        off = max(apart) if all(map(math.isfinite, apart)) else math.inf
+        if off <= tolerance:
+            outcome.proof = "behaviour"
+            outcome.add(f"log-probabilities agree within {off:.2g}")
+            return
+        outcome.failed = VerificationFailed(
+            f"{link.url} keeps what was sent, but answers otherwise: log-probabilities are off by {off:.3g} "
+            f"(tolerance {tolerance:g})",
+            url=link.url,
+            names=(),
+            hint="the engine computes with something else than its parameters (packed copies, a stale graph), "
+            "or one of the two forward passes is not finite",
+        )
+
+    def switched(self) -> UpdateReport | None:
+        """What became of the targets, if any of them has switched in this update."""
+        if not any(outcome.committed for outcome in self._outcomes.values()):
+            return None
+        return self._report()
 
     def _check_unchanged(self) -> None:
         """Two engines with one version and other weights are what a version is there to prevent."""
@@ -354,7 +381,9 @@ class Head:
         nothing_committed = not any(link.committed for link in self._links)
         if self._config.on_failure == "quarantine" and culprits and remaining and nothing_committed:
             return Decision(again=True)
-        if not self._links or isinstance(error, _WeightsChanged):
+        # In a first attempt nobody was told anything; what an earlier one did must be said.
+        untouched = not self._links and self._attempts <= 1
+        if untouched or isinstance(error, _WeightsChanged):
             return Decision.of(error)
         report = self._report()
         text = f"update to version {self._version} failed: {error}"
@@ -397,17 +426,21 @@ class Head:
                 if self._config.on_failure == "raise":
                     raise info
                 self._excluded.add(url)
-                outcome.failed = first = info
+                outcome.failed = info
+                first = first or info
                 continue
             outcome.info = info
             link = self._link(url, info)
             try:
+                if not link.planned:
+                    self._plan_late(link)
                 self._check_still_fits(link)
-            except ConfigError as error:
+            except WeightcastError as error:
                 if self._config.on_failure == "raise":
                     raise
                 self._excluded.add(url)
-                outcome.failed = first = error
+                outcome.failed = error
+                first = first or error
                 continue
             links.append(link)
         if not links:
@@ -421,6 +454,25 @@ class Head:
             link = self._known[url] = Link(client=self._roster.client(url), adapter=adapter_for(info), info=info)
         link.info = info
         return link
+
+    def _plan(self, link: Link) -> None:
+        """Can this be sent to it so?"""
+        link.adapter.check(self._specs, transport=self._name, bucket_bytes=self._config.bucket_bytes)
+        link.sharing = "ring" if self._name == "checkpoint-engine" else link.adapter.sharing
+        link.planned = True
+
+    def _plan_late(self, link: Link) -> None:
+        """The same for one that was away when the transport was chosen, or was another."""
+        check_fits(link, self._specs)
+        choose_transport(
+            {link.url: link.info},
+            self._name,
+            device=self._exporter.device,
+            places=self._places,
+            shared_folder=self._config.disk_folder is not None,
+        )
+        link.opens = slice(0, 0)  # of the handles to buffers none is for it
+        self._plan(link)
 
     def _remembered(self, url: str, info: EngineInfo) -> EngineInfo:
         """What an engine says of itself, and what it cannot know: that an update of it broke off."""

@@ -21,7 +21,8 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         version_before: What it served before; None if unknown.
         version_after: What it serves now; None if unknown.
         digest: Model digest of what it keeps (or received, at that level); None without proof.
-        status: ``serving`` the new version, ``untouched`` (the old version, whole), ``quarantined`` (paused).
+        status: ``serving`` the new version, ``untouched`` (the old version, whole), ``quarantined`` (paused, or it
+            failed its proof after the switch: no request may go there before a full update).
         proof: Highest level of proof reached.
         ranks: Engine ranks behind the URL.
         digests_matched: How many of them hold exactly what was sent.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Self, cast
 
@@ -22,7 +23,7 @@ from weightcast.comm.local import TrainerGroup
 from weightcast.comm.memory import PeakMemory
 from weightcast.comm.share import Shared, SharedSlot, make_slots
 from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError, TargetError, UpdateFailed, WeightcastError
+from weightcast.errors import ConfigError, TargetError, TrainerRankFailed, UpdateFailed, WeightcastError
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.fleet.health import TargetHealth
@@ -58,8 +59,8 @@ class WeightUpdater:
         self._roster: Roster | None = None
         self._closed = False
         self._chosen = Decision()
-        self._specs = tuple(exporter.specs())
         try:
+            self._specs = tuple(exporter.specs())
             exporter.prepare(self._group)
             self._choose()
         except BaseException:
@@ -127,10 +128,10 @@ class WeightUpdater:
         Raises:
             UpdateFailed: A target failed (``on_failure="raise"``), or all did.  ``report`` says what each serves now.
             ConfigError, TargetUnreachable, TargetRejected: It failed before anything moved.
-            TrainerRankFailed: Another trainer rank failed; the engines keep what they serve.
+            TrainerRankFailed: Another trainer rank failed; the engines keep what they serve.  If they had switched by
+                then, the head raises ``UpdateFailed`` instead, whose report says so; other ranks cannot know.
         """
-        if self._closed:
-            raise ConfigError("this updater is closed")
+        self._check_open()
         if isinstance(version, bool) or version < 0:
             raise ConfigError(f"version={version!r}: a version is a whole number from 0")
         if self._head is not None:
@@ -153,16 +154,15 @@ class WeightUpdater:
 
         Raises:
             ConfigError, TargetUnreachable, TargetRejected: As ``connect``; the old targets stay.
-            ConfigError: The weights have changed since the last update.  The new targets stay, and those that are
-                not at the current version wait for the next update.
+            ConfigError: The weights have changed since the last update, or no digest can say so.  The new targets
+                stay, and those that are not at the current version wait for the next update.
             UpdateFailed: As ``update``, of those that were to be brought in.
         """
+        self._check_open()
         before, head = self._targets, self._head
         self._targets = _known(targets)
-        if self._roster is not None:
-            self._roster.set_members((*before, *self._targets))
         try:
-            self._choose()
+            self._choose(leaving=before)
         except WeightcastError:
             self._targets = before
             raise
@@ -173,10 +173,12 @@ class WeightUpdater:
                 self._roster.set_members(self._targets)
         if not catch_up:
             return None
-        version = self._head.begin_catch_up() if self._head is not None else None
-        if not self._hear(Decision(again=version is not None)).again:
+        decision = self._hear(self._head.begin_catch_up() if self._head is not None else Decision())
+        if decision.error:
+            raise _rebuild(decision)
+        if not decision.again:
             return None
-        return self._transact(version or 0)
+        return self._transact(self._head.version if self._head is not None else 0)
 
     def health(self) -> tuple[TargetHealth, ...]:
         """What is known of each target, and whether requests may go there.  Not collective; asks nobody.
@@ -191,12 +193,13 @@ class WeightUpdater:
         if self._closed:
             return
         self._closed = True
-        if self._head is not None:
-            self._head.close()
-        if self._roster is not None:
-            self._roster.close()
-        self._drop_slots()
-        self._group.close()
+        with ExitStack() as rest:  # the last first, and each of them whatever happens to the others
+            rest.callback(self._group.close)
+            rest.callback(self._drop_slots)
+            if self._roster is not None:
+                rest.callback(self._roster.close)
+            if self._head is not None:
+                rest.callback(self._head.close)
 
     def __enter__(self) -> Self:
         return self
@@ -204,24 +207,29 @@ class WeightUpdater:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _choose(self) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this updater is closed")
+
+    def _choose(self, *, leaving: Sequence[Target] = ()) -> None:
         """Probe, check, choose the transport; every rank hears the result."""
         places = self._group.gather_bytes(device_uuid(self._exporter.device).encode())
         decision = Decision()
         if self._group.is_head:
             assert places is not None
-            if self._roster is None:
-                self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=recognise)
             where = [place.decode() for place in places]
-            head = Head(
-                self._targets, self._roster, self._config, self._exporter, self._specs, where, before=self._head
-            )
             try:
+                if self._roster is None:
+                    self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=recognise)
+                else:
+                    self._roster.set_members(self._targets, leaving=leaving)
+                head = Head(
+                    self._targets, self._roster, self._config, self._exporter, self._specs, where, before=self._head
+                )
                 decision = head.choose()
                 layouts = plan_buckets(self._specs, bucket_bytes=self._config.bucket_bytes, packing=decision.packing)
                 self._head, self._layouts = head, layouts
             except WeightcastError as error:
-                head.close()
                 decision = Decision.of(error)
         decision = self._hear(decision)
         if decision.error:
@@ -237,10 +245,10 @@ class WeightUpdater:
             slot.close()
         self._slots.clear()
 
-    def _hear(self, decision: Decision, *, entering: bool = False) -> Decision:
-        """What the head has decided.  At the entrance ranks may be late; after it they are there, waiting."""
+    def _hear(self, decision: Decision) -> Decision:
+        """What the head has decided."""
         payload = msgspec.json.encode(decision) if self._group.is_head else None
-        heard = self._group.broadcast_bytes(payload, timeout_s=self._patience_s(entering=entering))
+        heard = self._group.broadcast_bytes(payload, timeout_s=self._patience_s())
         return msgspec.json.decode(heard, type=Decision)
 
     def _patience_s(self, *, entering: bool = False) -> float:
@@ -266,12 +274,14 @@ class WeightUpdater:
         with PeakMemory(self._exporter.device) as peak, collector_still():
             try:
                 decision = Decision()
+                # Ranks may be late here, later than an engine that holds still would wait; after it they are there.
+                self._group.gather_bytes(b"here", timeout_s=self._patience_s(entering=True))
                 buckets = self._fill_buckets()
                 # Where no other rank has to come for it, the first bucket fills while the engines open.
                 first = [next(buckets)] if self._group.world_size == 1 else []
                 if head is not None:
                     decision = head.open(version, self._specs, tuple(layout.size_bytes for layout in self._layouts))
-                decision = self._hear(decision, entering=True)
+                decision = self._hear(decision)
                 if decision.error or decision.again:
                     return decision
                 self._stream(chain(first, buckets))
@@ -283,13 +293,22 @@ class WeightUpdater:
                 if self._group.world_size > 1:  # the other ranks would wait for this one
                     self._group.abort(f"{type(error).__name__}: {error}")
                 raise
-            decision = self._hear(decision)
+        try:
+            return self._conclude(decision, lambda: kept_bytes + peak.extra_bytes)
+        except TrainerRankFailed as error:
+            report = head.switched() if head is not None else None
+            if report is None:
+                raise
+            raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
+
+    def _conclude(self, decision: Decision, extra_bytes: Callable[[], int]) -> Decision:
+        """What came of it, as every rank hears it."""
+        decision = self._hear(decision)
         if decision.score:
             decision = self._score()
         if decision.report is not None:
-            extra = self._group.gather_bytes(str(kept_bytes + peak.extra_bytes).encode())
-            if head is not None:
-                assert extra is not None
+            extra = self._group.gather_bytes(str(extra_bytes()).encode())
+            if extra is not None:
                 most = max(int(value) for value in extra)
                 decision = msgspec.structs.replace(
                     decision, report=msgspec.structs.replace(decision.report, peak_extra_bytes=most)

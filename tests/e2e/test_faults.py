@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,7 @@ from tests.harness import (
 from tests.procs import is_stopped
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater, head
-from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
+from weightcast.errors import ConfigError, TargetUnreachable, TrainerRankFailed, UpdateFailed, WeightcastError
 from weightcast.protocols import Invitation
 from weightcast.transports import channel, link
 from weightcast.transports.link import Link
@@ -250,6 +251,72 @@ def test_quarantine_goes_on_without_the_engine_that_fails(engines, fresh, transp
         report = updater.update(version=version)
         assert report.ok
         assert serves_whole(back) == serves_whole(engines.one) == version
+
+
+def test_what_an_earlier_attempt_did_is_reported_when_nobody_is_left(engines, fresh, monkeypatch):
+    first, second = fresh("--local"), fresh("--local")
+    open_, opened = head.Head.open, list[int]()
+
+    def strike(sent: int, total: int) -> None:
+        if sent > total // 3:
+            first.close()
+
+    def open_again(self: head.Head, *args: object) -> head.Decision:
+        opened.append(len(opened))
+        if len(opened) == 2:
+            second.close()
+        return open_(self, *args)
+
+    monkeypatch.setattr(head.Head, "open", open_again)
+    options = {"timeout_s": 3.0, "on_failure": "quarantine", "progress": strike}
+    updater = connect(trainer_of(next_version()), [first, second], **options)
+    with updater, pytest.raises(UpdateFailed) as caught:
+        updater.update(version=next_version())
+    assert opened == [0, 1]
+    assert [(row.url, row.status) for row in caught.value.report.targets] == [
+        (first.url, "quarantined"),
+        (second.url, "quarantined"),
+    ]
+
+
+def test_a_rank_that_is_lost_after_the_switch_does_not_hide_it(engines, monkeypatch):
+    version = next_version()
+    with connect(trainer_of(version), [engines.one]) as updater:
+
+        def lost(*_: object) -> None:
+            raise TrainerRankFailed("trainer rank 1 is gone")
+
+        monkeypatch.setattr(updater, "_conclude", lost)
+        with pytest.raises(UpdateFailed, match="have switched, but trainer rank 1 is gone") as caught:
+            updater.update(version=version)
+        assert caught.value.report.ok
+        assert serves_whole(engines.one) == version
+
+
+def _sharded_and_late(url: str, version: int, late_s: float) -> str:
+    """Of one of two ranks, the second of which comes late to the update."""
+    model = trainer_of(version)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with WeightUpdater.connect(model, [url], bucket_bytes=30_000, timeout_s=2.0) as updater:
+        if dist.get_rank() == 1:
+            time.sleep(late_s)
+        started = time.monotonic()
+        report = updater.update(version=version)
+        return f"{report.ok} {time.monotonic() - started:.1f}"
+
+
+def test_engines_do_not_wait_for_a_rank_that_comes_late(engines):
+    # Later than an engine's lease of four deadlines, sooner than the six that a rank may take.
+    version = next_version()
+    ranks = Ranks(2)
+    try:
+        head_said, late_said = ranks.run(_sharded_and_late, engines.one.url, version, 9.0)
+    finally:
+        ranks.close()
+    assert head_said.startswith("True ")
+    assert late_said.startswith("True ")
+    assert float(head_said.split()[1]) > 8.0
+    assert serves_whole(engines.one) == version
 
 
 def test_all_that_do_not_come_to_the_meeting_are_left_out_at_once(engines, fresh, monkeypatch):

@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from tests.harness import connect, next_version, push, serves_whole, trainer_of, wait_for
-from weightcast.errors import ConfigError
+from weightcast import Target
+from weightcast.errors import ConfigError, TargetUnreachable
 
 pytestmark = pytest.mark.deadlines
 
@@ -56,6 +57,49 @@ def test_nobody_is_brought_in_with_weights_that_have_changed_since(engines, fres
         assert updater.update(version=version).ok
         assert serves_whole(late) == serves_whole(engines.one) == version
         assert states(updater) == [("serving", True)] * 2
+
+
+def test_nobody_is_brought_in_where_no_digest_says_what_the_weights_were(engines, fresh):
+    late = fresh("--local")
+    version = next_version()
+    model = trainer_of(version)
+    with connect(model, [engines.one], verify="none") as updater:
+        updater.update(version=version)
+        with pytest.raises(ConfigError, match=f"version {version}: no digest"):
+            updater.retarget([engines.one.url, late.url], catch_up=True)
+        assert serves_whole(late) == 0
+        version = next_version()
+        model.set_version(version)
+        assert updater.update(version=version).ok
+        assert serves_whole(late) == serves_whole(engines.one) == version
+
+
+def test_a_target_may_get_another_key(engines, fresh):
+    dead = fresh("--local")
+    dead.close()
+    version = next_version()
+    model = trainer_of(version)
+
+    def update() -> None:
+        nonlocal version
+        version = next_version()
+        model.set_version(version)
+        assert updater.update(version=version).ok
+        assert serves_whole(engines.one) == version
+
+    with connect(model, [engines.one], timeout_s=5.0) as updater:
+        update()
+        updater.retarget([Target(engines.one.url, api_key="new")])
+        update()
+        # What cannot be: the old ones stay, with the connection that they had.
+        with pytest.raises(TargetUnreachable):
+            updater.retarget([Target(engines.one.url, api_key="newer"), dead.url])
+        update()
+        with pytest.raises(ConfigError, match="CA file"):
+            updater.retarget([Target("https://127.0.0.1:1", ca_file="/nowhere")])
+        update()
+    with pytest.raises(ConfigError, match="closed"):
+        updater.retarget([engines.one.url])
 
 
 def test_before_the_first_update_there_is_nothing_to_catch_up_with(engines, fresh):

@@ -65,16 +65,28 @@ class Roster:
         """True if this is still the connection to that member."""
         return url in self._members and self.client(url) is client
 
-    def set_members(self, targets: Iterable[Target]) -> None:
-        """The members are these now; connections to the others end."""
-        members = {target.url: target for target in targets}
+    def set_members(self, targets: Iterable[Target], *, leaving: Iterable[Target] = ()) -> None:
+        """The members are these now; connections to the others end.
+
+        Args:
+            targets: From now on.
+            leaving: Members until the next call.  One that is to be reached otherwise than before (by another key,
+                say) has both connections until then.
+
+        Raises:
+            ConfigError: A target cannot be connected to as it says; nothing has changed.
+        """
+        targets, leaving = tuple(targets), tuple(leaving)
+        members = {target.url: target for target in (*leaving, *targets)}
+        kept = {*leaving, *targets}
         with self._lock:
-            for target in [target for target in self._clients if members.get(target.url) != target]:
-                self._lookout.forget(target.url)
+            new = {target: Client(target, timeout_s=self._timeout_s) for target in kept - self._clients.keys()}
+            for url, target in self._members.items():
+                if members.get(url) != target:
+                    self._lookout.forget(url)
+            for target in self._clients.keys() - kept:
                 self._clients.pop(target).close()
-            for target in members.values():
-                if target not in self._clients:
-                    self._clients[target] = Client(target, timeout_s=self._timeout_s)
+            self._clients |= new
             self._members = members
             self._silent &= set(members)
             self._fleet.retarget(members)

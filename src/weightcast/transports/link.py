@@ -40,6 +40,7 @@ class Link:
         session: Id of the session that is open there; empty without one.
         sharing: How buffers are handed to it over ``ipc``.
         opens: Which of torch's handles to a buffer are this target's.
+        planned: True once what is sent, and how, was checked against this target.
         sent: Buckets that it has taken over.
         mixed: True if its live weights may be parts of two versions and it does not know that itself.
         silent: True once it let a deadline pass.
@@ -53,6 +54,7 @@ class Link:
     group_rank: int = 1
     sharing: Sharing = "weightcast"
     opens: slice = field(default_factory=lambda: slice(0, 0))
+    planned: bool = False
     session: str = ""
     load_s: float = 0.0
     verify_s: float = 0.0

@@ -117,6 +117,8 @@ class Outcome:
             message = str(now)
         if self.failed is not None:
             message = str(self.failed)
+        if isinstance(self.failed, VerificationFailed) and self.committed is not None:
+            status = "quarantined"  # it serves something else than was sent, whatever it says of itself
         info, ack, serving = self.info, self.committed, status == "serving"
         return TargetReport(
             url=url,
