@@ -322,8 +322,7 @@ class WeightUpdater:
         if receives and not self._slots:
             size = max(layout.size_bytes for layout in self._layouts)
             count = min(_NUM_SLOTS, len(self._layouts))
-            ways = self._chosen.ways or ("weightcast",)
-            self._slots = make_slots(count, max(size, 1), self._exporter.device, ways)
+            self._slots = make_slots(count, max(size, 1), self._exporter.device, self._chosen.ways)
         slots = [slot.data for slot in self._slots] if receives else None
         buckets = bucketize(self._exporter, self._layouts, self._group, slots)
         for layout in self._layouts:

@@ -136,6 +136,22 @@ def test_update_over_gpus(transport: str, trainer: list[str], engines: list[list
                 context.__exit__(None, None, None)
 
 
+@needs(2)
+def test_only_who_shares_memory_minds_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    with toy_engine("--devices", "cuda:1", "--seed", "1") as (url, _):
+        before = digests(url)
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # of the trainer alone
+        options = {"seed": 7, "bucket_bytes": 50_000, "versions": "1"}
+        answer = train(["cuda:0"], [url], transport="ipc", **options)
+        assert not answer["ok"]
+        assert "expandable_segments" in answer["text"], answer
+        assert digests(url) == before
+        answer = train(["cuda:0"], [url], transport="broadcast", **options)
+        assert answer["ok"], answer
+        assert info(url)["version"] == 1
+        assert set(digests(url).values()).isdisjoint(before.values())
+
+
 @pytest.mark.parametrize(
     ("transport", "engine"), [("ipc", "cuda:0"), pytest.param("broadcast", "cuda:1", marks=needs(2))]
 )

@@ -8,8 +8,10 @@ import torch
 from tests.unit.exports import ALONE, export, raw
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters.bridge import BridgeExporter
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.composed import ComposedExporter
-from weightcast.wire.layout import Packing, TensorSpec
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, Packing, TensorSlot, TensorSpec, plan_buckets
 
 
 class FakeBridge:
@@ -60,17 +62,70 @@ def test_values_are_cast_and_shapes_may_be_told():
     }
 
 
-def test_an_update_that_was_given_up_leaves_nothing_behind():
-    from weightcast.exporters.bucketize import bucketize
-    from weightcast.wire.layout import plan_buckets
+def give_up_after(exporter: BridgeExporter, count: int, *, bucket_bytes: int, packing: Packing) -> TensorSlot:
+    """Fill so many buckets of an update and no more; the last slot that was filled."""
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=packing)
+    buckets = bucketize(exporter, layouts, ALONE, [torch.empty(bucket_bytes, dtype=torch.uint8)])
+    for _ in range(count):
+        next(buckets)
+    return layouts[count - 1].slots[-1]
 
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "count", "last", "whole"),
+    [
+        (300, 1, "q_proj.weight", False),
+        (300, 2, "q_proj.weight", False),
+        (300, 3, "k_proj.weight", False),
+        (384, 2, "q_proj.weight", False),  # its last piece
+        (800, 1, "q_proj.weight", True),
+        (800, 2, "k_proj.weight", True),
+        (1 << 20, 1, "up_proj.weight", True),  # all of it
+    ],
+)
+def test_an_update_that_was_given_up_leaves_nothing_behind(bucket_bytes, count, last, whole):
     bridge = FakeBridge(2)
     exporter = BridgeExporter(bridge.export_weights)
-    layouts = plan_buckets(exporter.specs(), bucket_bytes=300, packing=Packing())
-    buckets = bucketize(exporter, layouts, ALONE, [torch.empty(300, dtype=torch.uint8)])
-    next(buckets)
-    next(buckets)
-    assert export(exporter, bucket_bytes=300) == {name: raw(tensor) for name, tensor in bridge.export_weights()}
+    slot = give_up_after(exporter, count, bucket_bytes=bucket_bytes, packing=Packing())
+    assert (slot.spec.name, slot.whole) == (last, whole)
+    bridge.qkv += 1
+    bridge.fc1 += 1
+    want = {name: raw(tensor) for name, tensor in bridge.export_weights()}
+    bridge.runs = 0
+    assert export(exporter, bucket_bytes=bucket_bytes) == want
+    assert bridge.runs == 1
+
+
+def test_a_first_tensor_without_rows_begins_an_update_too():
+    weight = torch.ones(4, 8, dtype=torch.bfloat16)
+    exporter = BridgeExporter(lambda: iter([("hollow", torch.zeros(0, 8)), ("weight", weight.clone())]))
+    packing = Packing(one_dtype=True)  # or they would share a bucket
+    assert give_up_after(exporter, 1, bucket_bytes=64, packing=packing).spec.name == "hollow"
+    weight += 1
+    assert export(exporter, bucket_bytes=64, packing=packing) == {"hollow": b"", "weight": raw(weight)}
+
+
+def test_a_piece_is_taken_from_the_tensor_that_was_read_last_or_from_none():
+    bridge = FakeBridge(6)
+    exporter = BridgeExporter(bridge.export_weights)
+    first, second, *_ = exporter.specs()
+
+    def fill(spec: TensorSpec, first_row: int) -> Bucket:
+        slot = TensorSlot(spec=spec, offset_bytes=0, first_row=first_row, num_rows=2)
+        layout = BucketLayout(index=0, slots=(slot,), size_bytes=slot.size_bytes)
+        bucket = Bucket(layout, torch.zeros(slot.size_bytes, dtype=torch.uint8))
+        exporter.fill(bucket, layout, ALONE)
+        return bucket
+
+    for spec in (first, second):
+        with pytest.raises(ConfigError, match="out of turn"):
+            fill(spec, 2)  # nobody has asked for its first rows
+    fill(first, 0)
+    with pytest.raises(ConfigError, match="out of turn"):
+        fill(second, 2)
+    fill(first, 0)
+    rows = dict(bridge.export_weights())["q_proj.weight"][2:4]
+    assert raw(fill(first, 2).data) == raw(rows)
 
 
 def test_a_bridge_is_a_part_like_any_other():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.unit.test_head import info
 from weightcast.comm.http import Client
 from weightcast.config import Target
-from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetError, TargetUnreachable
 from weightcast.fleet.lookout import Lookout
 from weightcast.fleet.roster import Roster
 from weightcast.wire.messages import EngineInfo
@@ -97,6 +98,57 @@ def test_who_was_only_glanced_at_may_be_waited_for_anew():
     timer.start()
     assert crowd.lookout.look({"slow": 10.0}, anew={"slow"}) == {"slow": "slow is here"}
     timer.join()
+
+
+def test_whatever_goes_wrong_with_a_question_is_its_answer():
+    goes_wrong = [True]
+
+    def ask(url: str) -> str:
+        if goes_wrong[0]:
+            raise KeyError("no such field")
+        return f"{url} is here"
+
+    lookout = Lookout(ask)
+    found = lookout.look({"odd": 1.0})["odd"]
+    assert isinstance(found, TargetError)
+    assert not isinstance(found, TargetUnreachable)
+    assert (str(found), found.url) == ("odd: could not be asked: KeyError: 'no such field'", "odd")
+    assert isinstance(found.__cause__, KeyError)
+    goes_wrong[0] = False
+    assert lookout.look({"odd": 1.0}) == {"odd": "odd is here"}
+
+
+def test_several_may_look_at_once():
+    crowd = Crowd()
+    ready = threading.Barrier(5)
+
+    def look() -> object:
+        ready.wait(10)
+        return crowd.lookout.look({"slow": 10.0, "still": 0.2})
+
+    with ThreadPoolExecutor(4) as threads:
+        looks = [threads.submit(look) for _ in range(4)]
+        ready.wait(10)
+        time.sleep(0.3)  # all of them wait for the same answer
+        crowd.wakes["slow"].set()
+        found = [one.result() for one in looks]
+    for answers in found:
+        assert answers["slow"] == "slow is here"
+        assert isinstance(answers["still"], TargetUnreachable)
+    crowd.wakes["still"].set()
+
+
+def test_who_is_forgotten_while_somebody_looks_does_no_harm():
+    crowd = Crowd()
+    with ThreadPoolExecutor(1) as threads:
+        look = threads.submit(crowd.lookout.look, {"slow": 10.0})
+        while not crowd.asked:
+            time.sleep(0.001)
+        crowd.lookout.forget("slow")
+        found = look.result(10)["slow"]
+    assert isinstance(found, TargetUnreachable)  # its silence ends the question that nobody may ask again
+    crowd.wakes["slow"].set()
+    assert crowd.lookout.look({"slow": 10.0}) == {"slow": "slow is here"}
 
 
 def test_a_hasty_look_is_not_held_against_anybody():

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from weightcast.comm import cuda_driver, ipc
 from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer, device_of, device_uuid, host_id
 from weightcast.errors import ConfigError
 from weightcast.receiver.sources import ipc as ipc_source
@@ -154,6 +155,68 @@ def test_cuda_handles_of_a_gpu_that_is_not_here_are_refused():
     handle = MemoryHandle(kind="cuda", device="GPU-nowhere", size_bytes=10, handle=b"x" * 64)
     with pytest.raises(MappingFailed, match="not visible"):
         Mapping(handle)
+
+
+@pytest.mark.parametrize("step", ["tensor", "event"])
+@pytest.mark.parametrize("error", [RuntimeError("invalid resource handle"), cuda_driver.DriverError("no such memory")])
+def test_a_gpu_mapping_that_is_made_in_part_is_closed(monkeypatch, step, error):
+    open_at: set[int] = set()
+
+    def open_memory(handle: bytes, device: torch.device) -> int:
+        open_at.add(4096)
+        return 4096
+
+    def fail(*_: object) -> None:
+        assert open_at == {4096}
+        raise error
+
+    monkeypatch.setattr(ipc, "device_of", lambda uuid: CPU)
+    monkeypatch.setattr(cuda_driver, "open_memory", open_memory)
+    monkeypatch.setattr(cuda_driver, "close_memory", lambda pointer, device: open_at.remove(pointer))
+    monkeypatch.setattr(cuda_driver, "as_tensor", fail if step == "tensor" else lambda *_: torch.zeros(10))
+    monkeypatch.setattr(torch.cuda.Event, "from_ipc_handle", fail, raising=False)
+    with pytest.raises(MappingFailed, match=f"cannot map memory of GPU here: {error}"):
+        Mapping(MemoryHandle(kind="cuda", device="here", size_bytes=10, handle=b"x" * 64, event=b"y" * 64))
+    assert open_at == set()
+
+
+def test_the_driver_is_called_on_a_device_that_the_thread_does_not_keep(monkeypatch):
+    current, begun, seen = ["cuda:0"], list[str](), list[tuple[str, str]]()
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = str(device)
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.device
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    class Stream:
+        def query(self) -> bool:
+            begun.append(current[0])
+            return True
+
+    def call(name: str, *_: object) -> None:
+        seen.append((name, current[0]))
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, str(device)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(cuda_driver, "_call", call)
+    other = torch.device("cuda", 1)
+    cuda_driver.export_memory(4096, other)
+    assert current == ["cuda:0"]
+    cuda_driver.open_memory(b"x" * 64, other)
+    assert current == ["cuda:0"]
+    cuda_driver.close_memory(4096, other)
+    assert current == ["cuda:0"]
+    assert begun == ["cuda:1"] * 3
+    assert seen == [
+        (name, "cuda:1")
+        for name in ("cuMemGetAddressRange_v2", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle")
+    ]
 
 
 def test_devices_have_names_that_do_not_depend_on_the_process():

@@ -224,6 +224,40 @@ def test_a_lost_head_is_named_though_the_store_is_lost_with_it(doomed):
         assert "store" in text
 
 
+def connect_in_a_second() -> tuple[str, float]:
+    begin = time.monotonic()
+    try:
+        TrainerGroup.connect(CPU, timeout_s=1)
+    except TrainerRankFailed as error:
+        return str(error), time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(doomed):
+    [head, *_] = doomed.run(os.getpid)  # all have joined, and rank 0 holds the store
+    os.kill(head, signal.SIGSTOP)
+    doomed.start(connect_in_a_second)
+    for rank in (1, 2):
+        text, seconds = doomed.answer(rank, timeout_s=20)
+        assert text == "the job's store, which trainer rank 0 usually holds, did not answer within 1 s"
+        assert seconds < 10
+    os.kill(head, signal.SIGCONT)
+    text, _ = doomed.answer(0, timeout_s=20)
+    assert text.startswith("trainer ranks 1, 2 did not come")  # they had given up
+    doomed.run(exchange_messages)  # all of them try again
+
+
+def test_a_store_that_is_gone_is_named(doomed):
+    [head, *_] = doomed.run(os.getpid)
+    os.kill(head, signal.SIGKILL)
+    doomed.processes[0].join(10)
+    for rank in (1, 2):
+        doomed.pipes[rank].send((connect_in_a_second, ()))
+    for rank in (1, 2):
+        text, _ = doomed.answer(rank, timeout_s=20)
+        assert text.startswith("the job's store, which trainer rank 0 usually holds, is lost: "), text
+
+
 def connect_without(absent: int) -> str:
     text = ""
     if dist.get_rank() != absent:
@@ -240,6 +274,21 @@ def connect_without(absent: int) -> str:
 def test_a_rank_that_does_not_connect_is_named_and_all_can_try_again(three, absent):
     for rank, text in enumerate(three.run(connect_without, absent)):
         assert text.startswith(f"trainer rank {absent} did not come") is (rank != absent)
+
+
+def connect_without_the_last(late_s: float) -> str:
+    text = ""
+    if dist.get_rank() == 1:
+        time.sleep(late_s)
+    if dist.get_rank() != 2:
+        text, _ = connect_in_a_second()
+    dist.barrier()
+    return text
+
+
+def test_who_waits_longer_than_the_head_does_not_blame_the_head(three):
+    for text in three.run(connect_without_the_last, 0.4)[:2]:
+        assert text.startswith("trainer rank 2 did not come")
 
 
 def test_what_is_to_come_after_a_launch_is_done_by_its_thread():

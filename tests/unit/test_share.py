@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
-from weightcast.comm.ipc import Mapping
-from weightcast.comm.share import Shared, SharedSlot
+from weightcast.comm import share
+from weightcast.comm.ipc import Mapping, SharedBuffer
+from weightcast.comm.share import Shared, SharedSlot, make_slots
+from weightcast.errors import ConfigError
 
 CPU = torch.device("cpu")
 # What an engine's unpickler runs: torch's own rebuilding, which takes back the count that the sharing added.
@@ -100,3 +102,37 @@ def test_a_view_that_outlives_its_slot_does_no_harm(opened: int) -> None:
     assert not os.path.exists(name)
     del engine
     gc.collect()
+
+
+def footprint() -> tuple[int, int]:
+    """Descriptors and named segments of this process."""
+    descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    files = [os.readlink(descriptor) for descriptor in descriptors if os.path.islink(descriptor)]
+    mine = [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+    return sum("memfd:weightcast" in name for name in files), len(mine)
+
+
+@pytest.mark.parametrize("ways", [{"weightcast"}, {"weightcast", "torch"}, {"weightcast", "ring"}])
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_slots_that_cannot_all_be_made_leave_nothing_behind(monkeypatch, ways, good):
+    made: list[SharedBuffer] = []
+
+    def allocate(size_bytes: int, device: torch.device) -> SharedBuffer:
+        if len(made) == good:
+            raise ConfigError("no room")
+        made.append(SharedBuffer(size_bytes, device))
+        return made[-1]
+
+    monkeypatch.setattr(share, "SharedBuffer", allocate)
+    gc.collect()
+    before = footprint()
+    with pytest.raises(ConfigError, match="no room"):
+        make_slots(3, 4096, CPU, ways)
+    gc.collect()
+    assert footprint() == before
+    assert len(made) == good
+    monkeypatch.undo()
+    slots = make_slots(3, 4096, CPU, ways)
+    assert len(slots) == 3
+    for slot in slots:
+        slot.close()

@@ -8,6 +8,8 @@ have no such count: who opens closes.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -53,10 +55,13 @@ def _call(name: str, *args: Any) -> None:
         raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
 
-def _make_current(device: torch.device) -> None:
-    """Make the device's primary context current in this thread; the driver, unlike the runtime, leaves that to us."""
-    torch.cuda.set_device(device)
-    torch.cuda.current_stream(device).query()
+@contextmanager
+def _current(device: torch.device) -> Generator[None]:
+    """The device's primary context is current in this thread; the driver, unlike the runtime, leaves that to us."""
+    with torch.cuda.device(device):  # gives the thread its own device back, but makes no context where it is the same
+        torch.cuda.set_device(device)
+        torch.cuda.current_stream(device).query()
+        yield
 
 
 def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
@@ -65,11 +70,11 @@ def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
     Raises:
         DriverError: The allocation cannot be shared (virtual memory of expandable segments, say).
     """
-    _make_current(device)
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
     handle = _Handle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
+    with _current(device):
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
     return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES), pointer - base.value
 
 
@@ -81,18 +86,18 @@ def open_memory(handle: bytes, device: torch.device) -> int:
     """
     if len(handle) != _HANDLE_BYTES:
         raise DriverError(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
-    _make_current(device)
     pointer = ctypes.c_uint64()
     raw = _Handle()
     ctypes.memmove(ctypes.byref(raw), handle, _HANDLE_BYTES)
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), raw, _LAZY_ENABLE_PEER_ACCESS)
+    with _current(device):
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), raw, _LAZY_ENABLE_PEER_ACCESS)
     return pointer.value
 
 
 def close_memory(pointer: int, device: torch.device) -> None:
     """Unmap what ``open_memory`` mapped."""
-    _make_current(device)
-    _call("cuIpcCloseMemHandle", pointer)
+    with _current(device):
+        _call("cuIpcCloseMemHandle", pointer)
 
 
 class _Region:

@@ -74,7 +74,7 @@ class SharedBuffer:
         """Allocate.
 
         Raises:
-            ConfigError: The memory cannot be shared (PyTorch's expandable segments), or there is not enough.
+            ConfigError: There is not enough memory.
         """
         self._device = device
         self._file: int | None = None
@@ -82,8 +82,7 @@ class SharedBuffer:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-            self._event = torch.cuda.Event(interprocess=True)
-            self._handle = self._export_cuda()
+            self._handle: MemoryHandle | None = None
         else:
             token = secrets.token_hex(16)
             self._file = os.memfd_create(_PREFIX + token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -106,7 +105,13 @@ class SharedBuffer:
 
         On a GPU it marks this point of the current stream: whoever waits for the handle's event sees every
         write that was enqueued before this call.
+
+        Raises:
+            ConfigError: The memory cannot be shared (PyTorch's expandable segments).
         """
+        if self._handle is None:
+            self._event = torch.cuda.Event(interprocess=True)
+            self._handle = self._export_cuda()
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
         return self._handle
@@ -214,9 +219,13 @@ class Mapping:
         self._device = device
         try:
             self._base = cuda_driver.open_memory(handle.handle, device)
-            self.data = cuda_driver.as_tensor(self._base + handle.offset_bytes, handle.size_bytes, device)
-            if handle.event:
-                self._event = torch.cuda.Event.from_ipc_handle(device, handle.event)
+            try:
+                self.data = cuda_driver.as_tensor(self._base + handle.offset_bytes, handle.size_bytes, device)
+                if handle.event:
+                    self._event = torch.cuda.Event.from_ipc_handle(device, handle.event)
+            except BaseException:
+                self.close()
+                raise
         except (cuda_driver.DriverError, RuntimeError) as error:
             raise MappingFailed(f"cannot map memory of GPU {handle.device}: {error}") from error
 

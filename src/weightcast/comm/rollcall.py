@@ -10,16 +10,20 @@ Knows keys and ranks.  It moves no tensor and ends nothing.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
 import torch.distributed as dist
 
 from weightcast.comm import left_behind
+from weightcast.errors import TrainerRankFailed
 
 _POLL_S = 0.02
+_LAST_WORD_S = 1.0  # for the store's answers that are due when a wait is over
 _PREFIX = "weightcast/trainers"
 
 
@@ -65,31 +69,69 @@ def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> 
     Returns:
         A prefix for keys, the same on every rank and never used before, and the ranks that did not come in time,
         in order; none if all are here.
+
+    Raises:
+        TrainerRankFailed: The store did not answer in time, or is lost.
     """
+    met = Future[tuple[str, tuple[int, ...]]]()
+    gave_up = threading.Event()
+
+    def work() -> None:
+        try:
+            met.set_result(_meet(store, rank, world_size, timeout_s, gave_up))
+        except BaseException as error:  # noqa: BLE001  raised below, where it is waited for
+            met.set_exception(error)
+
+    # The store has no deadline of its own that we may choose: ask it from a thread that may be left behind.
+    left_behind.start(work, name="weightcast-meet", give_up=gave_up.set)
+    try:
+        return met.result(timeout_s + _LAST_WORD_S)
+    except TimeoutError:
+        raise TrainerRankFailed(
+            f"the job's store, which trainer rank 0 usually holds, did not answer within {timeout_s:g} s",
+            hint="is rank 0 (or the launcher that holds the store) stopped, or swamped?",
+        ) from None
+    except RuntimeError as error:  # which torch's own errors are
+        words = str(error).partition("\n")[0]
+        raise TrainerRankFailed(f"the job's store, which trainer rank 0 usually holds, is lost: {words}") from error
+    finally:
+        gave_up.set()
+
+
+def _meet(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, gave_up: threading.Event
+) -> tuple[str, tuple[int, ...]]:
     deadline = time.monotonic() + timeout_s
+
+    def over() -> bool:
+        return gave_up.is_set() or time.monotonic() >= deadline
+
     others = [other for other in range(world_size) if other != rank]
+    joined = ""
     while True:
         # The head counts attempts, and closes those that fail, so that a rank that comes late to one attempt
         # does not mistake it for the next.
         attempt = store.add(f"{_PREFIX}/attempts", 1 if rank == 0 else 0)
         prefix = f"{_PREFIX}/{attempt}"
         fresh = attempt and not store.check([f"{prefix}/here/{rank}"]) and not store.check([f"{prefix}/closed"])
-        if fresh:
+        # A store that answers late must not let others meet one who has given up.
+        if fresh and not gave_up.is_set():
             store.set(f"{prefix}/here/{rank}", "1")
-        while fresh and time.monotonic() < deadline:
-            if rank == 0 and store.check([f"{prefix}/here/{other}" for other in others]):
+            joined = prefix
+        while fresh and not over():
+            if rank == 0 and store.check([f"{prefix}/here/{other}" for other in others]) and not gave_up.is_set():
                 store.set(f"{prefix}/go", "1")
             if store.check([f"{prefix}/go"]):
                 return prefix, ()
             if store.check([f"{prefix}/closed"]):
                 break
             time.sleep(_POLL_S)
-        if time.monotonic() >= deadline:
+        if over():
             break
         time.sleep(_POLL_S)
     if rank == 0:
         store.set(f"{prefix}/closed", "1")
-    elif not fresh:
+    elif prefix != joined:  # the head has not begun; one that closed what we had joined was here, and lacked others
         return prefix, (0,)
     missing = tuple(other for other in others if not store.check([f"{prefix}/here/{other}"]))
     return prefix, missing or (0,)
@@ -128,7 +170,7 @@ class RollCall:
         asking = left_behind.start(
             lambda: self._follow(suspects, reason, patience_s, found), name="weightcast-rollcall"
         )
-        asking.join(patience_s + 1.0)
+        asking.join(patience_s + _LAST_WORD_S)
         return found[0] if found else Verdict(silent=tuple(sorted(suspects)), quit={}, store_lost=True)
 
     def _follow(self, suspects: Sequence[int], reason: str, patience_s: float, found: list[Verdict]) -> None:

@@ -150,8 +150,8 @@ class SharedSlot:
         Args:
             size_bytes: Its size.
             device: Where.
-            ways: ``weightcast``, ``torch``, ``ring`` or several.  Each more than one costs a second buffer and a copy,
-                but for ``torch`` on a GPU.
+            ways: ``weightcast``, ``torch``, ``ring`` or several; none for a buffer that nobody opens.  Each more than
+                one costs a second buffer and a copy, but for ``torch`` on a GPU.
             ring: The one that it is a part of.
             index: Which part.
 
@@ -165,6 +165,8 @@ class SharedSlot:
         self._segment = _Segment(size_bytes) if device.type == "cpu" and "torch" in ways else None
         needed = self._memory or (ring is None and self._segment is None)
         self._ours = SharedBuffer(size_bytes, device) if needed else None
+        if self._memory and self._ours is not None:
+            self._ours.handle()  # if it cannot be shared, now: nobody waits for it yet
         if ring is not None:
             self.data = ring.slot(index)
         elif self._ours is not None:
@@ -220,7 +222,17 @@ class SharedSlot:
 def make_slots(count: int, size_bytes: int, device: torch.device, ways: Collection[str]) -> list[SharedSlot]:
     """Buffers to be filled in turn, and closed together; see ``SharedSlot``."""
     ring = Ring(count, size_bytes, device) if "ring" in ways else None
-    return [SharedSlot(size_bytes, device, ways, ring=ring, index=index) for index in range(count)]
+    slots: list[SharedSlot] = []
+    try:
+        for index in range(count):
+            slots.append(SharedSlot(size_bytes, device, ways, ring=ring, index=index))
+    except BaseException:
+        for slot in slots:
+            slot.close()
+        if ring is not None:
+            ring.close()
+        raise
+    return slots
 
 
 class _Segment:

@@ -20,7 +20,7 @@ from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
 from weightcast.protocols import Shard
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -105,7 +105,7 @@ class BridgeExporter:
         """
         try:
             for slot in layout.slots:
-                whole = self._advance(slot.spec)
+                whole = self._advance(slot)
                 if bucket is not None:
                     part = whole.narrow(0, slot.first_row, slot.num_rows) if slot.spec.shape else whole
                     bucket.view(slot).copy_(part)
@@ -120,17 +120,19 @@ class BridgeExporter:
                 raise WeightcastError(f"the bridge yields {name} after its last tensor, which it did not before")
             self._end()
 
-    def _advance(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor that a slot wants; begins the stream anew at its first."""
+    def _advance(self, slot: TensorSlot) -> torch.Tensor:
+        """The tensor that a slot wants; begins the stream anew at the first row of its first."""
+        spec = slot.spec
         number = self._order.get(spec.name)
         if number is None or self._specs[number] != spec:
             raise ConfigError(f"the bucket carries {spec.name}, which the bridge does not yield so")
-        if number == self._at and self._now is not None:
+        further = slot.first_row > 0  # a piece of a tensor that was cut
+        if further and number == self._at and self._now is not None:
             return self._now
-        if number == 0:  # a new update, whatever became of the last one
+        if number == 0 and not further:  # a new update, whatever became of the last one and wherever it ended
             self._end()
             self._stream = iter(self._weights())
-        if self._stream is None or number != self._at + 1:
+        if further or self._stream is None or number != self._at + 1:
             raise ConfigError(
                 f"{spec.name} is wanted out of turn: a bridge's tensors come in one order",
                 hint="an engine that wants one dtype in a bucket needs a wire_dtype that makes them all alike",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from weightcast.errors import DeadlineExceeded, TargetUnreachable, WeightcastError
+from weightcast.errors import DeadlineExceeded, TargetError, TargetUnreachable, WeightcastError
 
 Answer = TypeVar("Answer")
 
@@ -26,7 +26,7 @@ class _Question(Generic[Answer]):
 
 
 class Lookout(Generic[Answer]):
-    """Asks many at once, and one never twice at a time.
+    """Asks many at once, and one never twice at a time.  Every call may come from any thread.
 
     Args:
         ask: The question to one of them; blocks, and raises a ``WeightcastError`` if it cannot be answered.
@@ -48,20 +48,23 @@ class Lookout(Generic[Answer]):
             anew: Of them, those for whom it counts from now, whenever the question was put.
 
         Returns:
-            The answer, or what went wrong; ``TargetUnreachable`` for one who has not answered so far.
+            The answer, or what went wrong; ``TargetUnreachable`` for one who has not answered so far.  Looks at the
+            same time share a question and its answer.
         """
         with self._news:
             now = time.monotonic()
-            for url in patience_s:
-                self._put(url, now)
+            # Kept here: while this look waits, another may take the answer, and ``forget`` may drop the question.
+            questions = {url: self._put(url, now) for url in patience_s}
             while True:
-                waiting = [url for url in patience_s if not self._out[url].answer]
-                ends = [(now if url in anew else self._out[url].asked_at) + patience_s[url] for url in waiting]
+                waiting = {url: question for url, question in questions.items() if not question.answer}
+                ends = [
+                    (now if url in anew else question.asked_at) + patience_s[url] for url, question in waiting.items()
+                ]
                 left_s = max(ends, default=0.0) - time.monotonic()
                 if left_s <= 0:
                     break
                 self._news.wait(left_s)
-            return {url: self._take(url) for url in patience_s}
+            return {url: self._take(url, question) for url, question in questions.items()}
 
     def ask_ahead(self, urls: Iterable[str], *, waited_s: float) -> None:
         """Put the question now, for a later look.
@@ -75,14 +78,14 @@ class Lookout(Generic[Answer]):
                 self._put(url, time.monotonic() - waited_s)
 
     def forget(self, url: str) -> None:
-        """Whatever is still to come from there does not count."""
+        """Whatever is still to come from there does not count at a later look."""
         with self._news:
             self._out.pop(url, None)
 
-    def _take(self, url: str) -> Answer | WeightcastError:
-        question = self._out[url]
+    def _take(self, url: str, question: _Question[Answer]) -> Answer | WeightcastError:
         if question.answer:
-            del self._out[url]
+            if self._out.get(url) is question:
+                del self._out[url]
             return question.answer[0]
         return TargetUnreachable(
             f"{url}: has not answered for {time.monotonic() - question.asked_at:.1f} s",
@@ -90,14 +93,15 @@ class Lookout(Generic[Answer]):
             hint="something listens there and says nothing: is the engine stopped, or swamped?",
         )
 
-    def _put(self, url: str, asked_at: float) -> None:
+    def _put(self, url: str, asked_at: float) -> _Question[Answer]:
         question = self._out.get(url)
         if question is not None and not question.answer:
-            return
+            return question
         # New, or answered some time ago, which says little about now.
         self._out[url] = question = _Question[Answer](asked_at, [])
         # A daemon: it blocks in Python's own sockets, and nobody must wait for it at the end.
         threading.Thread(target=self._run, args=(url, question), name="weightcast-look", daemon=True).start()
+        return question
 
     def _run(self, url: str, question: _Question[Answer]) -> None:
         answer: Answer | WeightcastError | None = None
@@ -108,6 +112,9 @@ class Lookout(Generic[Answer]):
                 # Silence is no answer: the question stays out.
                 if not is_silence(error) or self._out.get(url) is not question:
                     answer = error
+            except Exception as error:  # noqa: BLE001  without an answer it would never be asked again
+                answer = TargetError(f"{url}: could not be asked: {type(error).__name__}: {error}", url=url)
+                answer.__cause__ = error
         with self._news:
             question.answer.append(answer)
             self._news.notify_all()

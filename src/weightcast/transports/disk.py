@@ -98,13 +98,14 @@ class DiskTransport(Pumped):
         self._left_bytes = total_bytes(self._specs)
         folder = self._root / f".weightcast-{secrets.token_hex(8)}.part"
         try:
-            folder.mkdir()
-            file = (folder / "model.safetensors").open("wb")
-            file.write(header)
+            with self._lock:
+                folder.mkdir()
+                self._folder = folder  # from here on it is ours to remove
+                self._file = (folder / "model.safetensors").open("wb")
+                self._file.write(header)
         except OSError as error:
+            self._discard()
             raise ConfigError(f"{folder}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
-        with self._lock:
-            self._folder, self._file = folder, file
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
