@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 
 from tests.unit.models import FusedModel, differing, specs_of, state, weights_of
 from tests.unit.sessions import Sender
 from weightcast.comm.group import Rendezvous
-from weightcast.errors import DeadlineExceeded, EngineFailure
+from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver import engine as module
 from weightcast.receiver.engine import EngineFacts, ReceiverEngine
@@ -439,6 +440,130 @@ def test_a_hook_that_fails_after_the_switch_quarantines(bench, hook):
     made.update(2)
     assert made.engine.state == "serving"
     assert made.serves(2)
+
+
+def test_an_engine_that_would_not_hold_still_is_not_switched_while_it_runs(bench):
+    made = bench()
+    sender = Sender(weights_of(1), version=1)
+    made.transfer(sender)
+    made.hooks.failing["pause"] = Refused("not in this mode")
+    assert "not in this mode" in made.refuse(sender.commit())
+    made.hooks.failing.clear()
+    assert "this session has failed" in made.refuse(sender.commit())
+    assert made.hooks.calls == ["pause abort"]
+    assert made.serves(0)
+    assert made.tell(sender.abort()).state == "serving"
+    made.update(2)
+    assert made.serves(2)
+
+
+late = DeadlineExceeded(who="e", waiting_for="x", timeout_s=1)
+unforeseen = RuntimeError("out of order")
+
+
+@pytest.mark.parametrize("hook", ["drop_caches", "set_version", "resume"])
+def test_whatever_a_hook_raises_after_the_switch_quarantines(bench, hook):
+    made = bench()
+    sender = Sender(weights_of(1), version=1)
+    made.transfer(sender)
+    made.hooks.failing[hook] = unforeseen
+    ack = made.engine.apply(sender.commit(sender.digests()[1]))
+    assert (ack.ok, ack.state, ack.error) == (False, "quarantined", "RuntimeError: out of order")
+    assert made.hooks.paused
+    assert made.engine.info().message == ("version 1 is in, but not what depends on it: RuntimeError: out of order")
+    made.hooks.failing.clear()
+    made.update(2)
+    assert made.engine.state == "serving"
+    assert made.serves(2)
+
+
+@pytest.mark.parametrize("error", [late, EngineFailure("no loop"), unforeseen])
+def test_an_engine_that_does_not_go_on_after_an_abort_is_quarantined(bench, error):
+    made = bench(staging="none")
+    sender = Sender(weights_of(1), version=1)
+    made.tell(sender.open)
+    made.hooks.failing["resume"] = error
+    ack = made.engine.apply(sender.abort())
+    assert (ack.ok, ack.state) == (False, "quarantined")
+    assert made.hooks.paused
+    info = made.engine.info()
+    assert info.session_owner is None
+    assert str(error) in info.message
+    made.hooks.failing.clear()
+    made.update(2)
+    assert made.engine.state == "serving"
+    assert made.serves(2)
+
+
+@pytest.mark.parametrize("error", [late, unforeseen])
+def test_whatever_the_executor_raises_at_an_abort_does_not_leave_the_engine_paused_for_nobody(
+    bench, monkeypatch, error
+):
+    made = bench(staging="none")
+    sender = Sender(weights_of(1), version=1)
+    made.tell(sender.open)
+
+    def fail(message: Message, *, timeout_s: float) -> list[RankAck]:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.ranks, "apply", fail)
+        ack = made.engine.apply(sender.abort())
+    assert (ack.ok, ack.state) == (False, "quarantined")
+    info = made.engine.info()
+    assert (info.state, info.session_owner, info.paused) == ("quarantined", None, True)
+    assert str(error) in info.message
+    made.update(2)
+    assert made.engine.state == "serving"
+    assert made.serves(2)
+
+
+def test_an_engine_that_cannot_even_pause_is_quarantined_all_the_same(bench):
+    made = bench(tp_size=2)
+    sender = Sender(weights_of(1), version=1)
+    made.tell(sender.open)
+    made.ranks.broken = "Announce"
+    made.hooks.failing["pause"] = unforeseen
+    ack = made.engine.apply(sender.announce(0))
+    assert (ack.ok, ack.failed_ranks, ack.state) == (False, (1,), "quarantined")
+    assert "rank 1 was killed" in made.engine.info().message
+
+
+def test_what_any_rank_cannot_prove_is_told(bench, monkeypatch):
+    made = bench(tp_size=2)
+    apply = made.ranks.apply
+
+    def beside(message: Message, *, timeout_s: float) -> list[RankAck]:
+        names = (("scale",), ("o.weight", "scale"))
+        acks = apply(message, timeout_s=timeout_s)
+        return [msgspec.structs.replace(ack, unproven=names[ack.rank]) for ack in acks]
+
+    monkeypatch.setattr(made.ranks, "apply", beside)
+    sender = Sender(weights_of(1), version=1)
+    assert made.transfer(sender).unproven == ("scale", "o.weight")
+    assert made.tell(sender.commit()).unproven == ("scale", "o.weight")
+
+
+@pytest.mark.parametrize("error", [None, late, unforeseen])
+def test_what_a_stranger_asks_in_vain_does_not_end_the_update(bench, monkeypatch, error):
+    made = bench()
+    apply = made.ranks.apply
+
+    def fail(message: Message, *, timeout_s: float) -> list[RankAck]:
+        if not isinstance(message, Readback):
+            return apply(message, timeout_s=timeout_s)
+        if error is not None:
+            raise error
+        return [RankAck(rank=0, ok=False, error="the model computes with something else")]
+
+    monkeypatch.setattr(made.ranks, "apply", fail)
+    sender = Sender(weights_of(3), version=3)
+    for message in sender.transfer():
+        made.tell(message)
+        made.refuse(Readback())
+    made.tell(sender.commit(sender.digests()[1]))
+    assert made.engine.state == "serving"
+    assert made.serves(3)
 
 
 @pytest.mark.parametrize("what", ["Open", "Announce", "Close", "Commit", "Abort", "Readback"])

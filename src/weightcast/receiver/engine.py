@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
@@ -199,17 +199,19 @@ class ReceiverEngine:
             except Refused as error:
                 return self._ack(ok=False, error=_words(error))
             except WeightcastError as error:
-                ranks = error.ranks if isinstance(error, EngineFailure) else ()
-                if self._session is not None:
-                    self._session.failed = _words(error)
-                if ranks:
+                # Without a rank no update can end well, whoever found out.
+                session = self._session if _ranks_of(error) else self._part_of(message)
+                if session is not None:
+                    session.failed = _words(error)
+                if _ranks_of(error):
                     self._quarantine(_words(error))
-                return self._ack(ok=False, error=_words(error), failed_ranks=ranks)
+                return self._ack(ok=False, error=_words(error), failed_ranks=_ranks_of(error))
             except Exception as error:  # the engine's hooks are other people's code
                 log.exception("a weight message failed")
-                if self._session is not None:
-                    self._session.failed = f"{type(error).__name__}: {error}"
-                return self._ack(ok=False, error=f"{type(error).__name__}: {error}")
+                session = self._part_of(message)
+                if session is not None:
+                    session.failed = _words(error)
+                return self._ack(ok=False, error=_words(error))
             finally:
                 self._moved_on.notify_all()
 
@@ -275,7 +277,7 @@ class ReceiverEngine:
             self._executor.apply(Abort(session=message.session), timeout_s=message.timeout_s)
             raise Refused(error)
         session = _Session(open=message, deadline=time.monotonic() + message.lease_s)
-        session.not_updated = _union(acks)
+        session.not_updated = _union(ack.not_updated for ack in acks)
         self._session = session
         if self._state == "serving":
             self._state = "updating"
@@ -340,7 +342,7 @@ class ReceiverEngine:
             received_ranks=agreeing,
             mismatched=differing,
             not_updated=session.not_updated,
-            unproven=acks[0].unproven,
+            unproven=_union(ack.unproven for ack in acks),
             **_costs(acks),
         )
 
@@ -366,7 +368,7 @@ class ReceiverEngine:
             self._hooks.drop_caches()
             self._hooks.set_version(session.open.version)
             stall_s = self._go_on(session)
-        except WeightcastError as error:
+        except Exception as error:  # the engine's hooks are other people's code
             self._quarantine(f"version {session.open.version} is in, but not what depends on it: {_words(error)}")
             raise
         if message.expected:
@@ -375,7 +377,7 @@ class ReceiverEngine:
             resident=resident.digests,
             resident_ranks=len(acks),
             not_updated=session.not_updated,
-            unproven=acks[0].unproven,
+            unproven=_union(ack.unproven for ack in acks),
             stall_s=stall_s,
             **_costs(acks),
         )
@@ -388,13 +390,11 @@ class ReceiverEngine:
         reason = message.reason or session.failed or "no reason given"
         try:
             acks = self._executor.apply(message, timeout_s=session.open.timeout_s)
-        except EngineFailure as error:
-            self._quarantine(_words(error))
-            return self._ack(ok=False, error=_words(error), failed_ranks=error.ranks)
-        ranks, error = failures(acks)
-        if ranks or any(ack.touched for ack in acks):
-            self._quarantine(f"an update to version {session.open.version} ended half way: {reason}. {error}".strip())
-        else:
+            ranks, words = failures(acks)
+            if ranks or any(ack.touched for ack in acks):
+                half = f"an update to version {session.open.version} ended half way: {reason}. {words}"
+                self._quarantine(half.strip())
+                return self._ack()
             log.warning(
                 "update to version %s ended: %s; version %s stays", session.open.version, shown(reason), self._version
             )
@@ -402,6 +402,10 @@ class ReceiverEngine:
                 self._state = "serving"
             if self._state == "serving":
                 self._go_on(session)
+        except Exception as error:  # there is no session any more whose end or lease would end the pause
+            log.exception("the end of an update failed")
+            self._quarantine(_words(error))
+            return self._ack(ok=False, error=_words(error), failed_ranks=_ranks_of(error))
         return self._ack()
 
     def _fan_out(self, message: Message, *, timeout_s: float) -> Ack:
@@ -412,12 +416,17 @@ class ReceiverEngine:
         ranks, error = failures(acks)
         if ranks:
             broken = group_failed(acks)
-            if self._session is not None:
-                self._session.failed, self._session.group_failed = error, broken
+            session = self._part_of(message)
+            if session is not None:
+                session.failed, session.group_failed = error, broken
             missing = sorted({name for ack in acks for name in ack.missing})
             shown = f": {', '.join(missing[:8])}" if missing else ""
             raise (_GroupBroken if broken else Refused)(error + shown)
         return acks
+
+    def _part_of(self, message: Message) -> _Session | None:
+        """The open session, if the message names it: what strangers ask for must not end somebody's update."""
+        return self._session if self.holds(getattr(message, "session", "")) else None
 
     def _check_session(self, message: Message) -> None:
         """Does the message fit the session that is open, or that none is?"""
@@ -457,8 +466,12 @@ class ReceiverEngine:
         if session.ending:
             raise Refused(f"this session is being ended: {session.ending}")
         if session.paused_at is None:
-            session.paused_at = time.monotonic()
-            self._hooks.pause(session.open.pause, session.open.timeout_s)
+            session.paused_at = time.monotonic()  # also of a pause that fails half way: the end has to resume
+            try:
+                self._hooks.pause(session.open.pause, session.open.timeout_s)
+            except Exception as error:
+                session.failed = f"the engine did not hold still: {_words(error)}"  # a second Commit finds it running
+                raise
 
     def _go_on(self, session: _Session) -> float:
         if session.paused_at is None:
@@ -473,8 +486,8 @@ class ReceiverEngine:
         self._digest = None  # what is kept now was never proven
         try:
             self._hooks.pause("abort", 30.0)
-        except WeightcastError as error:
-            log.error("could not pause: %s", error)
+        except Exception:  # the engine's hooks are other people's code; why it is quarantined must still be told
+            log.exception("could not pause")
 
     def _interrupt_if_current(self, session: str, reason: str) -> None:
         current = self._session
@@ -508,12 +521,18 @@ def _owner(message: Open) -> str:
     return f"process {message.owner.pid} on {shown(message.owner.host)} (to version {message.version})"
 
 
-def _words(error: WeightcastError) -> str:
+def _words(error: Exception) -> str:
+    if not isinstance(error, WeightcastError):
+        return f"{type(error).__name__}: {error}"
     return f"{error} ({error.hint})" if error.hint else str(error)
 
 
-def _union(acks: Sequence[RankAck]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for ack in acks for name in ack.not_updated))
+def _ranks_of(error: Exception) -> tuple[int, ...]:
+    return error.ranks if isinstance(error, EngineFailure) else ()
+
+
+def _union(names_of_ranks: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for names in names_of_ranks for name in names))
 
 
 def _costs(acks: Sequence[RankAck]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from weightcast.comm.group import Rendezvous
-from weightcast.errors import EngineFailure
+from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.wire.messages import Message, RankAck, decode, decode_rank_ack, encode
 
 _START_S = 600.0
@@ -191,6 +191,84 @@ class FarRanks:
         return replies[0][1:]
 
 
+class ConnectedRanks(FarRanks):
+    """Ranks with a connection each, at whose other end ``serve_messages`` runs; one that ends closes its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._control: list[Connection] = []
+        self._apply_lock, self._send_lock = threading.Lock(), threading.Lock()
+
+    def interrupt(self, reason: str) -> None:
+        """As ``Executor.interrupt``."""
+        self._shout(_INTERRUPT + reason.encode(errors="replace"))
+
+    def _tell(self, message: Message, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> list[RankAck]:
+        """The message on every rank.
+
+        Args:
+            message: What is to be done.
+            timeout_s: The ranks' own deadline, in seconds.
+            meanwhile: Done once every rank has the message, before their answers are waited for.
+        """
+        with self._apply_lock:
+            self._check()
+            with self._send_lock:
+                self._send(self._control, _APPLY + encode(message))
+            if meanwhile is not None:
+                try:
+                    meanwhile()
+                except Exception as error:  # whatever it is: nobody reads the answers to this message any more
+                    words = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
+                    raise self._break(words, list(range(len(self._control)))) from error
+            what = f"the answer to {type(message).__name__}"
+            replies = self._replies(self._control, timeout_s + _GRACE_S, what)
+        return [decode_rank_ack(reply) for reply in replies]
+
+    def _shout(self, frame: bytes) -> None:
+        """To every rank, whatever became of the one before."""
+        with self._send_lock:
+            for connection in self._control:
+                with suppress(OSError, ValueError):
+                    connection.send_bytes(frame)
+
+    def _send(self, connections: list[Connection], payload: bytes) -> None:
+        for rank, connection in enumerate(connections):
+            try:
+                connection.send_bytes(payload)
+            except BlockingIOError as error:
+                raise self._break(f"rank {rank} did not take a message within {_SEND_S} s", [rank]) from error
+            except (OSError, ValueError) as error:
+                raise self._lost(rank, f"a message to it: {error}") from error
+
+    def _replies(
+        self, connections: list[Connection], timeout_s: float, what: str, *, work: bool = False
+    ) -> list[bytes]:
+        """One reply from each rank.  A reply is a frame."""
+
+        def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
+            waiting = {connections[rank]: rank for rank in ranks}
+            replies: dict[int, bytes] = {}
+            for connection in wait(list(waiting), limit_s):
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    replies[rank] = connection.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError) as error:
+                    raise self._lost(rank, what) from error
+            return replies
+
+        return self._gather(len(connections), receive, timeout_s, what, work=work)
+
+    def _lost(self, rank: int, what: str) -> EngineFailure:
+        return self._break(f"rank {rank} is gone during {what}", [rank])
+
+
+def limit_sends(connection: Connection) -> None:
+    """Give writes to a rank a deadline: one that is stopped reads nothing, and its pipe fills."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+
+
 def _failures(replies: dict[int, bytes]) -> dict[int, str]:
     return {rank: reply[1:].decode() for rank, reply in sorted(replies.items()) if reply[:1] == _FAILED}
 
@@ -212,7 +290,7 @@ def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
     return encode(ack)
 
 
-class MpExecutor(FarRanks):
+class MpExecutor(ConnectedRanks):
     """One process for each rank.
 
     The factory is called in the rank's process as ``factory(rank, tp_size, rendezvous, **settings)``, where
@@ -238,10 +316,9 @@ class MpExecutor(FarRanks):
         self._run_timeout_s = run_timeout_s
         self._meeting = Rendezvous(host="127.0.0.1", timeout_s=start_timeout_s)
         context = multiprocessing.get_context("spawn")
-        self._control: list[Connection] = []
         self._work: list[Connection] = []
         self._processes: list[Any] = []
-        self._apply_lock, self._run_lock, self._send_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._run_lock = threading.Lock()
         for rank in range(tp_size):
             control, control_end = context.Pipe()
             work, work_end = context.Pipe()
@@ -255,40 +332,27 @@ class MpExecutor(FarRanks):
             control_end.close()
             work_end.close()
             for connection in (control, work):
-                _limit_sends(connection)
+                limit_sends(connection)
             self._control.append(control)
             self._work.append(work)
             self._processes.append(process)
         try:
-            self._first(self._replies(self._work, start_timeout_s, "its start"), "its start")
+            self._first(self._replies(self._work, start_timeout_s, "its start", work=True), "its start")
         except EngineFailure:
             self.close()
             raise
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
         """As ``Executor.apply``."""
-        with self._apply_lock:
-            self._check()
-            with self._send_lock:
-                self._send(self._control, _APPLY + encode(message))
-            what = type(message).__name__
-            replies = self._replies(self._control, timeout_s + _GRACE_S, f"the answer to {what}")
-        return [decode_rank_ack(reply) for reply in replies]
+        return self._tell(message, timeout_s)
 
     def run(self, command: bytes) -> bytes:
         """As ``Executor.run``."""
         with self._run_lock:
             self._check()
             self._send(self._work, command)
-            replies = self._replies(self._work, self._run_timeout_s, "a step")
+            replies = self._replies(self._work, self._run_timeout_s, "a step", work=True)
         return self._first(replies, "a step")
-
-    def interrupt(self, reason: str) -> None:
-        """As ``Executor.interrupt``."""
-        with self._send_lock:
-            for connection in self._control:  # every rank, whatever became of the one before
-                with suppress(OSError, ValueError):
-                    connection.send_bytes(_INTERRUPT + reason.encode(errors="replace"))
 
     def pids(self) -> Sequence[int]:
         """Process id of each rank."""
@@ -299,10 +363,7 @@ class MpExecutor(FarRanks):
         if self._closed:
             return
         self._closed = True
-        with self._send_lock:
-            for connection in self._control:
-                with suppress(OSError, ValueError):
-                    connection.send_bytes(_CLOSE)
+        self._shout(_CLOSE)
         deadline = time.monotonic() + _STOP_S
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -312,31 +373,6 @@ class MpExecutor(FarRanks):
             process.close()
         for connection in (*self._control, *self._work):
             connection.close()
-
-    def _send(self, connections: list[Connection], payload: bytes) -> None:
-        for rank, connection in enumerate(connections):
-            try:
-                connection.send_bytes(payload)
-            except BlockingIOError as error:
-                raise self._break(f"rank {rank} did not take a message within {_SEND_S} s", [rank]) from error
-            except (OSError, ValueError) as error:
-                raise self._lost(rank, f"a message to it: {error}") from error
-
-    def _replies(self, connections: list[Connection], timeout_s: float, what: str) -> list[bytes]:
-        """One reply from each rank.  A reply is a frame; a rank that dies closes its end."""
-
-        def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
-            waiting = {connections[rank]: rank for rank in ranks}
-            replies: dict[int, bytes] = {}
-            for connection in wait(list(waiting), limit_s):
-                rank = waiting[connection]  # type: ignore[index]
-                try:
-                    replies[rank] = connection.recv_bytes()  # type: ignore[union-attr]
-                except (EOFError, OSError) as error:
-                    raise self._lost(rank, what) from error
-            return replies
-
-        return self._gather(len(connections), receive, timeout_s, what, work=connections is self._work)
 
     def _lost(self, rank: int, what: str) -> EngineFailure:
         process = self._processes[rank]
@@ -427,12 +463,6 @@ def serve_messages(control: Connection, worker: Messenger, *, rank: int) -> bool
                 messages.put(frame[1:])
     finally:
         messages.put(None)
-
-
-def _limit_sends(connection: Connection) -> None:
-    """Give writes to a rank a deadline: one that is stopped reads nothing, and its pipe fills."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
 
 
 def die_with_parent() -> None:

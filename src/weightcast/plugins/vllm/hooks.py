@@ -72,8 +72,8 @@ class VllmHooks:
 
     def resume(self) -> None:
         """Go on."""
-        self._paused = False
         self.wait(self._client.resume_generation(), _SHORT_S, "vLLM to resume")
+        self._paused = False
 
     def drop_caches(self) -> None:
         """Pausing has dropped them, for the modes that do not keep them."""
