@@ -51,6 +51,19 @@ def test_regions_that_are_no_boxes_are_counted_by_element():
         uncovered([every_second("x", 0), every_second("y", 0)], residents)
 
 
+def test_a_parameter_with_gaps_is_counted_by_where_its_elements_are():
+    # Columns of a wider tensor: its last element lies further on than it has elements.
+    residents = {"a": torch.zeros(4, 4)[:, 2:]}
+
+    def row(source: str, first: int) -> Route:
+        region = Region(offset=4 * first, shape=(2, 2), stride=(4, 1))
+        return Route(source=source, box_offset=(0, 0), box_shape=(2, 2), parameter="a", region=region)
+
+    assert uncovered([row("x", 0), row("y", 2)], residents) == []
+    with pytest.raises(ConfigError, match="a is written twice, from x, y"):
+        uncovered([row("x", 1), row("y", 2)], residents)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_agrees_with_counting_every_element(data):

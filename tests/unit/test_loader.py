@@ -298,7 +298,7 @@ def test_a_computed_weight_in_rows_is_put_together_first():
     assert torch.equal(model.w, weights["w"] * 2)
 
 
-def test_a_parameter_that_only_a_gathering_loader_would_write_is_named():
+def test_a_parameter_that_only_a_gathering_loader_would_write_is_refused():
     class Gathering(FusedModel):
         def load_weights(self, weights):
             held = {}
@@ -310,8 +310,8 @@ def test_a_parameter_that_only_a_gathering_loader_would_write_is_named():
                 if len(held) == 3:
                     self.qkv.copy_(torch.cat([held[key] for key in "qkv"]))
 
-    loader = make(Gathering(), "none")
-    assert "qkv" in loader.not_updated
+    with pytest.raises(ConfigError, match="writes qkv only when it is given several weights"):
+        make(Gathering(), "none")
 
 
 def test_a_loader_that_puts_other_parameters_in_place_is_refused():

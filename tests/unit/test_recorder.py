@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.errors import ConfigError
+from weightcast.receiver.coverage import uncovered
 from weightcast.receiver.recorder import Recording, box_of, record_routes
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region
@@ -217,7 +219,8 @@ def test_a_loader_that_looks_at_values_keeps_those_weights_to_itself():
     assert len(recording.routes["q"]) == 1
 
 
-def test_a_loader_that_gathers_several_weights_is_not_mistaken():
+@pytest.mark.parametrize("how", ["waits for three", "asks for the others"])
+def test_a_loader_that_gathers_several_weights_is_refused(how):
     # It holds q and k in its hands until v comes; given one at a time it would never copy any.
     param = {"qkv": torch.zeros(9, 4), "norm": torch.zeros(4)}
 
@@ -230,12 +233,49 @@ def test_a_loader_that_gathers_several_weights_is_not_mistaken():
             held[name] = weight
             if len(held) == 3:
                 param["qkv"].copy_(torch.cat([held["q"], held["k"], held["v"]]))
+        if how == "asks for the others":
+            param["qkv"].copy_(torch.cat([held["q"], held["k"], held["v"]]))
 
     specs = [spec("q", 3, 4), spec("k", 3, 4), spec("v", 3, 4), spec("norm", 4)]
-    recording = record_routes(load, specs, param)
-    assert not any(recording.routes[name] for name in "qkv")
-    assert recording.written == set()
-    assert len(recording.routes["norm"]) == 1
+    with pytest.raises(ConfigError, match=r"writes (norm, )?qkv only when it is given several weights"):
+        record_routes(load, specs, param)
+
+
+def test_a_loader_that_does_not_find_what_it_wants_keeps_those_weights_to_itself():
+    def load_one(name, weight):
+        raise KeyError(name)
+
+    recording = record(load_one, [spec("w", 3)], {"p": torch.zeros(3)})
+    assert recording.opaque
+    assert recording.why == {"w": "KeyError: 'w'"}
+
+
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_parameters_that_are_views_of_one_storage_are_told_apart(how):
+    flat = torch.zeros(6, 4)
+    first, second = (flat[:4], flat[4:]) if how == "rows" else (flat[:, :1], flat[:, 1:])
+    param = {"first": first, "second": second}
+    specs = [spec(f"{name}.{half}", len(part) // 2, part.shape[1]) for name, part in param.items() for half in "ab"]
+
+    def load_one(name, weight):
+        parameter, half = name.split(".")
+        param[parameter].chunk(2)["ab".index(half)].copy_(weight)
+
+    recording = check_replay(load_one, specs, param)
+    routes = [route for found in recording.routes.values() for route in found]
+    assert [route.parameter for route in routes] == ["first", "first", "second", "second"]
+    assert uncovered(routes, param) == []
+    assert uncovered(routes[1:], param) == ["first"]
+    with pytest.raises(ConfigError, match="second is written twice"):
+        uncovered([*routes, routes[-1]], param)
+
+
+def test_a_copy_over_two_parameters_at_once_is_computed():
+    flat = torch.zeros(6, 4)
+    param = {"first": flat[:4], "second": flat[4:]}
+    recording = record(lambda _, w: flat.copy_(w), [spec("w", 6, 4)], param)
+    assert recording.why == {"w": "one copy writes first and second, which share memory"}
+    assert recording.written == {"first", "second"}
 
 
 def test_a_loader_that_reads_ahead_is_not_mistaken():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny import VOCAB, greedy, tiny_config, tiny_model
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure
+from weightcast.receiver import agent
 from weightcast.receiver.executor import LocalExecutor
 from weightcast.rollout import commands, reduce
 from weightcast.rollout.checkpoint import check_config
@@ -122,6 +124,27 @@ def test_ranks_together_equal_transformers(tmp_path, monkeypatch, family, size, 
     columns = zip(*(future.result(0) for future in chosen), strict=True)
     assert [list(column) for column in columns] == [greedy(model, prompt, 12) for prompt in prompts()]
     assert not list(Path("/dev/shm").glob(f"weightcast-tp-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("places", [("device", "none"), ("host", "device"), ("none", "host")])
+def test_every_rank_stages_where_the_one_with_the_least_room_does(tmp_path, monkeypatch, places):
+    tiny_model(tmp_path)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    mine = threading.local()
+    monkeypatch.setattr(agent, "choose_place", lambda asked, **_: mine.place)
+
+    def rank(number):
+        mine.place = places[number]
+        return make_worker(number, 2, f"127.0.0.1:{store.port}", settings=settings(tmp_path, threads=1))
+
+    with ThreadPoolExecutor(2) as pool:
+        workers = list(pool.map(rank, range(2), timeout=120))
+    least = "none" if "none" in places else "host"
+    assert [worker._receiver.loader.staging.place for worker in workers] == [least, least]
+    described = commands.decode_answer(workers[0].run(commands.encode(commands.Describe())), commands.Description)
+    assert described.staging == least
+    for worker in workers:
+        worker.close()
 
 
 def test_sums_larger_than_a_chunk_and_of_other_dtypes(tmp_path):

@@ -64,6 +64,19 @@ def test_top_p_is_a_share_of_what_top_k_leaves():
     assert seen.tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0], abs=1e-3)
 
 
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+def test_top_p_is_a_share_of_a_top_k_that_reaches_past_the_first_look(top_p):
+    row = logits(scale=1.0)
+    seen, _ = frequencies(row, top_k=1400, top_p=top_p)
+    ordered, order = row.softmax(-1).sort(descending=True)
+    share = ordered[:1400] / ordered[:1400].sum()
+    kept = int((share.cumsum(-1) < top_p).sum()) + 1
+    expected = torch.zeros(VOCAB)
+    expected[order[:kept]] = ordered[:kept] / ordered[:kept].sum()
+    assert (seen - expected).abs().max() <= 1 / 4000 + 1e-6
+    assert seen[expected == 0].sum() == 0
+
+
 def test_top_k_and_greedy_and_no_top_p():
     row = logits()
     seen, _ = frequencies(row, top_k=3)

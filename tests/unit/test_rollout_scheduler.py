@@ -333,6 +333,52 @@ def test_sleep_frees_the_cache_and_wake_serves_the_same_weights(free, models):
         free.scheduler.sleep("in_place")
 
 
+def test_waking_in_the_middle_of_falling_asleep_leaves_nothing_asleep(free, models, monkeypatch):
+    def woken_before_the_weights_move(*args, **settings):
+        pause(*args, **settings)
+        free.scheduler.wake()
+
+    pause = free.scheduler.pause
+    monkeypatch.setattr(free.scheduler, "pause", woken_before_the_weights_move)
+    with pytest.raises(Refused, match="woken while it was falling asleep"):
+        free.scheduler.sleep()
+    assert free.scheduler.stats().state == "serving"
+    assert free.submit()[0].result(20).tokens == greedy(models[1], PROMPTS[0], TOKENS)
+
+
+def test_sleep_that_is_refused_in_the_end_lets_go(free, models):
+    @contextmanager
+    def taken():
+        raise Refused("an update has begun")
+        yield
+
+    with pytest.raises(Refused, match="an update has begun"):
+        free.scheduler.sleep(alone=taken)
+    assert free.scheduler.stats().state == "serving"
+    assert free.submit()[0].result(20).tokens == greedy(models[1], PROMPTS[0], TOKENS)
+
+
+def test_what_a_rank_in_this_process_raises_reaches_who_asked(free, monkeypatch):
+    def full(command):
+        raise ConfigError("there is no memory for it")
+
+    monkeypatch.setattr(free.worker, "run", full)
+    with pytest.raises(ConfigError, match="no memory for it"):
+        free.scheduler.score([1, 2], timeout_s=5)
+    with pytest.raises(EngineFailure, match="no memory for it"):
+        free.submit()[0].result(20)
+
+
+def test_tokens_are_stamped_with_the_version_that_made_them(rig):
+    answer = rig.submit([PROMPTS[0]])[0]
+    for version, step in ((7, 0), (8, 1)):  # the first prefills, the second decodes
+        rig.gate.steps(step)
+        assert rig.gate.at_gate.wait(20)
+        rig.scheduler.set_version(version)
+    rig.gate.open()
+    assert answer.result(20).spans == [(0, 1), (7, 1), (8, TOKENS - 2)]
+
+
 def test_score_equals_transformers_also_while_paused(free, models):
     tokens = [5, 9, 100, 200, 3, 44]
     with torch.no_grad():
@@ -341,6 +387,11 @@ def test_score_equals_transformers_also_while_paused(free, models):
     assert free.scheduler.score(tokens) == pytest.approx(expected, abs=1e-4)
     free.scheduler.pause("abort", 20)
     assert free.scheduler.score(tokens) == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(Refused, match="an update holds"):
+        free.scheduler.score(tokens, during_update=False)
+    free.scheduler.pause("abort", 20, holder="operator")
+    free.scheduler.resume()
+    assert free.scheduler.score(tokens, during_update=False) == pytest.approx(expected, abs=1e-4)
 
 
 def test_logprobs_are_those_of_the_chosen_tokens(free, models):

@@ -66,7 +66,48 @@ def test_chat_template_and_its_refusals(text):
     with pytest.raises(ConfigError, match="cannot fit"):
         text.encode("x" * 100_000)
     with pytest.raises(ConfigError, match="refuses these messages"):
-        text.chat([{"content": "no role"}], tokenize=True)
+        text.chat([{"role": "user", "content": "hi"}], messages=[])
+
+
+def test_what_is_no_text_is_refused(text):
+    with pytest.raises(ConfigError, match=r"not text.*ud800"):
+        text.encode("one \ud800 two")
+    with pytest.raises(ConfigError, match="refuses these messages"):
+        text.chat([{"role": "user", "content": "\ud800"}])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"return_tensors": "pt"},
+        {"truncation": True, "max_length": 2},
+        {"padding": "max_length", "max_length": 64},
+        {"tokenizer_kwargs": {"padding": "max_length"}},
+        {"chat_template": "{{ 1 }}"},
+        {"tokenize": False},
+        {"self": 1},
+    ],
+)
+def test_how_a_chat_template_is_applied_is_not_for_requests_to_say(text, settings):
+    with pytest.raises(ConfigError, match=rf"chat_template_kwargs: .*{max(settings)} cannot be set"):
+        text.chat([{"role": "user", "content": "hi"}], **settings)
+
+
+def test_what_is_for_templates_reaches_them(text):
+    messages = [{"role": "user", "content": "hi"}]
+    seen = {}
+
+    def apply(conversation, **settings):
+        seen.update(settings)
+        return [1]
+
+    class Tokenizer:
+        chat_template = "any"
+        apply_chat_template = staticmethod(apply)
+
+    meant = {"tools": [{"name": "add"}], "documents": [{"text": "one"}], "enable_thinking": False}
+    assert Text(Tokenizer(), max_len=64).chat(messages, **meant) == [1]
+    assert {name: seen[name] for name in meant} == meant
 
 
 def test_folder_without_tokenizer(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from weightcast.errors import ConfigError
-from weightcast.receiver.recorder import box_of
+from weightcast.receiver.recorder import box_of, span_of
 from weightcast.wire.routes import Route
 
 
@@ -47,7 +47,7 @@ def _overlap(routes: list[Route], shape: tuple[int, ...]) -> bool:
     for route in routes:
         box = box_of(shape, route.region.offset, route.region.shape, route.region.stride)
         if box is None:
-            return _overlap_by_mask(routes, shape)
+            return _overlap_by_mask(routes)
         boxes.append((box[0], box[1]))
     return any(
         all(a < d + e and d < a + b for a, b, d, e in zip(first[0], first[1], second[0], second[1], strict=True))
@@ -56,10 +56,13 @@ def _overlap(routes: list[Route], shape: tuple[int, ...]) -> bool:
     )
 
 
-def _overlap_by_mask(routes: list[Route], shape: tuple[int, ...]) -> bool:
-    seen = torch.zeros(math.prod(shape), dtype=torch.bool)
+def _overlap_by_mask(routes: list[Route]) -> bool:
+    # Not by the parameter's number of elements: one that is a view with gaps has its last elements further on.
+    spans = [span_of(route.region.offset, route.region.shape, route.region.stride) for route in routes]
+    first = min(start for start, _ in spans)
+    seen = torch.zeros(max(end for _, end in spans) - first, dtype=torch.bool)
     for route in routes:
-        part = seen.as_strided(route.region.shape, route.region.stride, route.region.offset)
+        part = seen.as_strided(route.region.shape, route.region.stride, route.region.offset - first)
         if bool(part.any()):
             return True
         part.fill_(True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightcast.errors import ConfigError
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region, Route
 
@@ -62,6 +63,9 @@ def record_routes(
 
     Returns:
         Routes where everything is a pure copy; names of the sources where it is not.
+
+    Raises:
+        ConfigError: A parameter is written only when several sources are there at once.
     """
     everything = _watch(load_weights, specs, residents)
     if not everything.why:
@@ -75,7 +79,18 @@ def record_routes(
         found.written |= alone.written
         found.filled.update(alone.filled)
         found.opaque |= alone.opaque
+    lost = _written(everything) - _written(found)
+    if lost:
+        raise ConfigError(
+            f"load_weights writes {', '.join(sorted(lost))} only when it is given several weights at once, and an "
+            "update brings them one by one",
+            hint="copy each weight into its part of the parameter when it comes",
+        )
     return found
+
+
+def _written(recording: Recording) -> set[str]:
+    return recording.written | {route.parameter for found in recording.routes.values() for route in found}
 
 
 def _watch(load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]) -> Recording:
@@ -83,7 +98,7 @@ def _watch(load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Ma
     try:
         with torch.no_grad(), mode:
             load_weights(mode.sources())
-    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError) as error:
         # A loader that looks at values cannot run on tensors without any: everything stays with it.
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Recording(why={spec.name: reason for spec in specs}, opaque=True)
@@ -94,9 +109,9 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._specs = {spec.name: spec for spec in specs}
-        self._residents: dict[int, tuple[str, torch.Tensor]] = {}
+        self._residents: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in residents.items():
-            self._residents.setdefault(_storage(tensor), (name, tensor))
+            self._residents.setdefault(_storage(tensor), []).append((name, tensor))
         self._source_of: dict[int, str] = {}
         self._keep: list[torch.Tensor] = []
         self._routes: dict[str, list[Route]] = {spec.name: [] for spec in specs}
@@ -124,9 +139,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             target, source = args[0], args[1]
-            resident = self._residents.get(_storage(target))
-            if resident is not None:
-                self._copy(resident, target, source)
+            if _storage(target) in self._residents:
+                self._copy(target, source)
                 return target
         if func in _FILLS and self._is_padding(args[0], args[1] if len(args) > 1 else 0):
             return args[0]
@@ -137,28 +151,35 @@ class _Recorder(TorchDispatchMode):
                 self._why[source] = f"{func} changes the source in place"
         residents = [tensor for tensor in written if _storage(tensor) in self._residents]
         for tensor in residents:
-            name = self._residents[_storage(tensor)][0]
-            self._why[self._current] = f"{func} writes {name}"
-            self._written.add(name)
+            names = [name for name, _ in self._owners(tensor)]
+            self._why[self._current] = f"{func} writes {' and '.join(names)}"
+            self._written.update(names)
         if residents:
             return residents[0] if func._schema.returns else None
         return func(*args, **kwargs)
 
+    def _owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The resident that a tensor lies in; all those of its storage if it lies in none of them, or none has it."""
+        sharing = self._residents.get(_storage(tensor), [])
+        if len(sharing) < 2:
+            return sharing
+        return next(([owner] for owner in sharing if _lies_in(tensor, owner[1])), sharing)
+
     def _is_padding(self, target: torch.Tensor, value: float) -> bool:
         """Is this a constant in a place of its own, which has it since the model was first loaded?  Then it stays."""
-        resident = self._residents.get(_storage(target))
-        if resident is None:
+        owners = self._owners(target)
+        if len(owners) != 1:
             return False
-        name, whole = resident
+        name, whole = owners[0]
         taken = [
-            _span(int(whole.storage_offset()) + route.region.offset, route.region.shape, route.region.stride)
+            span_of(int(whole.storage_offset()) + route.region.offset, route.region.shape, route.region.stride)
             for found in self._routes.values()
             for route in found
             if route.parameter == name
         ]
         parts = self._filled.setdefault(name, [])
-        taken += [_span(int(part.storage_offset()), part.shape, part.stride()) for part in parts]
-        first, last = _span(int(target.storage_offset()), target.shape, target.stride())
+        taken += [span_of(int(part.storage_offset()), part.shape, part.stride()) for part in parts]
+        first, last = span_of(int(target.storage_offset()), target.shape, target.stride())
         if any(first < end and start < last for start, end in taken):
             return False  # over what was copied, or a second time: the order counts, which routes do not keep
         if not bool((target == value).all()):
@@ -166,9 +187,15 @@ class _Recorder(TorchDispatchMode):
         parts.append(target)
         return True
 
-    def _copy(self, resident: tuple[str, torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
-        parameter, whole = resident
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        owners = self._owners(target)
         name = self._source_of.get(_storage(source))
+        if len(owners) > 1:
+            several = [parameter for parameter, _ in owners]
+            self._why[name or self._current] = f"one copy writes {' and '.join(several)}, which share memory"
+            self._written.update(several)
+            return
+        parameter, whole = owners[0]
         if name is None:
             self._why[self._current] = f"{parameter} gets values computed from the source"
             self._written.add(parameter)
@@ -193,7 +220,22 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def _span(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
+def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Is every element of one view an element of another of the same storage?"""
+    if tensor.dtype != whole.dtype:
+        return False
+    first, last = span_of(int(whole.storage_offset()), whole.shape, whole.stride())
+    start, end = span_of(int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    if start < first or last < end:
+        return False
+    if whole.numel() == last - first:
+        return True
+    seen = torch.zeros(last - first, dtype=torch.bool)
+    seen.as_strided(whole.shape, whole.stride(), 0).fill_(True)
+    return bool(seen.as_strided(tensor.shape, tensor.stride(), start - first).all())
+
+
+def span_of(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
     """First element of a strided region and the one after its last."""
     if math.prod(shape) == 0:
         return offset, offset

@@ -118,7 +118,8 @@ def _pick_filtered(
     # top_p is a share of what top_k left; without top_k, of everything, also of what is not in `values`.
     share = values / torch.where(limit < size, found, torch.ones_like(found))
     values = values.masked_fill((share.cumsum(dim=-1) - share >= top_p) & (rank > 0), 0.0)
-    enough = ((limit <= values.shape[1]) | (found >= top_p))[:, 0].tolist()
+    # Of a top_k that reaches further than `values` the whole is not known, and so no share of it.
+    enough = ((limit <= values.shape[1]) | ((limit >= size) & (found >= top_p)))[:, 0].tolist()
     drawn = order.gather(1, _draw(values, _column(sampling.uniform, rows, logits))[:, None])[:, 0]
     tokens[rows] = drawn
     rest = [row for row, ok in zip(rows, enough, strict=True) if not ok]

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -33,6 +34,7 @@ Answered = TypeVar("Answered", Chosen, Scores, Done)
 
 _HEARTBEAT_S = 1.0
 _SLEEP = "sleep"
+_UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,8 @@ class Scheduler:
         self._jobs: deque[Callable[[], None]] = deque()
         self._failure: str | None = None
         self._closing = False
+        self._moving = threading.Lock()  # whoever moves the weights off the accelerator or back
+        self._moved = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: dict[str, int] = {}
         self._thread = threading.Thread(target=self._loop, name="weightcast-scheduler", daemon=True)
@@ -160,25 +164,36 @@ class Scheduler:
             self._aborted.add(request_id)
             self._changed.notify_all()
 
-    def score(self, token_ids: Sequence[int], *, timeout_s: float = 120.0) -> list[float]:
+    def score(self, token_ids: Sequence[int], *, timeout_s: float = 120.0, during_update: bool = True) -> list[float]:
         """Log-probability of each token after the first, given those before it, under the live weights.
 
         Works while paused, so that new weights can be tried before they serve.
 
+        Args:
+            token_ids: The text.
+            timeout_s: Limit.
+            during_update: Also while an update holds the engine still, with weights that may be of two versions.
+
         Raises:
             ConfigError: Fewer than two tokens, or more than the context holds, or ids that are not the model's.
-            Refused: The engine is asleep.
+            Refused: The engine is asleep, or held still by an update although ``during_update`` is False.
             EngineFailure: The engine has failed.
         """
         if not 2 <= len(token_ids) <= self.limits.max_len:
             raise ConfigError(f"{len(token_ids)} tokens: 2 to {self.limits.max_len} can be scored")
         self._check_tokens(token_ids)
-        self._check_awake()
-        return self._do(commands.Score(rows=[list(token_ids)]), Scores, timeout_s).rows[0]
+
+        def check() -> None:
+            if self.asleep:
+                raise Refused("the engine is asleep", hint="POST /wake first")
+            if not during_update and _UPDATE in self._holders:
+                raise Refused("an update holds the engine still", hint="ask again when it is over")
+
+        return self._do(commands.Score(rows=[list(token_ids)]), Scores, timeout_s, check=check).rows[0]
 
     # -- holding still
 
-    def pause(self, mode: PauseMode, timeout_s: float, *, holder: str = "update") -> None:
+    def pause(self, mode: PauseMode, timeout_s: float, *, holder: str = _UPDATE) -> None:
         """Return when nothing runs; no step runs until every holder has called `resume`.
 
         Args:
@@ -217,7 +232,7 @@ class Scheduler:
                     hint="allow more time, or pause with abort, retract or in_place",
                 )
 
-    def stop_waiting(self, *, holder: str = "update") -> None:
+    def stop_waiting(self, *, holder: str = _UPDATE) -> None:
         """Call off this holder's `pause` in mode ``wait`` that is not reached yet: it raises `Refused`."""
         with self._changed:
             for pause in self._pauses:
@@ -227,7 +242,7 @@ class Scheduler:
             self._pauses = [pause for pause in self._pauses if not pause.done]
             self._changed.notify_all()
 
-    def resume(self, *, holder: str = "update") -> None:
+    def resume(self, *, holder: str = _UPDATE) -> None:
         """Let go; the engine runs when nobody else holds it.  Without a pause, nothing happens."""
         with self._changed:
             self._holders.discard(holder)
@@ -245,19 +260,41 @@ class Scheduler:
         with self._changed:
             self._version = version
 
-    def sleep(self, mode: PauseMode = "abort", *, timeout_s: float = 60.0) -> None:
+    def sleep(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        timeout_s: float = 60.0,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Hold still, free the cache, move the weights off the accelerator.
+
+        Args:
+            mode: As `pause`.
+            timeout_s: Limit.
+            alone: Keeps whatever else moves weights out; entered when nothing runs any more, not while requests finish.
 
         Raises:
             ConfigError: ``in_place``, which keeps what sleep frees.
+            Refused: `alone` was, or somebody called `wake` before the weights had moved.
             DeadlineExceeded, EngineFailure: As `pause`.
         """
         if mode == "in_place":
             raise ConfigError("sleep frees the cache: in_place cannot keep it", hint="abort, retract or wait")
-        if self.asleep:
-            return
-        self.pause(mode, timeout_s, holder=_SLEEP)
-        self._do(commands.Sleep(), Done, timeout_s)
+        if not self.asleep:
+            self.pause(mode, timeout_s, holder=_SLEEP)
+        with self._moving:
+            if not self.asleep:
+                raise Refused("the engine was woken while it was falling asleep")
+            if self._moved:
+                return
+            try:
+                with alone():
+                    self._moved = True  # first: a command whose answer is late is carried out all the same
+                    self._do(commands.Sleep(), Done, timeout_s)
+            finally:
+                if not self._moved:
+                    self.resume(holder=_SLEEP)
 
     def wake(self, *, timeout_s: float = 60.0) -> None:
         """Undo `sleep`; the weights are the same, bit for bit.
@@ -265,8 +302,12 @@ class Scheduler:
         Raises:
             EngineFailure: The engine has failed.
         """
-        if self.asleep:
-            self._do(commands.Wake(), Done, timeout_s)
+        # Not between the hold and the command of `sleep`: with weights that moved with nobody holding, the next request
+        # ends the engine.
+        with self._moving:
+            if self._moved:
+                self._do(commands.Wake(), Done, timeout_s)
+                self._moved = False
             self.resume(holder=_SLEEP)
 
     # -- what it is doing
@@ -346,10 +387,6 @@ class Scheduler:
             raise EngineFailure(self._failure, hint="restart the engine")
         if self._closing:
             raise EngineFailure("the engine is shutting down")
-
-    def _check_awake(self) -> None:
-        if self.asleep:
-            raise Refused("the engine is asleep", hint="POST /wake first")
 
     # -- the loop
 
@@ -451,10 +488,11 @@ class Scheduler:
         with self._changed:
             self._running += order
             self._prompt_tokens += sum(len(sequence.tokens) for sequence in order)
+        version = self._version  # not that of after the step
         chosen = self._run(command, Chosen)
         for sequence in order:
             sequence.cached = len(sequence.tokens)
-        self._take(order, chosen)
+        self._take(order, chosen, version)
 
     def _decode(self) -> None:
         running = self._running
@@ -464,14 +502,14 @@ class Scheduler:
             positions=[sequence.cached for sequence in running],
             sampling=_sampling(running),
         )
+        version = self._version
         chosen = self._run(command, Chosen)
         for sequence in running:
             sequence.cached += 1
-        self._take(running, chosen)
+        self._take(running, chosen, version)
 
-    def _take(self, sequences: Sequence[_Sequence], chosen: Chosen) -> None:
-        """Give each sequence its token; end those that are complete."""
-        version = self._version
+    def _take(self, sequences: Sequence[_Sequence], chosen: Chosen, version: int) -> None:
+        """Give each sequence its token, made by this version; end those that are complete."""
         ended: list[tuple[_Sequence, FinishReason, str | None]] = []
         for sequence, token, logprob, top in zip(sequences, chosen.tokens, chosen.logprobs, chosen.top, strict=True):
             if token < 0:
@@ -545,15 +583,25 @@ class Scheduler:
     def _ping(self) -> None:
         self._run(commands.Ping(), Done)
 
-    def _do(self, command: Command, kind: type[Answered], timeout_s: float) -> Answered:
-        """Have the loop run a command between two steps; wait for its answer."""
+    def _do(
+        self, command: Command, kind: type[Answered], timeout_s: float, *, check: Callable[[], None] = lambda: None
+    ) -> Answered:
+        """Have the loop run a command between two steps; wait for its answer.
+
+        `check` may refuse it just before; nobody gets hold of the engine between that and the command.
+        """
         future: Future[Answered] = Future()
 
         def job() -> None:
             try:
+                check()
+            except Refused as error:
+                future.set_exception(error)
+                return
+            try:
                 self._check_alive()
                 future.set_result(self._run(command, kind))
-            except EngineFailure as error:
+            except Exception as error:
                 future.set_exception(error)
                 if self._failure is None and not self._closing:
                     raise

@@ -85,6 +85,16 @@ class RolloutEngine:
             return "asleep"
         return receiver if receiver == "updating" else stats.state
 
+    def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """Log-probability of each token but the first, all under one version of the weights.
+
+        Raises:
+            Refused: An update holds the engine still, or left it quarantined.
+        """
+        if self.receiver is not None and self.receiver.state == "quarantined":
+            raise Refused("this engine is quarantined: what it has may be a mixture of two versions")
+        return self.scheduler.score(token_ids, during_update=False)
+
 
 def build_app(engine: RolloutEngine, *, api_key: str | None = None, dialect: str = "none", faults: str = "") -> FastAPI:
     """All routes of one engine.
@@ -105,7 +115,7 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None, dialect: str
     _openai_routes(app, engine)
     _control_routes(app, engine)
     if engine.receiver is not None:
-        app.include_router(weight_routes(engine.receiver, engine.scheduler.score))
+        app.include_router(weight_routes(engine.receiver, engine.score))
     return app
 
 
@@ -138,8 +148,7 @@ def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
             messages = [message.plain() for message in body.messages]
         except ValueError as error:
             raise ConfigError(f"messages: {error}") from None
-        settings = {key: value for key, value in (body.chat_template_kwargs or {}).items() if key != "chat_template"}
-        prompt = engine.text.chat(messages, **settings)
+        prompt = engine.text.chat(messages, **(body.chat_template_kwargs or {}))
         top = (body.top_logprobs or 0) if body.logprobs else 0
         call = _Call(engine, body, [prompt], top_logprobs=top, max_tokens=body.max_completion_tokens or body.max_tokens)
         return await call.answer(request, _ChatShape(engine, body))
@@ -189,10 +198,12 @@ def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
         return _json(status())
 
     def fall_asleep(body: PauseRequest) -> None:
-        # Sleep and a commit both move the weights; one of them at a time.
-        receiver = engine.receiver
-        with receiver.between_updates() if receiver is not None else contextlib.nullcontext():
-            scheduler.sleep(body.mode, timeout_s=body.timeout_s)
+        # Sleep and a commit both move the weights; one of them at a time.  Asked for twice: at once, before any
+        # request is ended for it, and again when nothing runs, since no message to the receiver waits that long.
+        alone = engine.receiver.between_updates if engine.receiver is not None else contextlib.nullcontext
+        with alone():
+            pass
+        scheduler.sleep(body.mode, timeout_s=body.timeout_s, alone=alone)
 
     async def wake() -> Response:
         await run_in_threadpool(scheduler.wake)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from weightcast.errors import ConfigError
 
+_FOR_TEMPLATES = frozenset({"tools", "documents"})  # what `apply_chat_template` passes on under a name of its own
 _CHARACTERS_PER_TOKEN = 256  # no tokenizer packs more into one; saves tokenizing what cannot fit anyway
 
 
@@ -24,6 +26,9 @@ class Text:
     def __init__(self, tokenizer: Any, *, max_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_len = max_len
+        # Some tokenizers bring their own, which takes the base's parameters as keywords.
+        methods: list[Any] = [PreTrainedTokenizerBase.apply_chat_template, tokenizer.apply_chat_template]
+        self._not_for_templates = _parameters(methods) - _FOR_TEMPLATES
 
     @staticmethod
     def load(model_dir: Path, *, max_len: int) -> Text | None:
@@ -40,12 +45,16 @@ class Text:
         """Token ids of a prompt, with the special tokens that the model starts with.
 
         Raises:
-            ConfigError: The text cannot fit into the context.
+            ConfigError: The text cannot fit into the context, or is none (half of a surrogate pair).
         """
         self._check_length(len(text))
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the prompt is not text: {error}") from error
         return list(self._tokenizer(text)["input_ids"])
 
-    def chat(self, messages: Sequence[dict[str, Any]], **settings: Any) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, Any]], /, **settings: Any) -> list[int]:
         """Token ids of a conversation, up to where the answer starts.
 
         Args:
@@ -53,8 +62,12 @@ class Text:
             settings: Passed on to the model's chat template.
 
         Raises:
-            ConfigError: The model has no chat template, it refuses these messages, or they cannot fit.
+            ConfigError: The model has no chat template, it refuses these messages, they cannot fit, or a setting is not
+                for templates but for how the tokenizer applies them.
         """
+        taken = sorted(self._not_for_templates & settings.keys())
+        if taken:
+            raise ConfigError(f"chat_template_kwargs: {', '.join(taken)} cannot be set by a request")
         if self._tokenizer.chat_template is None:
             raise ConfigError("this model has no chat template", hint="use /v1/completions")
         self._check_length(sum(len(str(message.get("content") or "")) for message in messages))
@@ -78,6 +91,16 @@ class Text:
     def _check_length(self, characters: int) -> None:
         if characters > self._max_len * _CHARACTERS_PER_TOKEN:
             raise ConfigError(f"a prompt of {characters} characters cannot fit into {self._max_len} tokens")
+
+
+def _parameters(methods: Sequence[Any]) -> frozenset[str]:
+    """Names that may be given as keywords, other than those that are gathered in a ``**``."""
+    return frozenset(
+        name
+        for method in methods
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    )
 
 
 class TextStream:

@@ -15,11 +15,14 @@ from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.agent import StagingChoice
+from weightcast.receiver.staging import Place, choose_place
 from weightcast.rollout import commands
 from weightcast.rollout.checkpoint import parse_dtype
 from weightcast.rollout.reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.wire.layout import dtype_name
 from weightcast.wire.messages import Message, RankAck
+
+_LEAST_FIRST: tuple[Place, ...] = ("none", "host", "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,7 @@ class RolloutWorker:
         self._reduce: GroupReduce | SharedMemoryReduce | None = None
         self._devices = [device_uuid(device)]
         self._hosts = [host_id()]
+        store = None
         if tp_size > 1:
             store = connect(rendezvous, rank=rank, timeout_s=settings.sum_timeout_s)
             self._devices = exchange(store, "device", device_uuid(device), rank=rank, size=tp_size)
@@ -102,6 +106,10 @@ class RolloutWorker:
             device=device,
             staging=settings.staging,
         )
+        if store is not None:
+            # Each rank chose by the memory that it found free.  The engine pauses for the whole update only where
+            # nothing is staged: a rank that alone stages nothing would overwrite weights that generate.
+            self._stage_at_most(exchange(store, "staging", self._place, rank=rank, size=tp_size))
 
     def apply(self, message: Message) -> RankAck:
         """Hand a weight message to the receiver."""
@@ -119,12 +127,23 @@ class RolloutWorker:
             self._receiver.wake()
         return commands.encode(answer)
 
+    @property
+    def _place(self) -> Place:
+        return self._receiver.loader.staging.place
+
+    def _stage_at_most(self, places: list[str]) -> None:
+        """Stage where the rank with the least room does."""
+        least: Place = next(place for place in _LEAST_FIRST if place in places)
+        if least != self._place:
+            loader = self._receiver.loader
+            loader.stage(choose_place(least, size_bytes=loader.size_bytes, device=self._receiver.device))
+
     def _describe(self) -> commands.Description:
         parameters = list(self._model.parameters())
         return commands.Description(
             devices=self._devices,
             hosts=self._hosts,
-            staging=self._receiver.loader.staging.place,
+            staging=self._place,
             specs=self._model.expected_weights(),
             dtype=dtype_name(parameters[0].dtype),
             weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),

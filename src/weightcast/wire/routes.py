@@ -7,9 +7,6 @@ All numbers are in elements.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-
 import msgspec
 
 
@@ -37,9 +34,3 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     box_shape: tuple[int, ...]
     parameter: str
     region: Region
-
-
-def routes_digest(routes: Iterable[Route]) -> str:
-    """16 hex characters that change with any route; tells whether two tables are the same."""
-    lines = sorted(msgspec.json.encode(route) for route in routes)
-    return hashlib.sha256(b"\n".join(lines)).hexdigest()[:16]
