@@ -13,6 +13,13 @@ from weightcast.errors import ConfigError, TargetUnreachable
 pytestmark = pytest.mark.deadlines
 
 
+def update_anew(updater, model):
+    """To a version that nobody has had."""
+    version = next_version()
+    model.set_version(version)
+    return updater.update(version=version)
+
+
 def states(updater) -> list[tuple[str, bool]]:
     return [(row.state, row.active) for row in updater.health()]
 
@@ -33,10 +40,9 @@ def test_who_comes_late_is_brought_to_the_current_version_and_counts_from_then_o
         assert [(row.url, row.status, row.version_before) for row in report.targets] == [(late.url, "serving", 0)]
         assert report.version == serves_whole(late) == serves_whole(engines.one) == version
         assert states(updater) == [("serving", True)] * 2
-        version = next_version()
-        model.set_version(version)
-        assert updater.update(version=version).ok
-        assert serves_whole(late) == serves_whole(engines.one) == version
+        report = update_anew(updater, model)
+        assert report.ok
+        assert serves_whole(late) == serves_whole(engines.one) == report.version
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
@@ -52,10 +58,9 @@ def test_nobody_is_brought_in_with_weights_that_have_changed_since(engines, fres
         assert serves_whole(late) == 0
         assert serves_whole(engines.one) == version
         assert states(updater) == [("serving", True), ("joining", False)]
-        version = next_version()
-        model.set_version(version)
-        assert updater.update(version=version).ok
-        assert serves_whole(late) == serves_whole(engines.one) == version
+        report = update_anew(updater, model)
+        assert report.ok
+        assert serves_whole(late) == serves_whole(engines.one) == report.version
         assert states(updater) == [("serving", True)] * 2
 
 
@@ -68,24 +73,20 @@ def test_nobody_is_brought_in_where_no_digest_says_what_the_weights_were(engines
         with pytest.raises(ConfigError, match=f"version {version}: no digest"):
             updater.retarget([engines.one.url, late.url], catch_up=True)
         assert serves_whole(late) == 0
-        version = next_version()
-        model.set_version(version)
-        assert updater.update(version=version).ok
-        assert serves_whole(late) == serves_whole(engines.one) == version
+        report = update_anew(updater, model)
+        assert report.ok
+        assert serves_whole(late) == serves_whole(engines.one) == report.version
 
 
 def test_a_target_may_get_another_key(engines, fresh):
     dead = fresh("--local")
     dead.close()
-    version = next_version()
-    model = trainer_of(version)
+    model = trainer_of(next_version())
 
     def update() -> None:
-        nonlocal version
-        version = next_version()
-        model.set_version(version)
-        assert updater.update(version=version).ok
-        assert serves_whole(engines.one) == version
+        report = update_anew(updater, model)
+        assert report.ok
+        assert serves_whole(engines.one) == report.version
 
     with connect(model, [engines.one], timeout_s=5.0) as updater:
         update()
@@ -111,14 +112,10 @@ def test_before_the_first_update_there_is_nothing_to_catch_up_with(engines, fres
 
 def test_states_follow_what_happens(engines, fresh):
     spare = fresh("--local")
-    version = next_version()
-    model = trainer_of(version)
+    model = trainer_of(next_version())
 
-    def update() -> None:
-        nonlocal version
-        version = next_version()
-        model.set_version(version)
-        updater.update(version=version)
+    def update():
+        return update_anew(updater, model)
 
     with connect(model, [engines.one, spare], timeout_s=4.0, on_failure="quarantine") as updater:
         update()
@@ -139,9 +136,9 @@ def test_states_follow_what_happens(engines, fresh):
         assert spare.url in updater.health()[1].reason
         back = fresh("--local", port=spare.port)
         assert serves_whole(back) == 0
-        update()
+        report = update()
         assert states(updater) == [("serving", True)] * 2
-        assert serves_whole(back) == version
+        assert serves_whole(back) == report.version
 
         # Somebody else updates it: what it serves is not what we gave it.
         push([back], next_version())
