@@ -226,7 +226,7 @@ def check_updates(
     before_bytes, whose = server.held_bytes()
     more, held = update(b, range(5, 26))
     reports += more
-    growth, group_growth = held[-1] - held[0], held[0] - before_bytes
+    growth, group_growth = held[-1] - held[0], server.held_bytes()[0] - before_bytes  # in its life, and after it
     assert [len(each) for each in digests.values()] == [1, 1]
     record("engine", reports[-1]["targets"][0]["engine"])
     record("case", {"via": via, "trainer": trainer, "engine_gpus": server.gpus, "verify": verify})
