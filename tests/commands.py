@@ -22,8 +22,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import wait
 from typing import IO, Any, TextIO
 
+from tests.forking import fork_children, fork_ranks
 from tests.procs import Signals
-from weightcast.receiver import executor
 
 # One server forks for every test of this process: engines, trainers and commands.  Order is that of their imports.
 PRELOAD = [
@@ -38,6 +38,8 @@ PRELOAD = [
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "weightcast.cli.app",
     "weightcast.cli.measure",
+    "weightcast.cli.demo.learner",
+    "weightcast.cli.demo.rollouts",
     "weightcast.exporters.checkpoint",
     "weightcast.rollout.launch",
     "tests.harness",
@@ -163,6 +165,7 @@ def _run(args: Sequence[str], environment: Mapping[str, str], out: int, err: int
     os.environ.clear()
     os.environ.update(environment)
     fork_ranks()
+    fork_children()
     module, *rest = args
     sys.argv = [module, *rest]
     try:
@@ -170,23 +173,3 @@ def _run(args: Sequence[str], environment: Mapping[str, str], out: int, err: int
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()  # which processes of multiprocessing leave out
-
-
-def fork_ranks() -> None:
-    """From now on an engine of this process forks its ranks, where it would start Python for each."""
-    executor.multiprocessing = InsteadOfSpawn("fork")  # type: ignore[attr-defined]
-
-
-class InsteadOfSpawn:
-    """``multiprocessing`` for a module that would start Python for each of its processes.
-
-    Args:
-        method: ``"fork"``, or ``"forkserver"`` for a process that has threads.
-    """
-
-    def __init__(self, method: str) -> None:
-        self._method = method
-
-    def get_context(self, method: str) -> Any:
-        assert method == "spawn"
-        return multiprocessing.get_context(self._method)

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from tests import toy_engine
-from tests.commands import context, fork_ranks
+from tests.commands import context
+from tests.forking import fork_ranks
 from tests.stolen import Inexcusable
 from tests.toy_engine import toy_weights
 from weightcast import WeightUpdater

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from torch import nn
 
-from tests.commands import fork_ranks
+from tests.forking import fork_ranks
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.config import PauseMode
 from weightcast.receiver import WeightReceiver

@@ -1,4 +1,7 @@
-"""The demo as a user runs it, with a tiny model: every process is real, only the weights are small and random."""
+"""The demo with a tiny model: every process is real, only the weights are small and random.
+
+Those of ``make test`` are forked from one that has imported everything; the others start as a user starts them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import commands
+from tests.commands import COMMAND
 from tests.tiny import tiny_model, tiny_tokenizer
 
 STEPS = 2
 
-pytestmark = pytest.mark.timeout(300)  # a dozen processes import torch, two times
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,13 @@ def model(tmp_path_factory):
     return folder
 
 
+def run(*arguments):
+    """From start to end."""
+    return commands.run(COMMAND, "demo", "--device", "cpu", *map(str, arguments), timeout_s=280)
+
+
 def start(*arguments):
+    """As a user does."""
     command = [sys.executable, "-m", "weightcast", "demo", "--device", "cpu", *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
@@ -45,10 +56,9 @@ def assert_gone(processes):
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
-    with start("--steps", STEPS, "--model", model, "--out", out) as demo:
-        stdout, stderr = demo.communicate(timeout=280)
-    assert demo.returncode == 0, stderr
-    return out, stdout
+    demo = run("--steps", STEPS, "--model", model, "--out", out)
+    assert demo.returncode == 0, demo.stderr
+    return out, demo.stdout
 
 
 def test_both_modes_end_with_every_digest_matched_on_every_rank(finished):
@@ -123,10 +133,9 @@ def test_an_engine_that_cannot_start_shows_its_own_words(tmp_path):
     folder = tmp_path / "model"
     tiny_model(folder, num_attention_heads=8, num_key_value_heads=8)  # no 3 ranks for 8 heads
     tiny_tokenizer(folder)
-    with start("--steps", 1, "--model", folder, "--out", tmp_path / "out") as demo:
-        _, stderr = demo.communicate(timeout=120)
+    demo = run("--steps", 1, "--model", folder, "--out", tmp_path / "out")
     assert demo.returncode == 1
-    assert "the end of what engine-1 said" in stderr
-    assert "8" in stderr.split("the end of what engine-1 said")[1]
-    assert "error: engine-1 ended with exit code 1" in stderr
+    assert "the end of what engine-1 said" in demo.stderr
+    assert "8" in demo.stderr.split("the end of what engine-1 said")[1]
+    assert "error: engine-1 ended with exit code 1" in demo.stderr
     assert not (tmp_path / "out" / "report.json").exists()

@@ -41,7 +41,7 @@ def test_ranks_as_actors(engine, tmp_path):
     os.kill(pids[1], signal.SIGKILL)
     deadline = time.monotonic() + 60
     while True:
-        answer = httpx.get(f"{engine.url}/health", trust_env=False, timeout=30)
+        answer = httpx.get(f"{engine.url}/health", trust_env=False, verify=False, timeout=30)
         if answer.status_code == 503:
             break
         assert time.monotonic() < deadline

@@ -48,17 +48,17 @@ def serve(requests: socket.socket) -> None:
             for number, (_, pipe) in running.items():
                 os.close(number)
                 os.close(pipe)
-            become(json.loads(text), out, err)
+            become(json.loads(text), os.open(os.devnull, os.O_RDONLY), out, err)
         running[os.pidfd_open(pid)] = pid, status
         os.close(out)
         os.close(err)
         requests.send(str(pid).encode())
 
 
-def become(asked: dict[str, object], out: int, err: int) -> None:
+def become(asked: dict[str, object], stdin: int, out: int, err: int) -> None:
     """What ``python -m MODULE ...`` or ``python SCRIPT ...`` would be, to its end."""
     os.setsid()
-    for number, standard in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+    for number, standard in ((stdin, 0), (out, 1), (err, 2)):
         os.dup2(number, standard)
         os.close(number)
     os.environ.clear()

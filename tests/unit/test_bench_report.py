@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import InsteadOfSpawn
+from tests.forking import InsteadOfSpawn
 from weightcast.cli.measuring import rig
 from weightcast.cli.measuring.case import Contender, Plan, run_case
 from weightcast.cli.measuring.rig import Layout

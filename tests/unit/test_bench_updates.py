@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.commands import InsteadOfSpawn
+from tests.forking import InsteadOfSpawn
 from weightcast.cli.measuring import rig
 from weightcast.cli.measuring.case import Contender, Plan, run_case
 from weightcast.cli.measuring.contenders import ours

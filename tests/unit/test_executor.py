@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.commands import InsteadOfSpawn
+from tests.forking import InsteadOfSpawn
 from tests.harness import wait_for
 from tests.procs import is_stopped, wait_until_gone
 from tests.unit.echo import Echo
