@@ -116,7 +116,7 @@ def _h200(gpus: int) -> list[Case]:
     cases.append(_gpu("colocated-1-8b", "qwen3-8b", "colocated", 1, 1))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
-    many: dict[str, Any] = dict(peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=85, deadline_s=300)
+    many: dict[str, Any] = dict(peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=220, deadline_s=360)
     many |= dict(turns=3, warm=2, tries=1)
     if gpus >= 2:
         cases.append(_gpu("disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **many))

@@ -45,8 +45,8 @@ class Sender:
     def close(self, buckets: int | None = None) -> Close:
         return Close(session=self.session, buckets=len(self.layouts) if buckets is None else buckets)
 
-    def commit(self, expected: Mapping[str, str] | None = None) -> Commit:
-        return Commit(session=self.session, expected=dict(expected or {}))
+    def commit(self, expected: Mapping[str, str] | None = None, *, as_received: bool = False) -> Commit:
+        return Commit(session=self.session, expected=dict(expected or {}), as_received=as_received)
 
     def abort(self, reason: str = "") -> Abort:
         return Abort(session=self.session, reason=reason)

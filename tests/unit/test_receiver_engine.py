@@ -358,6 +358,49 @@ def test_what_is_kept_otherwise_than_expected_is_undone(bench):
         assert made.serves(3)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("staging", ["device", "none"])
+def test_what_is_kept_is_compared_with_what_was_received(bench, staging, tp_size):
+    made = bench(staging=staging, tp_size=tp_size)
+    sender = Sender(weights_of(1), version=1)
+    made.transfer(sender)
+    ack = made.tell(sender.commit(as_received=True))
+    assert ack.resident == sender.digests()[1]
+    assert made.engine.info().digest == model_digest(ack.resident)
+    assert made.serves(1)
+
+    sender = Sender(weights_of(2), version=2)
+    made.transfer(sender)
+    for receiver in made.ranks.receivers:
+        with torch.no_grad():
+            receiver.loader.staging.target("norm").mul_(2)  # something between Close and Commit that should not happen
+    ack = made.engine.apply(sender.commit(as_received=True))
+    assert not ack.ok
+    assert "what is kept differs from what was sent: norm.weight" in ack.error
+    assert made.serves(1) == (staging != "none")
+
+
+def test_only_what_is_kept_otherwise_than_received_is_named(bench):
+    for expected in ("0" * 16, None):
+        made = bench()
+        sender = Sender(weights_of(1), version=1)
+        made.transfer(sender)
+        right = sender.digests()[1]["o.weight"]
+        ack = made.engine.apply(sender.commit({"o.weight": expected or right}, as_received=True))
+        assert ack.ok == (expected is None)
+        assert made.serves(0 if expected else 1)
+
+
+def test_as_received_is_nothing_that_was_not_digested(bench):
+    made = bench()
+    sender = Sender(weights_of(1), version=1, verify="none")
+    made.transfer(sender)
+    ack = made.engine.apply(sender.commit(as_received=True))
+    assert not ack.ok
+    assert "what is kept differs from what was sent" in ack.error
+    assert made.serves(0)
+
+
 def test_without_proof_there_is_no_digest(bench):
     made = bench()
     made.update(1)

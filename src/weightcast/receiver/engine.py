@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
@@ -103,6 +103,8 @@ class _Session:
     ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
+    received: Mapping[str, str] = field(default_factory=dict[str, str])
+    unproven: frozenset[str] = frozenset()
     groups: set[str] = field(default_factory=set[str])
 
 
@@ -337,12 +339,14 @@ class ReceiverEngine:
         acks = self._ranks(message, timeout_s=session.open.timeout_s)
         session.closed = True
         received, agreeing, differing = fold_received(acks)
+        unproven = _union(ack.unproven for ack in acks)
+        session.received, session.unproven = received, frozenset(unproven)
         return self._ack(
             received=received,
             received_ranks=agreeing,
             mismatched=differing,
             not_updated=session.not_updated,
-            unproven=_union(ack.unproven for ack in acks),
+            unproven=unproven,
             **_costs(acks),
         )
 
@@ -351,10 +355,11 @@ class ReceiverEngine:
         if not session.closed:
             raise Refused("the session was not closed: nobody knows whether everything has arrived")
         self._hold_still(session)
-        acks = self._ranks(message, timeout_s=session.open.timeout_s)
+        acks = self._ranks(Commit(session=message.session), timeout_s=session.open.timeout_s)
         resident = fold_resident(acks)
-        wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(message.expected))))
-        if message.expected and wrong:
+        expected = self._expected(message, session)
+        wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(expected))))
+        if expected and wrong:
             text = f"what is kept differs from what was sent: {shown(', '.join(wrong[:8]))}"
             # Flips back where a second set of weights is kept, now: nobody may ever ask for it.
             self._abort(Abort(session=message.session, reason=text))
@@ -371,7 +376,7 @@ class ReceiverEngine:
         except Exception as error:  # the engine's hooks are other people's code
             self._quarantine(f"version {session.open.version} is in, but not what depends on it: {_words(error)}")
             raise
-        if message.expected:
+        if expected:
             self._digest = model_digest(resident.digests)  # after the engine goes on: nothing waits for it
         return self._ack(
             resident=resident.digests,
@@ -381,6 +386,13 @@ class ReceiverEngine:
             stall_s=stall_s,
             **_costs(acks),
         )
+
+    def _expected(self, message: Commit, session: _Session) -> dict[str, str]:
+        """The digest of each tensor that is to be kept; one that did not come has none, which no digest equals."""
+        if not message.as_received:
+            return message.expected
+        kept = (spec.name for spec in self._facts.specs if spec.name not in session.unproven)
+        return {name: session.received.get(name, "") for name in kept} | message.expected
 
     def _abort(self, message: Abort) -> Ack:
         session = self._session

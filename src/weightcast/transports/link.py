@@ -6,7 +6,7 @@ A request that fails says which target and, after the first bucket, that it may 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -132,9 +132,16 @@ class Link:
         self.closed = self.ask(self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
-    def commit(self, expected: dict[str, str], *, timeout_s: float) -> Ack:
-        """Make it live."""
-        message = Commit(session=self.session, expected=expected)
+    def commit(self, expected: Mapping[str, str], *, timeout_s: float) -> Ack:
+        """Make it live.
+
+        Args:
+            expected: Digest by tensor name of all that it is to keep; empty for no proof.
+            timeout_s: The deadline.
+        """
+        received = self.closed.received if self.closed is not None else {}
+        others = {name: digest for name, digest in expected.items() if received.get(name) != digest}
+        message = Commit(session=self.session, expected=others, as_received=len(others) < len(expected))
         self.committed = self.ask(self.adapter.commit(message), timeout_s=timeout_s)
         self.mixed = False
         self.end()

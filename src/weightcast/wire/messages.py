@@ -189,13 +189,16 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         session: The session.
-        expected: Finished fast digest of each tensor by name, for the check of what is resident; empty without proof.
+        expected: Finished fast digest of tensors by name, for the check of what is resident; empty without proof.
+        as_received: Everything else that the engine keeps is to be what it said at Close that it had received, so that
+            thousands of digests need not come back to who sent them while an engine waits to switch.
     """
 
     session: Session
     # Not `Name`: its pattern takes longer than all the rest of the message, while engines wait to switch. A name that
     # no tensor has is a difference like any other.
     expected: Annotated[dict[_AnyName, Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)] = {}
+    as_received: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
