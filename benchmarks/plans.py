@@ -6,7 +6,8 @@ hangs costs them in full.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weightcast.cli.measuring.rig import Layout
@@ -25,6 +26,7 @@ class Case:
         layout: Who is where; for updates and limits.
         bucket_bytes: Sweep of weightcast.
         peer_bytes: Sweep of the peers; empty for none of them.
+        left_out: Peers that do not take part, with the reason.
         staging: Where engines of ours keep the second set.
         turns: Timed turns of each.
         warm: Turns before those.
@@ -39,6 +41,7 @@ class Case:
     layout: Layout | None = None
     bucket_bytes: tuple[int, ...] = ()
     peer_bytes: tuple[int, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
     staging: str = "auto"
     turns: int = 10
     warm: int = 2
@@ -116,11 +119,13 @@ def _h200(gpus: int) -> list[Case]:
     cases.append(_gpu("colocated-1-8b", "qwen3-8b", "colocated", 1, 1))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
-    many: dict[str, Any] = dict(peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=220, deadline_s=360)
-    many |= dict(turns=3, warm=2, tries=1)
+    many: dict[str, Any] = dict(peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=195, deadline_s=360)
+    # An engine has two sets of weights, so what is worked out once is worked out in two turns.
+    many |= dict(turns=3, warm=3, tries=1)
     if gpus >= 2:
         cases.append(_gpu("disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **many))
-    cases.append(_gpu("colocated-1-many", "many-65536", "colocated", 1, 1, **many))
+    slow = {"checkpoint-engine": "a turn of it takes 15 s, longer than those of all others together"}
+    cases.append(_gpu("colocated-1-many", "many-65536", "colocated", 1, 1, left_out=slow, **many))
     cases.append(
         _gpu(
             "stall-colocated-1-8b",

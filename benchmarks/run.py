@@ -45,7 +45,8 @@ def measure(case: Case) -> dict[str, Any]:
         return run_limits(case.layout, say=_say)
     found = ours(case.layout, bucket_bytes=case.bucket_bytes, staging=case.staging)
     others, not_run = peers(case.layout, bucket_bytes=case.peer_bytes) if case.peer_bytes else ([], {})
-    result = run_case(case.layout, [*found, *others], plan, not_run=not_run, say=_say)
+    taking_part = [peer for peer in others if peer.name not in case.left_out]
+    result = run_case(case.layout, [*found, *taking_part], plan, not_run=not_run | case.left_out, say=_say)
     result["peers"] = sources.versions()
     return result
 

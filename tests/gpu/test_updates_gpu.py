@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 
+from tests.gpu.memory import held_bytes, process_tree
 from tests.gpu.needs import needs
 from weightcast.comm.ports import quiet_port
 
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+Record = Callable[[str, Any], None]
 PYTHONPATH = os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
 
@@ -150,6 +152,20 @@ def test_only_who_shares_memory_minds_expandable_segments(monkeypatch: pytest.Mo
         assert answer["ok"], answer
         assert info(url)["version"] == 1
         assert set(digests(url).values()).isdisjoint(before.values())
+
+
+@needs(2)
+def test_an_engine_keeps_nothing_of_a_group_whose_trainer_has_left(record: Record) -> None:
+    held: list[int] = []
+    with toy_engine("--devices", "cuda:1", "--seed", "1") as (url, engine):
+        for version in range(1, 6):
+            answer = train(["cuda:0"], [url], transport="broadcast", seed=version, versions=str(version))
+            assert answer["ok"], answer
+            amount, whose = held_bytes(process_tree(engine.pid), {1})
+            held.append(amount)
+    record("held_bytes_after_each_trainer", held)
+    record("held_by", whose)
+    assert held[-1] - held[0] <= 64 << 20, "a communicator takes about 500 MB"
 
 
 @pytest.mark.parametrize(
