@@ -29,7 +29,7 @@ from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.report import UpdateReport
 from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.checkpoint_engine import CheckpointEngineTransport
-from weightcast.transports.digests import Repeated, SentDigests
+from weightcast.transports.digests import Repeated, Sent, SentDigests, casts_of
 from weightcast.transports.disk import DiskTransport
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link, in_flight_to
@@ -238,9 +238,9 @@ class Head:
                 self._transport.connect()
             except WeightcastError as error:
                 return self._fail(error)
-        kept = [{spec.name: spec.dtype for spec in link.info.specs} for link in self._links]
+        proven = self._config.verify in ("resident", "behaviour")
         self._digests = SentDigests(
-            kept if self._config.verify in ("resident", "behaviour") else (),
+            casts_of(specs, [link.info.specs for link in self._links]) if proven else {},
             sha256=self._config.digest == "sha256",
             repeated=self._repeated,
         )
@@ -282,9 +282,9 @@ class Head:
             with self._phase("send"):
                 self._transport.drain()
             with self._phase("verify"):
-                kept = self._close_all()
+                sent = self._close_all()
             with self._phase("commit"):
-                self._each(lambda link: self._commit_one(link, kept))
+                self._each(lambda link: self._commit_one(link, sent))
                 check_alike(self._links)
         except WeightcastError as error:
             return self._fail(error)
@@ -556,33 +556,28 @@ class Head:
         for future in futures:
             future.result()
 
-    def _close_all(self) -> dict[str, dict[str, str]]:
-        """Tell every target that everything was sent, and compare what arrived.
-
-        Returns:
-            For each tensor the digests of what engines keep, by dtype, as from ``SentDigests.finish``.
-        """
+    def _close_all(self) -> Sent:
+        """Tell every target that everything was sent, and compare what arrived."""
         with ThreadPoolExecutor(max_workers=len(self._links)) as pool:
             closes = [
                 pool.submit(link.close, buckets=self._num_buckets, timeout_s=self._config.timeout_s)
                 for link in self._links
             ]
-            sent, kept = self._digests.finish() if self._config.verify != "none" else ({}, {})
+            sent = self._digests.finish() if self._config.verify != "none" else Sent()
         acks = [close.result() for close in closes]
-        self._sent = sent
+        self._sent = sent.received
         self._check_unchanged()
         for link, ack in zip(self._links, acks, strict=True):
-            if sent and "received" in link.adapter.proves:
-                self._outcomes[link.url].received(link, ack, sent)
-        return kept
+            if sent.received and "received" in link.adapter.proves:
+                self._outcomes[link.url].received(link, ack, sent.received)
+        return sent
 
-    def _commit_one(self, link: Link, kept: Mapping[str, Mapping[str, str]]) -> None:
+    def _commit_one(self, link: Link, sent: Sent) -> None:
         expected: dict[str, str] = {}
         wanted = self._config.verify in ("resident", "behaviour")
         if wanted and "resident" in link.adapter.proves:
             assert link.closed is not None
-            unproven = set(link.closed.unproven)
-            expected = {spec.name: kept[spec.name][spec.dtype] for spec in link.info.specs if spec.name not in unproven}
+            expected = sent.kept(link.info.specs, without=frozenset(link.closed.unproven))
         ack = link.commit(expected, timeout_s=self._config.timeout_s)
         outcome = self._outcomes[link.url]
         outcome.resident(link, ack, expected)

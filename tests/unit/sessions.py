@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from tests.unit.models import Weights, fill, specs_of
 from weightcast.comm.ipc import SharedBuffer
-from weightcast.transports.digests import SentDigests
+from weightcast.transports.digests import SentDigests, casts_of
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, Packing, plan_buckets
 from weightcast.wire.messages import Abort, Announce, Close, Commit, IpcSource, Message, Open, Owner
@@ -60,10 +61,11 @@ class Sender:
 
     def digests(self, kept: Mapping[str, str] | None = None) -> tuple[dict[str, str], dict[str, str]]:
         """What must be received, and what must be kept in the dtypes given (the wire's by default)."""
-        table = {spec.name: spec.dtype for spec in self.open.specs} | dict(kept or {})
-        sent = SentDigests([table], sha256=self.open.digest == "sha256")
+        dtypes = dict(kept or {})
+        specs = [msgspec.structs.replace(spec, dtype=dtypes.get(spec.name, spec.dtype)) for spec in self.open.specs]
+        sent = SentDigests(casts_of(self.open.specs, [specs]), sha256=self.open.digest == "sha256")
         for index in range(len(self.layouts)):
             self.announce(index)
             sent.add(Bucket(self.layouts[index], self.buffer.data))
-        received, by_dtype = sent.finish()
-        return received, {name: by_dtype[name][dtype] for name, dtype in table.items()}
+        found = sent.finish()
+        return found.received, found.kept(specs)

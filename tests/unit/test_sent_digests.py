@@ -6,53 +6,88 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from tests.unit.models import buckets_of, weights_of
+from tests.unit.models import buckets_of, specs_of, weights_of
 from weightcast.transports import digests
-from weightcast.transports.digests import SentDigests
-from weightcast.wire.digest import sha256_digest, tensor_digest
+from weightcast.transports.digests import Sent, SentDigests, casts_of
+from weightcast.wire.digest import sha256_digest, tensor_digest, unequal
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
 
 
 def sent(weights, *, bucket_bytes: int, kept=(), sha256: bool = False):
-    found = SentDigests(kept, sha256=sha256)
+    found = SentDigests(casts_of(specs_of(weights), kept), sha256=sha256)
     for bucket in buckets_of(weights, bucket_bytes=bucket_bytes):
         found.add(bucket)
         bucket.data.zero_()  # the sender's buffer is filled again
     return found.finish()
 
 
+def keeping(dtypes):
+    """An engine's tensors, some of them in other dtypes than those that travel."""
+    return [replace(spec, dtype=dtypes.get(spec.name, spec.dtype)) for spec in specs_of(WEIGHTS)]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(32, 3000))
 def test_buckets_play_no_part(bucket_bytes):
-    received, kept = sent(WEIGHTS, bucket_bytes=bucket_bytes)
-    assert received == {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
-    assert all(kept[name] == {str(tensor.dtype)[6:]: received[name]} for name, tensor in WEIGHTS.items())
+    found = sent(WEIGHTS, bucket_bytes=bucket_bytes)
+    assert found.received == {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
+    assert found.kept(specs_of(WEIGHTS)) == found.received
 
 
 def test_every_engine_gets_the_digest_of_what_it_keeps(monkeypatch):
     monkeypatch.setattr(digests, "_CAST_BYTES", 40)  # casts in several parts
-    tables = [
+    engines = [
         {"q.weight": "bfloat16", "norm.weight": "float32", "scale": "float16"},
-        {"q.weight": "float32", "k.weight": "float16", "empty": "bfloat16", "not sent": "float32"},
+        {"q.weight": "float32", "k.weight": "float16", "empty": "bfloat16"},
     ]
     for bucket_bytes in (64, 4000):
-        received, kept = sent(WEIGHTS, bucket_bytes=bucket_bytes, kept=tables)
-        assert received["q.weight"] == tensor_digest(WEIGHTS["q.weight"])
-        for table in tables:
-            for name, dtype in table.items():
-                if name in WEIGHTS:
-                    assert kept[name][dtype] == tensor_digest(WEIGHTS[name].to(getattr(torch, dtype))), (name, dtype)
-        assert set(kept["q.weight"]) == {"float32", "bfloat16"}
+        found = sent(WEIGHTS, bucket_bytes=bucket_bytes, kept=[keeping(dtypes) for dtypes in engines])
+        assert found.received["q.weight"] == tensor_digest(WEIGHTS["q.weight"])
+        for dtypes in engines:
+            kept = {spec.name: WEIGHTS[spec.name].to(spec.torch_dtype) for spec in keeping(dtypes)}
+            right = {name: tensor_digest(tensor) for name, tensor in kept.items()}
+            assert found.kept(keeping(dtypes)) == right
+            right.pop("k.weight")
+            assert found.kept(keeping(dtypes), without=["k.weight"]) == right
+    assert found.kept(specs_of(WEIGHTS)) == found.received
+
+
+def test_what_an_engine_does_not_keep_is_not_expected_of_it():
+    found = sent(WEIGHTS, bucket_bytes=4000)
+    some = specs_of(WEIGHTS)[1:]
+    assert found.kept(some) == {spec.name: found.received[spec.name] for spec in some}
+    with pytest.raises(KeyError):
+        found.kept([*some, replace(some[0], name="not sent")])
+
+
+def test_only_other_dtypes_are_cast():
+    specs = specs_of(WEIGHTS)
+    assert casts_of(specs, [specs, specs]) == {}
+    other, third = keeping({"q.weight": "bfloat16"}), keeping({"q.weight": "float16", "scale": "bfloat16"})
+    assert casts_of(specs, [specs, other, third]) == {"q.weight": {"bfloat16", "float16"}, "scale": {"bfloat16"}}
+    assert casts_of(specs, [[replace(specs[0], name="not sent", dtype="int8")]]) == {}
 
 
 def test_sha256_where_a_tensor_travels_whole():
-    received, _ = sent(WEIGHTS, bucket_bytes=4000, sha256=True)
-    assert received == {name: sha256_digest(tensor) for name, tensor in WEIGHTS.items()}
-    received, _ = sent(WEIGHTS, bucket_bytes=128, sha256=True)
-    assert received["scale"] == sha256_digest(WEIGHTS["scale"])
-    assert received["embed.weight"] == tensor_digest(WEIGHTS["embed.weight"])
+    fast = sent(WEIGHTS, bucket_bytes=4000).received
+    found = sent(WEIGHTS, bucket_bytes=4000, sha256=True)
+    assert found.received == {name: sha256_digest(tensor) for name, tensor in WEIGHTS.items()}
+    assert found.kept(specs_of(WEIGHTS)) == fast
+    found = sent(WEIGHTS, bucket_bytes=128, sha256=True)
+    assert found.received["scale"] == sha256_digest(WEIGHTS["scale"])
+    assert found.received["embed.weight"] == tensor_digest(WEIGHTS["embed.weight"])
+    assert found.kept(specs_of(WEIGHTS)) == fast
+
+
+def test_what_differs_is_named():
+    digests_of = sent(WEIGHTS, bucket_bytes=4000).received
+    assert unequal(digests_of, dict(digests_of)) == []
+    assert unequal(digests_of, digests_of | {"more": "0" * 16}) == []
+    assert unequal(digests_of, digests_of | {"scale": "0" * 16}) == ["scale"]
+    assert unequal(digests_of, {}) == list(digests_of)
 
 
 @pytest.mark.parametrize("what", ["bit", "elements", "tensors"])
@@ -66,10 +101,10 @@ def test_any_change_changes_it(what):
     else:
         changed["k.weight"], changed["v.weight"] = changed["v.weight"], changed["k.weight"]
         names = {"k.weight", "v.weight"}
-    before, _ = sent(WEIGHTS, bucket_bytes=200)
-    after, _ = sent(changed, bucket_bytes=200)
+    before = sent(WEIGHTS, bucket_bytes=200).received
+    after = sent(changed, bucket_bytes=200).received
     assert {name for name in before if before[name] != after[name]} == names
 
 
 def test_nothing_sent_is_nothing():
-    assert SentDigests().finish() == ({}, {})
+    assert SentDigests().finish() == Sent()

@@ -387,10 +387,13 @@ class ReceiverEngine:
             **_costs(acks),
         )
 
-    def _expected(self, message: Commit, session: _Session) -> dict[str, str]:
+    def _expected(self, message: Commit, session: _Session) -> Mapping[str, str]:
         """The digest of each tensor that is to be kept; one that did not come has none, which no digest equals."""
         if not message.as_received:
             return message.expected
+        received = session.received
+        if not session.unproven and len(received) == len(self._facts.specs):  # of the same names, as Open was checked
+            return {**received, **message.expected} if message.expected else received
         kept = (spec.name for spec in self._facts.specs if spec.name not in session.unproven)
         return {name: session.received.get(name, "") for name in kept} | message.expected
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weightcast.wire.digest import add_partial, as_signed, finish_all, key_of
+from weightcast.wire.digest import add_partial, as_signed, finish_all, key_of, unequal
 from weightcast.wire.messages import Held, RankAck
 
 
@@ -27,7 +27,7 @@ class Resident:
 
     def unmatched(self, expected: Mapping[str, str]) -> list[str]:
         """Names that are kept otherwise than expected, or not at all."""
-        return [name for name, digest in expected.items() if self.digests.get(name) != digest]
+        return unequal(expected, self.digests)
 
 
 def fold_resident(acks: Sequence[RankAck]) -> Resident:

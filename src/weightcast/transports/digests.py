@@ -6,7 +6,8 @@ So a digest is taken in the wire's dtype (for what is received) and in each dtyp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +19,22 @@ from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
 _CAST_BYTES = 16 << 20
 
 
+def casts_of(specs: Iterable[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
+    """The dtypes in which engines keep a tensor, other than the one in which it travels, by its name.
+
+    Args:
+        specs: What travels.
+        kept: What each engine keeps.
+    """
+    sent = {spec.name: spec.dtype for spec in specs}
+    found: dict[str, set[str]] = {}
+    for table in kept:
+        for spec in table:
+            if spec.dtype != sent.get(spec.name, spec.dtype):
+                found.setdefault(spec.name, set()).add(spec.dtype)
+    return found
+
+
 class Repeated:
     """What the digests of one update have in common with those of the next."""
 
@@ -26,23 +43,54 @@ class Repeated:
         self.totals = RepeatedTotals()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Digests of what was sent.
+
+    Attributes:
+        received: Of what engines receive, by tensor name.
+        fast: The same without SHA-256; that of what engines keep in the dtype that travels.
+        cast: Of what they keep in another one, by tensor name and dtype.
+    """
+
+    received: dict[str, str] = field(default_factory=dict[str, str])
+    fast: dict[str, str] = field(default_factory=dict[str, str])
+    cast: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+
+    def kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
+        """What an engine must keep, by tensor name; not to be written to.
+
+        Args:
+            specs: Its tensors, as it keeps them.
+            without: Names of those that it cannot read back.
+        """
+        if not self.cast and not without and self.fast.keys() == {spec.name for spec in specs}:
+            return self.fast
+        return {
+            spec.name: self.cast.get(spec.name, {}).get(spec.dtype) or self.fast[spec.name]
+            for spec in specs
+            if spec.name not in without
+        }
+
+
 class SentDigests:
     """Digests of one update.  Sums stay on the device until ``finish``."""
 
     def __init__(
-        self, kept: Iterable[Mapping[str, str]] = (), *, sha256: bool = False, repeated: Repeated | None = None
+        self,
+        casts: Mapping[str, Collection[str]] | None = None,
+        *,
+        sha256: bool = False,
+        repeated: Repeated | None = None,
     ) -> None:
         """Nothing yet.
 
         Args:
-            kept: For each engine, the dtype that it keeps, by tensor name.
+            casts: The dtypes in which engines keep a tensor, other than the one in which it travels, by its name.
             sha256: Digest what is received with SHA-256 as well.
             repeated: Of earlier updates, which had the same buckets in the same places.
         """
-        self._dtypes: dict[str, set[str]] = {}
-        for table in kept:
-            for name, dtype in table.items():
-                self._dtypes.setdefault(name, set()).add(dtype)
+        self._casts = casts or {}
         self._sha256 = sha256
         self._hashed: dict[str, str] = {}
         self._sums: list[tuple[BucketLayout, torch.Tensor]] = []
@@ -54,31 +102,23 @@ class SentDigests:
         if self._sha256:
             self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
         self._sums.append((bucket.layout, sums_of_slots(bucket, self._repeated.sums)))
-        for slot in bucket.layout.slots:
-            for dtype in self._dtypes.get(slot.spec.name, set()) - {slot.spec.dtype}:
+        for slot in bucket.layout.slots if self._casts else ():
+            for dtype in self._casts.get(slot.spec.name, ()):
                 self._add_cast(slot, bucket.view(slot), dtype)
 
-    def finish(self) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-        """Wait for the sums.
-
-        Returns:
-            By tensor name: the digest of what engines receive, and for each dtype the digest of what they keep.
-        """
-        found = self._repeated.totals.digests(self._sums)
-        kept = {
-            slot.spec.name: {slot.spec.dtype: found[slot.spec.name]}
-            for layout, _ in self._sums
-            for slot in layout.slots
-        }
+    def finish(self) -> Sent:
+        """Wait for the sums."""
+        fast = self._repeated.totals.digests(self._sums)
         totals: dict[tuple[str, str], int] = {}
         specs: dict[str, TensorSpec] = {}
         values = torch.cat([sums for _, _, sums in self._cast]).tolist() if self._cast else []
         for (spec, dtype, _), value in zip(self._cast, values, strict=True):
             specs[spec.name] = spec
             totals[spec.name, dtype] = add_partial(totals.get((spec.name, dtype), 0), as_unsigned(value))
+        cast: dict[str, dict[str, str]] = {}
         for (name, dtype), total in totals.items():
-            kept[name][dtype] = finish(total, dtype=DTYPES[dtype], shape=specs[name].shape)
-        return found | self._hashed, kept
+            cast.setdefault(name, {})[dtype] = finish(total, dtype=DTYPES[dtype], shape=specs[name].shape)
+        return Sent(received=fast | self._hashed if self._hashed else fast, fast=fast, cast=cast)
 
     def _add_cast(self, slot: TensorSlot, view: torch.Tensor, dtype: str) -> None:
         """In rows of at most 16 MiB, so that no cast copy counts against the memory ceiling."""

@@ -15,6 +15,7 @@ from weightcast.comm.http import Client, Lease
 from weightcast.comm.share import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, EngineRequest, Sharing, Steps
+from weightcast.wire.digest import unequal
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 _ABORT_S = 30.0
@@ -140,7 +141,7 @@ class Link:
             timeout_s: The deadline.
         """
         received = self.closed.received if self.closed is not None else {}
-        others = {name: digest for name, digest in expected.items() if received.get(name) != digest}
+        others = {name: expected[name] for name in unequal(expected, received)}
         message = Commit(session=self.session, expected=others, as_received=len(others) < len(expected))
         self.committed = self.ask(self.adapter.commit(message), timeout_s=timeout_s)
         self.mixed = False

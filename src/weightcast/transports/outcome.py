@@ -12,7 +12,7 @@ from typing import Literal
 from weightcast.errors import VerificationFailed, WeightcastError
 from weightcast.report import TargetReport, TargetStatus
 from weightcast.transports.link import Link
-from weightcast.wire.digest import model_digest
+from weightcast.wire.digest import model_digest, unequal
 from weightcast.wire.messages import Ack, EngineInfo
 
 Proof = Literal["none", "received", "resident", "behaviour"]
@@ -57,7 +57,7 @@ class Outcome:
         Raises:
             VerificationFailed: A tensor arrived otherwise than it was sent; nothing was switched.
         """
-        wrong = [name for name, digest in sent.items() if ack.received.get(name) != digest]
+        wrong = unequal(sent, ack.received)
         if wrong or ack.mismatched or ack.received_ranks != link.info.tp_size:
             names = wrong or list(ack.mismatched)
             raise VerificationFailed(
@@ -87,7 +87,7 @@ class Outcome:
         self.peak_extra_bytes = link.peak_extra_bytes
         if not expected:
             return
-        wrong = [name for name, digest in expected.items() if ack.resident.get(name) != digest]
+        wrong = unequal(expected, ack.resident)
         if wrong:
             raise VerificationFailed(
                 f"{link.url} keeps something else than was sent: {', '.join(wrong[:6])}", url=link.url, names=wrong

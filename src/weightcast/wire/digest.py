@@ -268,6 +268,13 @@ def model_digest(digests: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(sorted(digests.items())).encode(), digest_size=8).hexdigest()
 
 
+def unequal(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Names whose digest is another than expected, or missing."""
+    if expected == found:  # nearly always, and there may be tens of thousands while engines wait
+        return []
+    return [name for name, digest in expected.items() if found.get(name) != digest]
+
+
 def splitmix64(value: int) -> int:
     """The splitmix64 mix of a 64-bit number: one-to-one on [0, 2**64)."""
     value = (value + _GOLDEN) & _MASK
