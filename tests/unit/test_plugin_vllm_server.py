@@ -49,7 +49,7 @@ class Rank(Echo):
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
 
     def _serve(self, listener: Listener) -> None:
-        with listener.accept() as connection:
+        with listener.accept() as connection, suppress(BrokenPipeError):  # let go before it has said who it is
             self._answer(connection)
         self.alone.set()
         with suppress(FileNotFoundError):  # who has met removes the meeting place
