@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -88,8 +89,10 @@ class ForkedPython(Signals):
                 fork_ranks()
                 sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another in its place
                 become({"argv": list(command[1:]), "env": dict(env)}, to_read, out, err)
+            except Exception:  # noqa: BLE001  it must not go on as the process that it was
+                traceback.print_exc()
             finally:
-                os._exit(70)  # whatever happens, it must not go on as the process that it was
+                os._exit(70)
         for number in (to_read, out, err):
             os.close(number)
 
