@@ -355,6 +355,7 @@ class ReceiverEngine:
         if not session.closed:
             raise Refused("the session was not closed: nobody knows whether everything has arrived")
         self._hold_still(session)
+        # Without the digests, which may be tens of thousands: ranks say what they keep, and it is compared here.
         acks = self._ranks(Commit(session=message.session), timeout_s=session.open.timeout_s)
         resident = fold_resident(acks)
         expected = self._expected(message, session)
