@@ -33,12 +33,12 @@ from weightcast.transports.digests import Repeated, Sent, SentDigests, casts_of
 from weightcast.transports.disk import DiskTransport
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.outcome import Outcome, check_alike
+from weightcast.transports.outcome import Outcome, arrived, check_alike, received_otherwise
 from weightcast.transports.preflight import SHARED_MEMORY, check_fits, choose_receivers, choose_transport
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.digest import model_digest
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
-from weightcast.wire.messages import EngineInfo, Open, Owner
+from weightcast.wire.messages import Ack, EngineInfo, Open, Owner
 
 LEASE_DEADLINES = 4  # a session lasts this many deadlines of one wait without a word
 FOLLOW_DEADLINES = 6  # and this many the patience of the other trainer ranks, who cannot see what the head waits for
@@ -120,7 +120,7 @@ class Head:
         self._digests = SentDigests()
         self._started = 0.0
         self._version = 0
-        self._sent: Mapping[str, str] = {}
+        self._sent = Sent()
         self._must_be: str | None = None
         self._num_buckets = 0
         self._failure: WeightcastError | None = None
@@ -179,7 +179,7 @@ class Head:
         self._outcomes = {url: Outcome() for url in self._urls}
         self._phases = {}
         self._started = time.monotonic()
-        self._sent, self._must_be = {}, None
+        self._sent, self._must_be = Sent(), None
 
     def begin_catch_up(self) -> Decision:
         """An update of those alone that are not at the current version; ``again`` if there are any."""
@@ -350,7 +350,7 @@ class Head:
 
     def _sent_digest(self) -> str | None:
         """Of all that was sent; not asked for before engines have switched, since they would wait."""
-        return model_digest(self._sent) if self._sent else None
+        return model_digest(self._sent.received) if self._sent else None
 
     # -- failure and end
 
@@ -558,29 +558,33 @@ class Head:
 
     def _close_all(self) -> Sent:
         """Tell every target that everything was sent, and compare what arrived."""
+        # SHA-256 is taken tensor by tensor.
+        by_name = self._config.digest == "sha256" and self._config.verify != "none"
         with ThreadPoolExecutor(max_workers=len(self._links)) as pool:
-            closes = [
-                pool.submit(link.close, buckets=self._num_buckets, timeout_s=self._config.timeout_s)
-                for link in self._links
-            ]
+            closes = [pool.submit(self._close_one, link, by_name=by_name) for link in self._links]
             sent = self._digests.finish() if self._config.verify != "none" else Sent()
         acks = [close.result() for close in closes]
-        self._sent = sent.received
+        self._sent = sent
         self._check_unchanged()
         for link, ack in zip(self._links, acks, strict=True):
-            if sent.received and "received" in link.adapter.proves:
-                self._outcomes[link.url].received(link, ack, sent.received)
+            if sent and "received" in link.adapter.proves:
+                if not arrived(link, ack, sent):
+                    raise received_otherwise(link, ack if by_name else self._close_one(link, by_name=True), sent)
+                self._outcomes[link.url].received(ack, sent)
         return sent
 
+    def _close_one(self, link: Link, *, by_name: bool) -> Ack:
+        return link.close(buckets=self._num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
+
     def _commit_one(self, link: Link, sent: Sent) -> None:
-        expected: dict[str, str] = {}
         wanted = self._config.verify in ("resident", "behaviour")
-        if wanted and "resident" in link.adapter.proves:
-            assert link.closed is not None
-            expected = sent.kept(link.info.specs, without=frozenset(link.closed.unproven))
-        ack = link.commit(expected, timeout_s=self._config.timeout_s)
+        proves = wanted and "resident" in link.adapter.proves
+        specs, unproven = link.info.specs, frozenset[str](link.closed.unproven if link.closed is not None else ())
+        otherwise = sent.kept_otherwise(specs, without=unproven) if proves else {}
+        as_received = proves and len(otherwise) + len(unproven) < len(specs)
+        ack = link.commit(otherwise, as_received=as_received, timeout_s=self._config.timeout_s)
         outcome = self._outcomes[link.url]
-        outcome.resident(link, ack, expected)
+        outcome.resident(link, ack, sent.kept(specs, without=unproven) if proves else {})
         level = "resident" if wanted else self._config.verify
         if level != "none" and level not in link.adapter.proves and self._config.verify != "behaviour":
             can = 'it answers with log-probabilities: verify="behaviour"'

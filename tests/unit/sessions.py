@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,9 +12,9 @@ import torch
 
 from tests.unit.models import Weights, fill, specs_of
 from weightcast.comm.ipc import SharedBuffer
-from weightcast.transports.digests import SentDigests, casts_of
+from weightcast.transports.digests import Sent, SentDigests, casts_of
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, Packing, plan_buckets
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Abort, Announce, Close, Commit, IpcSource, Message, Open, Owner
 
 
@@ -43,8 +43,9 @@ class Sender:
         fill(Bucket(layout, self.buffer.data), self.weights)
         return Announce(session=self.session, layout=layout, source=IpcSource(handles=(self.buffer.handle(),)))
 
-    def close(self, buckets: int | None = None) -> Close:
-        return Close(session=self.session, buckets=len(self.layouts) if buckets is None else buckets)
+    def close(self, buckets: int | None = None, *, by_name: bool = True) -> Close:
+        count = len(self.layouts) if buckets is None else buckets
+        return Close(session=self.session, buckets=count, by_name=by_name)
 
     def commit(self, expected: Mapping[str, str] | None = None, *, as_received: bool = False) -> Commit:
         return Commit(session=self.session, expected=dict(expected or {}), as_received=as_received)
@@ -63,9 +64,13 @@ class Sender:
         """What must be received, and what must be kept in the dtypes given (the wire's by default)."""
         dtypes = dict(kept or {})
         specs = [msgspec.structs.replace(spec, dtype=dtypes.get(spec.name, spec.dtype)) for spec in self.open.specs]
-        sent = SentDigests(casts_of(self.open.specs, [specs]), sha256=self.open.digest == "sha256")
+        found = self.sent(specs)
+        return found.received, found.kept(specs)
+
+    def sent(self, kept: Sequence[TensorSpec] = ()) -> Sent:
+        """The digests of what is sent, for an engine that keeps these."""
+        sent = SentDigests(casts_of(self.open.specs, [kept]), sha256=self.open.digest == "sha256")
         for index in range(len(self.layouts)):
             self.announce(index)
             sent.add(Bucket(self.layouts[index], self.buffer.data))
-        found = sent.finish()
-        return found.received, found.kept(specs)
+        return sent.finish()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.forking import InsteadOfSpawn
 from weightcast.cli.measuring import rig
-from weightcast.cli.measuring.case import Contender, Plan, run_case
+from weightcast.cli.measuring.case import Contender, Plan, order_of, run_case
 from weightcast.cli.measuring.contenders import ours
 from weightcast.cli.measuring.raw import chunks
 from weightcast.cli.measuring.rig import Layout, Method
@@ -49,6 +51,15 @@ def test_an_engine_keeps_every_element_exactly_once(name: str) -> None:
         assert place.row + place.shape[0] <= shape.residents[place.resident][-len(place.shape)]
         taken.add((place.resident, place.index, place.row))
     assert len(taken) == len(shape.places)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 9, 10])
+def test_everybody_comes_after_everybody_else_as_often(count: int) -> None:
+    rounds = [order_of(turn, count) for turn in range(count if count % 2 == 0 else 2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in rounds)
+    followed = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert followed.keys() == set(itertools.permutations(range(count), 2))
+    assert len(set(followed.values())) <= 1
 
 
 def test_a_size_makes_a_model_of_about_that_size() -> None:

@@ -92,10 +92,12 @@ def test_any_way_of_cutting_gives_the_same_digest(data):
 
 def test_received_is_what_all_ranks_received():
     same = {"a": "1", "b": "2"}
-    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1, received=same)]) == (same, 2, ())
+    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1, received=same)]) == (2, ())
     other = RankAck(rank=1, received={"a": "1", "b": "3"})
-    assert fold_received([RankAck(rank=0, received=same), other]) == (same, 1, ("b",))
-    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1)]) == (same, 1, ("a", "b"))
+    assert fold_received([RankAck(rank=0, received=same), other]) == (1, ("b",))
+    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1)]) == (1, ("a", "b"))
+    assert fold_received([RankAck(rank=rank, received_all="1") for rank in range(3)]) == (3, ())
+    assert fold_received([RankAck(rank=0, received_all="1"), RankAck(rank=1, received_all="2")]) == (1, ())
 
 
 def test_failures_say_who_and_say_it_once():

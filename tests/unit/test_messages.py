@@ -80,7 +80,7 @@ EXAMPLES = {
     "leave all": Leave(),
     "announce ipc": Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(SHM, CUDA))),
     "announce broadcast": Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
-    "close": Close(session=SESSION, buckets=0),
+    "close": Close(session=SESSION, buckets=0, by_name=True),
     "commit": Commit(session=SESSION, expected={"a": "f" * 16, "b": "0" * 64}),
     "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
     "readback": Readback(),
@@ -102,10 +102,19 @@ def test_every_message_has_an_example():
 
 ANSWERS = [
     Ack(ok=False, error="no", failed_ranks=(1,), group_failed=True, state="quarantined", version=None, ranks=2),
-    Ack(ok=True, received={"a": "0"}, received_ranks=1, resident={"a": "1"}, mismatched=("b",), stall_s=0.25),
+    Ack(
+        ok=True,
+        received_all="2",
+        received={"a": "0"},
+        received_ranks=1,
+        resident={"a": "1"},
+        mismatched=("b",),
+        stall_s=0.25,
+    ),
     RankAck(
         rank=1,
         held=(Held(spec=SPEC, box_offset=(0, 2), box_shape=(6, 2), total=2**64 - 1),),
+        received_all="c",
         received={"a": "b"},
         missing=("x",),
         unproven=("y",),

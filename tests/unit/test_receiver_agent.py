@@ -76,6 +76,7 @@ def test_a_whole_session(model, place, digest, bucket_bytes):
     received, kept = sender.digests({"norm.weight": "bfloat16"})
     ack = run(receiver, sender, until="close")
     assert ack.received == received
+    assert ack.received_all == ""
     assert ack.not_updated == ("embed", "requests_served")
     assert ack.touched == (place == "none")
     ack = receiver.apply(sender.commit())
@@ -91,6 +92,16 @@ def test_verify_none_digests_nothing(model, receiver):
     assert run(receiver, sender, until="close").received == {}
     assert receiver.apply(sender.commit()).held == ()
     assert differing(model, new_state()) == []
+
+
+def test_what_arrived_is_answered_as_one_digest(receiver):
+    sender = Sender(NEW)
+    run(receiver, sender, until="close")
+    ack = receiver.apply(sender.close(by_name=False))
+    assert ack.received == {}
+    assert ack.received_all == sender.sent().of_all != ""
+    assert receiver.apply(sender.close()).received == sender.digests()[0]
+    assert receiver.apply(sender.commit(as_received=True)).received == sender.digests()[0]
 
 
 def test_received_does_not_read_back(receiver):

@@ -430,6 +430,10 @@ def test_ranks_that_received_something_else_are_counted(bench):
     assert ack.received == received
     assert ack.received_ranks == 1
     assert len(ack.mismatched) == 1
+    ack = made.tell(sender.close(by_name=False))
+    assert ack.received_all == sender.sent().of_all
+    assert ack.received == {}
+    assert ack.received_ranks == 1
 
 
 # -- failures

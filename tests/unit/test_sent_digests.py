@@ -107,4 +107,42 @@ def test_any_change_changes_it(what):
 
 
 def test_nothing_sent_is_nothing():
-    assert SentDigests().finish() == Sent()
+    found = SentDigests().finish()
+    assert not found
+    assert not Sent()
+    assert found.of_all == ""
+    assert found.received == found.kept([]) == found.kept_otherwise([]) == {}
+
+
+def test_one_digest_stands_for_all():
+    def of_all(weights):
+        found = sent(weights, bucket_bytes=4000)
+        assert found
+        return found.of_all
+
+    right = of_all(WEIGHTS)
+    assert len(right) == 32
+    assert right == of_all({name: tensor.clone() for name, tensor in WEIGHTS.items()})
+    others = [
+        of_all(dict(reversed(WEIGHTS.items()))),
+        of_all({name: tensor.to(torch.float64) for name, tensor in WEIGHTS.items()}),
+        *(of_all({name if name != one else "other": WEIGHTS[name] for name in WEIGHTS}) for one in WEIGHTS),
+    ]
+    for one in WEIGHTS:
+        flipped = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+        if flipped[one].numel():
+            flipped[one].view(-1).view(torch.uint8)[0] ^= 1
+            others.append(of_all(flipped))
+    assert len({right, *others}) == 1 + len(others)
+
+
+def test_only_what_is_kept_otherwise_is_said():
+    found = sent(WEIGHTS, bucket_bytes=4000)
+    assert found.kept_otherwise(specs_of(WEIGHTS)) == {}
+    other = keeping({"q.weight": "bfloat16", "scale": "float16"})
+    found = sent(WEIGHTS, bucket_bytes=4000, kept=[other])
+    kept = found.kept(other)
+    assert found.kept_otherwise(other) == {name: kept[name] for name in ("q.weight", "scale")}
+    assert found.kept_otherwise(other, without=["scale"]) == {"q.weight": kept["q.weight"]}
+    found = sent(WEIGHTS, bucket_bytes=4000, sha256=True)
+    assert found.kept_otherwise(specs_of(WEIGHTS)) == found.fast

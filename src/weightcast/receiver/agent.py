@@ -245,9 +245,14 @@ class WeightReceiver:
         if missing:
             return self._ack(ok=False, missing=tuple(missing), error=f"{len(missing)} tensors did not arrive whole")
         started = time.monotonic()
-        received = self._totals.digests(self._received) | self._hashed
+        received = self._arrived() if message.by_name else {}
+        of_all = "" if message.by_name else self._totals.totals(self._received).of_all()
         self._verify_s = time.monotonic() - started
-        return self._ack(received=received)
+        return self._ack(received=received, received_all=of_all)
+
+    def _arrived(self) -> dict[str, str]:
+        """The digest of each tensor that has arrived, by name."""
+        return self._totals.totals(self._received).by_name() | self._hashed
 
     def _commit(self, message: Commit) -> RankAck:
         session = self._session(message.session)
@@ -262,7 +267,8 @@ class WeightReceiver:
             torch.cuda.current_stream(self.device).synchronize()
         self._load_s = time.monotonic() - started
         self._measured()
-        return self._ack(held=session.verify in ("resident", "behaviour"))
+        received = self._arrived() if message.as_received and self.rank == 0 else {}  # all ranks have said the same
+        return self._ack(held=session.verify in ("resident", "behaviour"), received=received)
 
     def _abort(self, message: Abort) -> RankAck:
         self._interrupted.clear()
@@ -312,6 +318,7 @@ class WeightReceiver:
         touched: bool = False,
         missing: tuple[str, ...] = (),
         received: dict[str, str] | None = None,
+        received_all: str = "",
         held: bool = False,
     ) -> RankAck:
         kept = ()
@@ -328,6 +335,7 @@ class WeightReceiver:
             touched=touched or self.loader.touched,
             missing=missing,
             not_updated=(*self.loader.not_updated, *self._draft),
+            received_all=received_all,
             received=received or {},
             held=kept,
             unproven=tuple(sorted(self.loader.computed)),

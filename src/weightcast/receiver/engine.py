@@ -103,7 +103,6 @@ class _Session:
     ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
-    received: Mapping[str, str] = field(default_factory=dict[str, str])
     unproven: frozenset[str] = frozenset()
     groups: set[str] = field(default_factory=set[str])
 
@@ -338,11 +337,12 @@ class ReceiverEngine:
             raise Refused(f"{session.buckets} buckets arrived, the trainer sent {message.buckets}")
         acks = self._ranks(message, timeout_s=session.open.timeout_s)
         session.closed = True
-        received, agreeing, differing = fold_received(acks)
+        agreeing, differing = fold_received(acks)
         unproven = _union(ack.unproven for ack in acks)
-        session.received, session.unproven = received, frozenset(unproven)
+        session.unproven = frozenset(unproven)
         return self._ack(
-            received=received,
+            received_all=acks[0].received_all,
+            received=acks[0].received,
             received_ranks=agreeing,
             mismatched=differing,
             not_updated=session.not_updated,
@@ -356,9 +356,10 @@ class ReceiverEngine:
             raise Refused("the session was not closed: nobody knows whether everything has arrived")
         self._hold_still(session)
         # Without the digests, which may be tens of thousands: ranks say what they keep, and it is compared here.
-        acks = self._ranks(Commit(session=message.session), timeout_s=session.open.timeout_s)
+        told = Commit(session=message.session, as_received=message.as_received)
+        acks = self._ranks(told, timeout_s=session.open.timeout_s)
         resident = fold_resident(acks)
-        expected = self._expected(message, session)
+        expected = self._expected(message, session, acks[0].received)
         wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(expected))))
         if expected and wrong:
             text = f"what is kept differs from what was sent: {shown(', '.join(wrong[:8]))}"
@@ -388,15 +389,14 @@ class ReceiverEngine:
             **_costs(acks),
         )
 
-    def _expected(self, message: Commit, session: _Session) -> Mapping[str, str]:
+    def _expected(self, message: Commit, session: _Session, received: Mapping[str, str]) -> Mapping[str, str]:
         """The digest of each tensor that is to be kept; one that did not come has none, which no digest equals."""
         if not message.as_received:
             return message.expected
-        received = session.received
         if not session.unproven and len(received) == len(self._facts.specs):  # of the same names, as Open was checked
             return {**received, **message.expected} if message.expected else received
         kept = (spec.name for spec in self._facts.specs if spec.name not in session.unproven)
-        return {name: session.received.get(name, "") for name in kept} | message.expected
+        return {name: received.get(name, "") for name in kept} | message.expected
 
     def _abort(self, message: Abort) -> Ack:
         session = self._session

@@ -68,11 +68,12 @@ def _total(found: Sequence[Held]) -> int | None:
     return functools.reduce(add_partial, boxes.values())
 
 
-def fold_received(acks: Sequence[RankAck]) -> tuple[dict[str, str], int, tuple[str, ...]]:
-    """Rank 0's digests of what arrived, how many ranks agree with them, and the names on which the others do not."""
-    first = acks[0].received
-    differing = {name: None for ack in acks for name in first if ack.received.get(name) != first[name]}
-    return first, sum(ack.received == first for ack in acks), tuple(differing)
+def fold_received(acks: Sequence[RankAck]) -> tuple[int, tuple[str, ...]]:
+    """How many ranks agree with rank 0 on what arrived, and the names on which the others do not, if they say names."""
+    one = acks[0]
+    differing = {name: None for ack in acks for name in one.received if ack.received.get(name) != one.received[name]}
+    agreeing = sum(ack.received_all == one.received_all and ack.received == one.received for ack in acks)
+    return agreeing, tuple(differing)
 
 
 def failures(acks: Sequence[RankAck]) -> tuple[tuple[int, ...], str]:

@@ -7,13 +7,13 @@ So a digest is taken in the wire's dtype (for what is received) and in each dtyp
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sums import RepeatedTotals, piece_of, sums_of_slots
-from weightcast.wire.digest import RepeatedSums, add_partial, as_unsigned, finish, partial_sums, sha256_digest
+from weightcast.wire.bucket_sums import RepeatedTotals, Totals, piece_of, sums_of_slots
+from weightcast.wire.digest import RepeatedSums, add_partial, as_unsigned, finish, partial_sums, sha256_digest, unequal
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
 
 _CAST_BYTES = 16 << 20
@@ -43,19 +43,49 @@ class Repeated:
         self.totals = RepeatedTotals()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Digests of what was sent.
+    """Digests of what was sent.  Those of single tensors are made when they are first asked for, which is after engines
+    have switched, if all is well.
 
     Attributes:
-        received: Of what engines receive, by tensor name.
-        fast: The same without SHA-256; that of what engines keep in the dtype that travels.
-        cast: Of what they keep in another one, by tensor name and dtype.
+        cast: Of what engines keep in another dtype than the one that travels, by tensor name and dtype.
     """
 
-    received: dict[str, str] = field(default_factory=dict[str, str])
-    fast: dict[str, str] = field(default_factory=dict[str, str])
-    cast: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    def __init__(
+        self,
+        totals: Totals | None = None,
+        *,
+        hashed: Mapping[str, str] | None = None,
+        cast: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """What was found.
+
+        Args:
+            totals: The fast digests of all; None without proof.
+            hashed: SHA-256 by tensor name, where it was asked for.
+            cast: See above.
+        """
+        self._totals = totals or Totals()
+        self._hashed = hashed or {}
+        self.cast = cast or {}
+
+    def __bool__(self) -> bool:
+        return bool(self._totals)
+
+    @cached_property
+    def of_all(self) -> str:
+        """One digest of all that engines receive, as they answer it; see ``Totals.of_all``."""
+        return self._totals.of_all()
+
+    @cached_property
+    def fast(self) -> dict[str, str]:
+        """By tensor name, without SHA-256: of what engines keep in the dtype that travels."""
+        return self._totals.by_name()
+
+    @cached_property
+    def received(self) -> dict[str, str]:
+        """Of what engines receive, by tensor name."""
+        return {**self.fast, **self._hashed} if self._hashed else self.fast
 
     def kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
         """What an engine must keep, by tensor name; not to be written to.
@@ -71,6 +101,13 @@ class Sent:
             for spec in specs
             if spec.name not in without
         }
+
+    def kept_otherwise(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
+        """The part of ``kept`` that an engine has not received so."""
+        if not self._hashed and not self.cast:
+            return {}
+        kept = self.kept(specs, without=without)
+        return {name: kept[name] for name in unequal(kept, self.received)}
 
 
 class SentDigests:
@@ -108,7 +145,7 @@ class SentDigests:
 
     def finish(self) -> Sent:
         """Wait for the sums."""
-        fast = self._repeated.totals.digests(self._sums)
+        of_all = self._repeated.totals.totals(self._sums)
         totals: dict[tuple[str, str], int] = {}
         specs: dict[str, TensorSpec] = {}
         values = torch.cat([sums for _, _, sums in self._cast]).tolist() if self._cast else []
@@ -118,7 +155,7 @@ class SentDigests:
         cast: dict[str, dict[str, str]] = {}
         for (name, dtype), total in totals.items():
             cast.setdefault(name, {})[dtype] = finish(total, dtype=DTYPES[dtype], shape=specs[name].shape)
-        return Sent(received=fast | self._hashed if self._hashed else fast, fast=fast, cast=cast)
+        return Sent(of_all, hashed=self._hashed, cast=cast)
 
     def _add_cast(self, slot: TensorSlot, view: torch.Tensor, dtype: str) -> None:
         """In rows of at most 16 MiB, so that no cast copy counts against the memory ceiling."""

@@ -15,7 +15,6 @@ from weightcast.comm.http import Client, Lease
 from weightcast.comm.share import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, EngineRequest, Sharing, Steps
-from weightcast.wire.digest import unequal
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 _ABORT_S = 30.0
@@ -127,22 +126,27 @@ class Link:
         """A bucket is on its way: from here on live weights may be parts of two versions."""
         self.mixed = not self.adapter.leased
 
-    def close(self, *, buckets: int, timeout_s: float) -> Ack:
-        """Everything was sent."""
-        message = Close(session=self.session, buckets=buckets)
+    def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
+        """Everything was sent.
+
+        Args:
+            buckets: So many.
+            timeout_s: The deadline.
+            by_name: The digest of each tensor is to be answered.
+        """
+        message = Close(session=self.session, buckets=buckets, by_name=by_name)
         self.closed = self.ask(self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
-    def commit(self, expected: Mapping[str, str], *, timeout_s: float) -> Ack:
+    def commit(self, expected: Mapping[str, str], *, as_received: bool, timeout_s: float) -> Ack:
         """Make it live.
 
         Args:
-            expected: Digest by tensor name of all that it is to keep; empty for no proof.
+            expected: Digest by tensor name of what it is to keep otherwise than it received it.
+            as_received: It is to keep the rest as it received it; without either there is no proof.
             timeout_s: The deadline.
         """
-        received = self.closed.received if self.closed is not None else {}
-        others = {name: expected[name] for name in unequal(expected, received)}
-        message = Commit(session=self.session, expected=others, as_received=len(others) < len(expected))
+        message = Commit(session=self.session, expected=dict(expected), as_received=as_received)
         self.committed = self.ask(self.adapter.commit(message), timeout_s=timeout_s)
         self.mixed = False
         self.end()

@@ -5,12 +5,13 @@ The checks compare what a target answered with what was sent; they ask nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from weightcast.errors import VerificationFailed, WeightcastError
 from weightcast.report import TargetReport, TargetStatus
+from weightcast.transports.digests import Sent
 from weightcast.transports.link import Link
 from weightcast.wire.digest import model_digest, unequal
 from weightcast.wire.messages import Ack, EngineInfo
@@ -26,7 +27,7 @@ class Outcome:
         info: What it said when it was probed; None if it did not answer.
         failed: Why it dropped out, if it did.
         proof: Highest level reached.
-        digests: At that level, by tensor name.
+        digests: Asked for when all is over: at that level, by tensor name.
         matched: Engine ranks that agree with it.
         committed: Its answer to the commit.
         peak_extra_bytes: Most extra memory of any of its ranks.
@@ -36,7 +37,7 @@ class Outcome:
     info: EngineInfo | None = None
     failed: WeightcastError | None = None
     proof: Proof = "none"
-    digests: Mapping[str, str] = field(default_factory=dict[str, str])
+    digests: Callable[[], Mapping[str, str]] = dict
     matched: int = 0
     committed: Ack | None = None
     peak_extra_bytes: int = 0
@@ -46,30 +47,16 @@ class Outcome:
         """Something more that is worth knowing."""
         self.message = f"{words}; {self.message}" if self.message else words
 
-    def received(self, link: Link, ack: Ack, sent: Mapping[str, str]) -> None:
+    def received(self, ack: Ack, sent: Sent) -> None:
         """What arrived is what was sent.
 
         Args:
-            link: The target.
-            ack: Its answer to Close.
-            sent: Digest by tensor name.
-
-        Raises:
-            VerificationFailed: A tensor arrived otherwise than it was sent; nothing was switched.
+            ack: The target's answer to Close.
+            sent: What was sent.
         """
-        wrong = unequal(sent, ack.received)
-        if wrong or ack.mismatched or ack.received_ranks != link.info.tp_size:
-            names = wrong or list(ack.mismatched)
-            raise VerificationFailed(
-                f"{link.url} received something else than was sent: {', '.join(names[:6])} "
-                f"({ack.received_ranks} of {link.info.tp_size} ranks agree)",
-                url=link.url,
-                names=names,
-                hint="nothing was switched; a bit flipped on the way, or a buffer was reused too early",
-            )
         self.proof = "received"
         self.matched = ack.received_ranks
-        self.digests = ack.received
+        self.digests = lambda: sent.received
 
     def resident(self, link: Link, ack: Ack, expected: Mapping[str, str]) -> None:
         """What the target keeps is what was sent.
@@ -94,7 +81,7 @@ class Outcome:
             )
         self.proof = "resident"
         self.matched = ack.resident_ranks
-        self.digests = ack.resident
+        self.digests = lambda: ack.resident
         if ack.unproven:
             self.message = f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them"
 
@@ -120,12 +107,13 @@ class Outcome:
         if isinstance(self.failed, VerificationFailed) and self.committed is not None:
             status = "quarantined"  # it serves something else than was sent, whatever it says of itself
         info, ack, serving = self.info, self.committed, status == "serving"
+        digests = self.digests() if serving else {}
         return TargetReport(
             url=url,
             engine=info.engine if info is not None else "unknown",
             version_before=info.version if info is not None else None,
             version_after=after,
-            digest=model_digest(self.digests) if serving and self.digests else None,
+            digest=model_digest(digests) if digests else None,
             status=status,
             proof=self.proof if serving else "none",
             ranks=info.tp_size if info is not None else 0,
@@ -135,6 +123,36 @@ class Outcome:
             not_updated=ack.not_updated if ack is not None else (),
             message=message,
         )
+
+
+def arrived(link: Link, ack: Ack, sent: Sent) -> bool:
+    """Has every rank received exactly what was sent?
+
+    Args:
+        link: The target.
+        ack: Its answer to Close.
+        sent: What was sent.
+    """
+    same = ack.received_all == sent.of_all if ack.received_all else not unequal(sent.received, ack.received)
+    return same and not ack.mismatched and ack.received_ranks == link.info.tp_size
+
+
+def received_otherwise(link: Link, ack: Ack, sent: Sent) -> VerificationFailed:
+    """What to raise where something else has arrived; nothing was switched.
+
+    Args:
+        link: The target.
+        ack: Its answer to Close, by name.
+        sent: What was sent.
+    """
+    names = unequal(sent.received, ack.received) or list(ack.mismatched)
+    return VerificationFailed(
+        f"{link.url} received something else than was sent: {', '.join(names[:6])} "
+        f"({ack.received_ranks} of {link.info.tp_size} ranks agree)",
+        url=link.url,
+        names=names,
+        hint="nothing was switched; a bit flipped on the way, or a buffer was reused too early",
+    )
 
 
 def check_alike(links: Sequence[Link]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from weightcast.wire.bucket import Bucket
@@ -42,36 +45,77 @@ def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
     return Piece(tensor=tensor, full_shape=shape, box=box)
 
 
+class Totals:
+    """The digests of all that travelled.  Made of what it takes to compare all at once; each by name when asked for."""
+
+    def __init__(self, contents: Contents | None = None, values: torch.Tensor | None = None) -> None:
+        """Of nothing, or of all.
+
+        Args:
+            contents: What the buckets carry.
+            values: The sums of their slots, int64 on the CPU, in the order in which they travelled.
+        """
+        self._contents = contents
+        self._values = values
+
+    def __bool__(self) -> bool:
+        return self._contents is not None
+
+    def of_all(self) -> str:
+        """One digest of all, 32 hex characters: BLAKE2b over the table of contents and the sums, for whoever has the
+        same buckets; empty if there are none."""
+        if self._contents is None or self._values is None:
+            return ""
+        hashed = hashlib.blake2b(self._contents.seed, digest_size=16)
+        hashed.update(struct.pack(f"<{len(self._values)}q", *self._values.tolist()))
+        return hashed.hexdigest()
+
+    def by_name(self) -> dict[str, str]:
+        """Of each tensor, by its name."""
+        contents = self._contents
+        if contents is None or self._values is None:
+            return {}
+        totals = torch.zeros_like(contents.keys).index_add_(0, contents.numbers, self._values)
+        return dict(zip(contents.names, finish_all(totals, contents.keys), strict=True))
+
+
+class Contents:
+    """What some buckets carry together.
+
+    Attributes:
+        names: Of the tensors, in the order in which they travel.
+        keys: Their ``digest.key_of``, int64 ``[tensors]``.
+        numbers: Which tensor each slot belongs to, int64 ``[slots]``.
+        seed: Digest of all slots.
+    """
+
+    def __init__(self, layouts: Sequence[BucketLayout]) -> None:
+        slots = [slot for layout in layouts for slot in layout.slots]
+        specs = {slot.spec.name: slot.spec for slot in slots}
+        number_of = {name: number for number, name in enumerate(specs)}
+        self.names = tuple(specs)
+        self.keys = torch.tensor([key_of(spec.torch_dtype, spec.shape) for spec in specs.values()], dtype=torch.int64)
+        self.numbers = torch.tensor([number_of[slot.spec.name] for slot in slots], dtype=torch.int64)
+        self.seed = hashlib.blake2b(msgspec.json.encode(slots), digest_size=16).digest()
+
+
 class RepeatedTotals:
-    """Digests of whole tensors from the sums of their slots; what belongs together is worked out once for the same
-    buckets."""
+    """``Totals`` of update after update; what the buckets carry is worked out once for the same ones."""
 
     def __init__(self) -> None:
         self._layouts: list[BucketLayout] = []
-        self._names: list[str] = []
-        self._numbers = self._keys = torch.zeros(0, dtype=torch.int64)
+        self._contents = Contents(())
 
-    def digests(self, sums: Sequence[tuple[BucketLayout, torch.Tensor]]) -> dict[str, str]:
-        """By tensor name.  Waits for the device.
+    def totals(self, sums: Sequence[tuple[BucketLayout, torch.Tensor]]) -> Totals:
+        """Of all that travelled.  Waits for the device.
 
         Args:
             sums: Of the slots of each bucket, as from ``sums_of_slots``.
         """
         if not sums:
-            return {}
+            return Totals()
         layouts = [layout for layout, _ in sums]
         if layouts != self._layouts:
-            self._work_out(layouts)
-        values = torch.cat([values for _, values in sums]).cpu()
-        totals = torch.zeros_like(self._keys).index_add_(0, self._numbers, values)
-        return dict(zip(self._names, finish_all(totals, self._keys), strict=True))
-
-    def _work_out(self, layouts: list[BucketLayout]) -> None:
-        specs = {slot.spec.name: slot.spec for layout in layouts for slot in layout.slots}
-        numbers = {name: number for number, name in enumerate(specs)}
-        self._layouts = layouts
-        self._names = list(specs)
-        self._keys = torch.tensor([key_of(spec.torch_dtype, spec.shape) for spec in specs.values()], dtype=torch.int64)
-        self._numbers = torch.tensor(
-            [numbers[slot.spec.name] for layout in layouts for slot in layout.slots], dtype=torch.int64
-        )
+            self._layouts, self._contents = layouts, Contents(layouts)
+        # Few calls, of CUDA and of torch: engines wait, with cold caches, and each takes long.
+        return Totals(self._contents, torch.cat([values for _, values in sums]).cpu())

@@ -173,15 +173,18 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
-    """No more buckets.  Answered with the digests of what arrived and what is missing, if anything.
+    """No more buckets.  Answered with a digest of what arrived and what is missing, if anything; may be said again.
 
     Attributes:
         session: The session.
         buckets: How many were sent.
+        by_name: The digest of each tensor is wanted, not one of all: thousands of them take long while engines wait to
+            switch, and say more only where something went wrong.
     """
 
     session: Session
     buckets: Annotated[int, Meta(ge=0, le=1 << 32)]
+    by_name: bool = False
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="commit"):
@@ -190,8 +193,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         session: The session.
         expected: Finished fast digest of tensors by name, for the check of what is resident; empty without proof.
-        as_received: Everything else that the engine keeps is to be what it said at Close that it had received, so that
-            thousands of digests need not come back to who sent them while an engine waits to switch.
+        as_received: Everything else that the engine keeps is to be what it had received at Close, so that thousands of
+            digests need not travel while an engine waits to switch.
     """
 
     session: Session
@@ -250,7 +253,8 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         touched: True if live parameters may have been changed by this session.
         missing: Source tensors that did not arrive (whole), by name.
         not_updated: Parameters and buffers that no source tensor writes, by name.
-        received: Digest by tensor name of what arrived.
+        received_all: After Close: one digest of all that arrived (``wire.bucket_sums.Totals``).
+        received: Digest by tensor name of what arrived, if it was asked for.
         held: What this rank keeps of each source tensor.
         unproven: Source tensors whose place in the model cannot be read back, by name.
         load_s: Seconds spent copying since the last answer.
@@ -266,6 +270,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     touched: bool = False
     missing: tuple[str, ...] = ()
     not_updated: tuple[str, ...] = ()
+    received_all: str = ""
     received: dict[str, str] = {}
     held: tuple[Held, ...] = ()
     unproven: tuple[str, ...] = ()
@@ -285,7 +290,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         state: What the engine does now.
         version: Version it serves now; None before the first one is known.
         ranks: How many ranks it has.
-        received: After Close: digest by tensor name of what arrived (rank 0's).
+        received_all: After Close: one digest of all that arrived (rank 0's); empty if they were asked for by name.
+        received: After Close, if asked for: digest by tensor name of what arrived, likewise.
         received_ranks: After Close: how many ranks received exactly that.
         resident: After Commit or Readback: finished digest by tensor name of what the ranks keep together.
         resident_ranks: After Commit: how many ranks hold nothing but what was expected.
@@ -309,6 +315,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     state: State = "serving"
     version: Version | None = None
     ranks: Count = 0
+    received_all: Digest = ""
     received: dict[str, Digest] = {}
     received_ranks: Count = 0
     resident: dict[str, Digest] = {}

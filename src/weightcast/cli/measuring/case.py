@@ -1,8 +1,9 @@
 """One case: methods and limits take turns in the same processes, and one JSON object says what came of it.
 
 First each method alone: every setting of its sweep is prepared, warmed up and tried; the fastest setting stays. Then
-those take turns, limits among them, in an order that moves on by one each round. So nothing is compared that did not
-run within seconds of each other. Last, one turn of each is watched for memory and launches.
+those take turns, limits among them, in an order that changes each round until each has come after each other one
+equally often: what ran just before leaves its traces in caches and clocks. So nothing is compared that did not run
+within seconds of each other. Last, one turn of each is watched for memory and launches.
 """
 
 from __future__ import annotations
@@ -105,6 +106,22 @@ def run_case(
     return run.result(limits, entries)
 
 
+def order_of(turn: int, count: int) -> list[int]:
+    """Who comes when in a round.  Over ``count`` rounds, twice as many if it is odd, each follows each other as often.
+
+    The rows of E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments"
+    (1949).
+
+    Args:
+        turn: Number of the round.
+        count: How many there are.
+    """
+    first = [number // 2 if number % 2 == 0 else count - 1 - number // 2 for number in range(count)]
+    if count % 2 and turn // count % 2:
+        first.reverse()
+    return [(number + turn) % count for number in first]
+
+
 class _Run:
     def __init__(self, layout: Layout, plan: Plan, say: Say, not_run: dict[str, str]) -> None:
         self._layout, self._plan, self._say = layout, plan, say
@@ -156,8 +173,7 @@ class _Run:
             alive = [entry for entry in entries if entry.method.name not in self._failed]
             if self._rig is None:
                 prepared = set()
-            turn_of = done % max(1, len(alive))
-            for entry in [*alive[turn_of:], *alive[:turn_of]]:
+            for entry in (alive[number] for number in order_of(done, len(alive))):
                 try:
                     rig = self._at()
                     if entry.method.name not in prepared:
