@@ -27,6 +27,7 @@ class Case:
         bucket_bytes: Sweep of weightcast.
         peer_bytes: Sweep of the peers; empty for none of them.
         left_out: Peers that do not take part, with the reason.
+        levels: Of proof that weightcast takes turns with.
         staging: Where engines of ours keep the second set.
         turns: Timed turns of each.
         warm: Turns before those.
@@ -42,6 +43,7 @@ class Case:
     bucket_bytes: tuple[int, ...] = ()
     peer_bytes: tuple[int, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    levels: tuple[str, ...] = ("resident", "none")
     staging: str = "auto"
     turns: int = 10
     warm: int = 2
@@ -119,6 +121,12 @@ def _h200(gpus: int) -> list[Case]:
     cases.append(_gpu("colocated-1-8b", "qwen3-8b", "colocated", 1, 1))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
+    # What proof costs is little, so there are many turns, and of nobody else.
+    levels = ("resident", "received", "none")
+    alone: dict[str, Any] = dict(levels=levels, bucket_bytes=(2 * GIB,), peer_bytes=(), turns=80, warm=4, budget_s=100)
+    cases.append(_gpu("proof-colocated-1-8b", "qwen3-8b", "colocated", 1, 1, **alone))
+    if gpus >= 2:
+        cases.append(_gpu("proof-disaggregated-1+1-8b", "qwen3-8b", "disaggregated", 1, 1, **alone))
     many: dict[str, Any] = dict(peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=195, deadline_s=360)
     # An engine has two sets of weights, so what is worked out once is worked out in two turns.
     many |= dict(turns=3, warm=3, tries=1)

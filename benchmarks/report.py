@@ -169,6 +169,7 @@ def _updates(result: Result) -> str:
         )
     head = ["", "usable, ms", "p95", "least", "GB/s", "times the limit", "bucket, MiB", "stall, ms", "returned, ms"]
     lines.append(table(head, rows))
+    lines += _cost_of_proof(result)
     lines.append(_watched(result))
     if not case["generate"]:
         lines.append(
@@ -183,6 +184,16 @@ def _updates(result: Result) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
         lines.append(f"- versions of the peers: {versions}")
     return "\n".join(lines) + "\n"
+
+
+def _cost_of_proof(result: Result) -> list[str]:
+    """How much later weights are usable with each level of proof than without."""
+    usable = {row["settings"]["verify"]: row["usable_s"]["median"] for row in result["methods"] if row["ours"]}
+    without = usable.pop("none", None)
+    if without is None or not usable:
+        return []
+    costs = ", ".join(f"`{level}` {100 * (seconds / without - 1):+.1f} %" for level, seconds in usable.items())
+    return [f"Proof, against `none`: {costs} until weights are usable.\n"]
 
 
 def _stall(case: Result, row: Result) -> float:

@@ -43,7 +43,7 @@ def measure(case: Case) -> dict[str, Any]:
     plan = Plan(turns=case.turns, warm=case.warm, tries=case.tries, budget_s=case.budget_s)
     if case.kind == "limits":
         return run_limits(case.layout, say=_say)
-    found = ours(case.layout, bucket_bytes=case.bucket_bytes, staging=case.staging)
+    found = ours(case.layout, bucket_bytes=case.bucket_bytes, levels=case.levels, staging=case.staging)
     others, not_run = peers(case.layout, bucket_bytes=case.peer_bytes) if case.peer_bytes else ([], {})
     taking_part = [peer for peer in others if peer.name not in case.left_out]
     result = run_case(case.layout, [*found, *taking_part], plan, not_run=not_run | case.left_out, say=_say)

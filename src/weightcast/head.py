@@ -258,14 +258,15 @@ class Head:
         self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """Digest and send; a failure is kept for ``finish``."""
+        """Send and digest; a failure is kept for ``finish``."""
         assert self._transport is not None
         try:
-            if self._config.verify != "none":
-                with self._phase("pack"):
-                    self._digests.add(bucket)
             with self._phase("send"):
                 self._transport.send(bucket, shared)
+            if self._config.verify != "none":
+                # While it is under way: both only read, and it is filled again by this thread, after this.
+                with self._phase("pack"):
+                    self._digests.add(bucket)
             self._num_buckets += 1
             self.sent_bytes += sum(slot.size_bytes for slot in bucket.layout.slots)
         except WeightcastError as error:
