@@ -61,6 +61,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         opens: After connecting: how many processes will open a buffer in torch's way.
         ring_opens: After connecting: how many will open the storage of all buffers.
         score: The trainer's forward pass is wanted next.
+        lends: After connecting: large tensors are sent from where they lie.
     """
 
     report: UpdateReport | None = None
@@ -76,6 +77,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     opens: int = 0
     ring_opens: int = 0
     score: bool = False
+    lends: bool = False
 
     @staticmethod
     def of(error: WeightcastError) -> Decision:
@@ -126,6 +128,7 @@ class Head:
         self._failure: WeightcastError | None = None
         self._receivers: tuple[int, ...] = (0,)
         self._packing = Packing()
+        self._lends = False
         self.sent_bytes = 0
 
     # -- before anything moves
@@ -160,7 +163,11 @@ class Head:
             opens[link.sharing] += link.info.tp_size
             link.opens = slice(first, opens[link.sharing])
         shares = self._name in SHARED_MEMORY
+        # A copy hides behind the link of a GPU; on the host it takes the cores and the memory that the sending needs.
+        on_host = self._name == "broadcast" and device.type == "cpu" and len(self._places) == 1
+        self._lends = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Decision(
+            lends=self._lends,
             transport=self._name,
             receivers=self._receivers,
             packing=self._packing,
@@ -209,13 +216,13 @@ class Head:
         """What is remembered of those that stay when the membership changes."""
         return {url: replace(link) for url, link in self._known.items() if roster.knows(url, link.client)}
 
-    def open(self, version: int, specs: tuple[TensorSpec, ...], bucket_sizes: tuple[int, ...]) -> Decision:
+    def open(self, version: int, specs: tuple[TensorSpec, ...], bucket_runs: tuple[tuple[int, ...], ...]) -> Decision:
         """Probe, open a session on every active target, make the group.
 
         Args:
             version: The version to be.
             specs: What will be sent.
-            bucket_sizes: In buckets of so many bytes.
+            bucket_runs: In buckets of runs of so many bytes.
         """
         self._failure = None
         self._links = []
@@ -227,7 +234,7 @@ class Head:
                 active = [url for url in self._outcomes if url not in self._excluded]
                 self._links = self._make_links(self._probe(active))
                 self._connect_transport()
-                message = self._open_message(version, specs, bucket_sizes)
+                message = self._open_message(version, specs, bucket_runs)
                 try:
                     self._each(lambda link: link.open(message))
                 finally:
@@ -490,7 +497,9 @@ class Head:
         """Is an engine that was away, or restarted, one that the buckets were planned for?"""
         opens = len(range(1 << 30)[link.opens])
         shares = self._name in SHARED_MEMORY and link.sharing != "weightcast"
-        if self._packing.also(link.adapter.packing) != self._packing or (shares and opens != link.info.tp_size):
+        other = self._packing.also(link.adapter.packing) != self._packing
+        other = other or (self._lends and link.adapter.in_flight < 2)
+        if other or (shares and opens != link.info.tp_size):
             raise ConfigError(
                 f"{link.url} is another engine than the buckets were planned for: {link.info.engine}, "
                 f"{link.info.tp_size} ranks",
@@ -532,7 +541,9 @@ class Head:
         outside = [address for address in addresses if not address.startswith("127.") and address != "::1"]
         return sorted(outside or addresses)[0]
 
-    def _open_message(self, version: int, specs: tuple[TensorSpec, ...], bucket_sizes: tuple[int, ...]) -> Open:
+    def _open_message(
+        self, version: int, specs: tuple[TensorSpec, ...], bucket_runs: tuple[tuple[int, ...], ...]
+    ) -> Open:
         config = self._config
         return Open(
             session=secrets.token_hex(16),
@@ -547,7 +558,7 @@ class Head:
             specs=specs,
             # Who is told may wait on its device for a bucket before it has answered to the one before: then that answer
             # must not be waited for.
-            bucket_sizes=bucket_sizes if in_flight_to(self._links) > 1 else (),
+            bucket_runs=bucket_runs if in_flight_to(self._links) > 1 else (),
         )
 
     def _each(self, do: Callable[[Link], object]) -> None:

@@ -142,6 +142,21 @@ class Exporter(Protocol):
         ...
 
 
+class Lender(Protocol):
+    """An exporter whose memory can be sent from where it lies."""
+
+    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> Sequence[Mapping[str, torch.Tensor]]:
+        """What of each bucket this rank holds just as it travels: ``Bucket.lent``.
+
+        Views of the weights, good until they change.  A bucket that has them is filled with the rest alone.
+
+        Args:
+            layouts: Of the buckets.
+            group: The trainer ranks; this one holds everything.
+        """
+        ...
+
+
 class Scorer(Protocol):
     """The trainer's own forward pass, for proof at level ``behaviour``."""
 

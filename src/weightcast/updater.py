@@ -8,12 +8,13 @@ or raises the same error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Self, cast
 
 import msgspec
+import torch
 from torch import nn
 
 from weightcast import errors
@@ -30,9 +31,9 @@ from weightcast.fleet.health import TargetHealth
 from weightcast.fleet.roster import Roster
 from weightcast.head import FOLLOW_DEADLINES, Decision, Head
 from weightcast.kinds import recognise
-from weightcast.protocols import Exporter, Scorer
+from weightcast.protocols import Exporter, Lender, Scorer
 from weightcast.report import UpdateReport
-from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import DTYPES, BucketLayout, plan_buckets, total_bytes
 
 Progress = Callable[[int, int], None]
@@ -276,11 +277,15 @@ class WeightUpdater:
                 decision = Decision()
                 # Ranks may be late here, later than an engine that holds still would wait; after it they are there.
                 self._group.gather_bytes(b"here", timeout_s=self._patience_s(entering=True))
-                buckets = self._fill_buckets()
+                lent = self._lend()
+                runs = tuple(
+                    run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(self._layouts)
+                )
+                buckets = self._fill_buckets(lent)
                 # Where no other rank has to come for it, the first bucket fills while the engines open.
                 first = [next(buckets)] if self._group.world_size == 1 else []
                 if head is not None:
-                    decision = head.open(version, self._specs, tuple(layout.size_bytes for layout in self._layouts))
+                    decision = head.open(version, self._specs, runs)
                 decision = self._hear(decision)
                 if decision.error or decision.again:
                     return decision
@@ -316,7 +321,13 @@ class WeightUpdater:
             decision = self._hear(decision)
         return decision
 
-    def _fill_buckets(self) -> Iterator[tuple[Bucket | None, SharedSlot | None]]:
+    def _lend(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """What of each bucket is sent from where it lies; nothing for none of all."""
+        return cast(Lender, self._exporter).lend(self._layouts, self._group) if self._chosen.lends else ()
+
+    def _fill_buckets(
+        self, lent: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Iterator[tuple[Bucket | None, SharedSlot | None]]:
         """Bucket after bucket, each into the slot of its turn; both None on a rank that only gives."""
         receives = self._group.rank in self._group.receivers
         if receives and not self._slots:
@@ -324,7 +335,7 @@ class WeightUpdater:
             count = min(_NUM_SLOTS, len(self._layouts))
             self._slots = make_slots(count, max(size, 1), self._exporter.device, self._chosen.ways)
         slots = [slot.data for slot in self._slots] if receives else None
-        buckets = bucketize(self._exporter, self._layouts, self._group, slots)
+        buckets = bucketize(self._exporter, self._layouts, self._group, slots, lent)
         for layout in self._layouts:
             slot = self._slots[layout.index % len(self._slots)] if receives else None
             if slot is not None:

@@ -114,9 +114,8 @@ class Answering:
 
 
 def bucket(index: int) -> Any:
-    return SimpleNamespace(
-        layout=SimpleNamespace(index=index, size_bytes=1), data=torch.full((1,), index, dtype=torch.uint8)
-    )
+    data = torch.full((1,), index, dtype=torch.uint8)
+    return SimpleNamespace(layout=SimpleNamespace(index=index, size_bytes=1), data=data, runs=lambda: [data])
 
 
 def test_a_late_answer_is_to_blame_for_the_buckets_after_it_too() -> None:

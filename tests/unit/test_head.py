@@ -39,12 +39,14 @@ def info(kind: str) -> EngineInfo:
     )
 
 
-@pytest.mark.parametrize(("kinds", "told"), [(("native",), (32, 16)), (("native", "vllm"), ()), (("sglang",), ())])
-def test_bucket_sizes_are_told_only_where_no_answer_is_waited_for_before_the_next_broadcast(kinds, told):
+@pytest.mark.parametrize(
+    ("kinds", "told"), [(("native",), ((32,), (16,))), (("native", "vllm"), ()), (("sglang",), ())]
+)
+def test_bucket_runs_are_told_only_where_no_answer_is_waited_for_before_the_next_broadcast(kinds, told):
     head: Any = object.__new__(Head)
     head._config = UpdateConfig()
     head._links = [SimpleNamespace(adapter=adapter_for(info(kind))) for kind in kinds]
-    assert head._open_message(1, SPECS, (32, 16)).bucket_sizes == told
+    assert head._open_message(1, SPECS, ((32,), (16,))).bucket_runs == told
 
 
 URL = "http://e"

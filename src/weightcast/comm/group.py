@@ -27,6 +27,10 @@ from weightcast.comm.polling import Looks
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 
 BackendName = Literal["nccl", "gloo"]
+WHERE_TO_LOOK = (
+    "check that every engine can reach the trainer's address and port, and that the interfaces agree "
+    "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+)
 _NEVER = timedelta(days=1)
 _FIRST_POLL_S = 5e-5
 _LONGEST_MEETING_POLL_S = 1e-2
@@ -326,8 +330,7 @@ class WorldGroup:
             who=f"group {self.name}",
             waiting_for=waiting_for,
             timeout_s=timeout_s,
-            hint="check that every engine can reach the trainer's address and port, and that the interfaces agree "
-            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+            hint=WHERE_TO_LOOK,
         )
 
     def _hang_up(self, group: Any) -> None:

@@ -5,7 +5,7 @@ Knows the order of work and nothing else: who gathers is the exporter's affair, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ def bucketize(
     layouts: Sequence[BucketLayout],
     group: TrainerGroup,
     slots: Sequence[torch.Tensor] | None,
+    lent: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> Iterator[Bucket | None]:
     """Fill bucket after bucket, in turn into the given buffers.  Collective: every rank takes as many steps.
 
@@ -32,6 +33,7 @@ def bucketize(
         layouts: What goes where; the same on every rank.
         group: The trainer ranks.
         slots: Flat uint8 buffers on the exporter's device, on ranks of ``group.receivers``; None elsewhere.
+        lent: ``Bucket.lent`` of each bucket, in order; empty if all is to be in the buffers.
 
     Yields:
         The filled bucket; None on a rank without buffers, when its part of the bucket is given.
@@ -45,6 +47,7 @@ def bucketize(
         sizes = [slot.numel() for slot in slots]
         raise ConfigError(f"buffers of {sizes} bytes for buckets of {needed_bytes} bytes")
     for number, layout in enumerate(layouts):
-        bucket = Bucket(layout, slots[number % len(slots)]) if slots is not None else None
+        stays = lent[number] if lent else {}
+        bucket = Bucket(layout, slots[number % len(slots)], lent=stays) if slots is not None else None
         sums = exporter.fill(bucket, layout, group)
         yield replace(bucket, sums=sums) if bucket is not None else None

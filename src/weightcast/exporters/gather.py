@@ -29,6 +29,8 @@ from weightcast.wire.digest import Box, Piece
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer, transfers_on
 
+# Sent from where it lies a tensor is a broadcast of its own; below this a copy is quicker.
+MIN_LENT_BYTES = 1 << 20
 # Below this a scratch buffer only costs round trips.
 MIN_SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT_BYTES = 64
@@ -142,12 +144,14 @@ class _Replay:
         summed: Copies that are summed on their way.
         copies: Plain copies.
         rest: What has to be asked for each time, because it is computed.
+        lent: Names of the tensors that stay where they are.
     """
 
     looks: dict[int, object]
     summed: list[_Copy]
     copies: list[_Copy]
     rest: list[tuple[TensorSlot, Box]]
+    lent: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -244,6 +248,23 @@ class Gatherer:
             group.abort(f"{type(error).__name__}: {error}")
             raise
 
+    def lend(self, layout: BucketLayout, group: TrainerGroup) -> dict[str, torch.Tensor]:
+        """Large tensors of a bucket whose bytes lie here as they travel: ``Bucket.lent``, this rank's own memory."""
+        self.prepare(group)
+        found: dict[str, torch.Tensor] = {}
+        for slot in layout.slots:
+            if slot.size_bytes < MIN_LENT_BYTES:
+                continue
+            box = Box(offset=(slot.first_row, *(0 for _ in slot.spec.shape[1:])), shape=slot.shape)
+            for held in self._local(self._number[slot.spec.name]):
+                if held.memory is None or not _contains(held.box, box):
+                    continue
+                memory = held.memory.detach()[slices(box, held.box.offset)]
+                if _is_ready(memory, slot.spec, group.device):
+                    # Not view(-1): it may keep an odd stride of a dimension of one element.
+                    found[slot.spec.name] = memory.as_strided((memory.numel(),), (1,)).view(torch.uint8)
+        return found
+
     def _fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...]
     ) -> torch.Tensor | None:
@@ -274,7 +295,8 @@ class Gatherer:
         """
         replay = steps.replay
         found = {source: self._look(source) for source in replay.looks} if replay and self._look else {}
-        if replay is None or any(found[source][0] != look for source, look in replay.looks.items()):
+        changed = replay is None or replay.lent != frozenset(bucket.lent)
+        if replay is None or changed or any(found[source][0] != look for source, look in replay.looks.items()):
             replay = steps.replay = self._work_out(steps, bucket)
             found = {source: self._look(source) for source in replay.looks} if self._look else {}
         sums = self._copy_and_sum(steps.layout, replay, found, bucket) if replay.summed else None
@@ -313,10 +335,12 @@ class Gatherer:
         return self._transfers.run(place, what, bucket.data.device, len(layout.slots), transfers)
 
     def _work_out(self, steps: _Steps, bucket: Bucket) -> _Replay:
-        replay = _Replay({}, [], [], [])
+        replay = _Replay({}, [], [], [], frozenset(bucket.lent))
         flat = Flat(bucket.data)
         number = {slot.spec.name: number for number, slot in enumerate(steps.layout.slots)}
         for slot, box in steps.copies:
+            if slot.spec.name in replay.lent:
+                continue
             held = self._own(slot, box)
             if self._look is None or not isinstance(held, Stored) or held.source is None:
                 replay.rest.append((slot, box))

@@ -166,6 +166,12 @@ class ModuleExporter:
                 if self._quantiser is not None:
                     self._quantiser.end()
 
+    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> list[dict[str, torch.Tensor]]:
+        """As ``Lender.lend``."""
+        with self._tensors.looking():
+            self._prepare(group)
+            return [self._gatherer.lend(layout, group) for layout in layouts]
+
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first given those before it, by the model's own forward pass.
 

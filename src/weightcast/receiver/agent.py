@@ -205,12 +205,13 @@ class WeightReceiver:
         if isinstance(message.source, IpcSource):
             bucket = self._memory.read(message.layout, message.source.handles)
         else:
-            following = session.bucket_sizes[message.layout.index + 1 : message.layout.index + 2]
+            runs = session.bucket_runs[message.layout.index : message.layout.index + 2]
             bucket = self._broadcast.read(
                 message.layout,
                 message.source.group,
                 timeout_s=session.timeout_s,
-                next_bytes=following[0] if following else 0,
+                runs=runs[0] if runs else (),
+                next_runs=runs[1] if len(runs) > 1 else (),
             )
         if self._interrupted.is_set():
             raise Refused("interrupted")

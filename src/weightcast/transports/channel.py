@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from weightcast.comm.group import GroupFailed, Rendezvous, WorldGroup, backend_for
+from weightcast.comm.group import WHERE_TO_LOOK, GroupFailed, Rendezvous, WorldGroup, backend_for
 from weightcast.comm.nccl import NcclGroup, nccl_binding, new_unique_id
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
@@ -205,9 +205,8 @@ class Channel:
             if filled is not None:
                 filled.synchronize()
             with self._in_turn(index, group):
-                size_bytes = bucket.layout.size_bytes
-                work = group.start_broadcast(bucket.data[:size_bytes]) if size_bytes else None
-            if work is not None:
+                works = [group.start_broadcast(run) for run in bucket.runs() if run.numel()]
+            for work in works:
                 group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
         except BaseException as error:
             answered = _answered(posts)
@@ -386,7 +385,8 @@ def _did_not_come(
         words = f": {own_words[url]}" if url in own_words else limit
         parts.append(f"{url}: {which} did not come to {group}{words}")
     hints = [refusal.hint for url, refusal in own_words.items() if url in absent]
-    hint = next((hint for hint in hints if hint), error.hint if isinstance(error, WeightcastError) else None)
+    own = error.hint if isinstance(error, WeightcastError) else None
+    hint = next((hint for hint in hints if hint), own or WHERE_TO_LOOK)
     first, *others = absent
     return TargetError("; ".join(parts), url=first, also=others, hint=hint)
 

@@ -5,8 +5,8 @@ Views only: nothing here allocates, copies or knows where the buffer came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,11 +22,13 @@ class Bucket:
         data: uint8, one-dimensional, contiguous, at least ``layout.size_bytes`` long, on any device.
         sums: Partial digest sum of each slot, int64 ``[slots]`` on the device of ``data``, where they were taken on the
             way; None where nobody has.
+        lent: By tensor name, the bytes of slots that stay where they are, flat uint8, instead of lying in ``data``.
     """
 
     layout: BucketLayout
     data: torch.Tensor
     sums: torch.Tensor | None = None
+    lent: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
@@ -38,10 +40,42 @@ class Bucket:
 
     def view(self, slot: TensorSlot) -> torch.Tensor:
         """The slot's bytes as a tensor of its dtype and shape ``(num_rows, *rest)``; no copy."""
-        raw = self.data[slot.offset_bytes : slot.end_bytes]
+        raw = self.lent.get(slot.spec.name)
+        if raw is None:
+            raw = self.data[slot.offset_bytes : slot.end_bytes]
         return raw.view(slot.spec.torch_dtype).view(slot.shape)
 
     def views(self) -> Iterator[tuple[TensorSlot, torch.Tensor]]:
         """Every slot with its view, in order."""
         for slot in self.layout.slots:
             yield slot, self.view(slot)
+
+    def runs(self) -> list[torch.Tensor]:
+        """The bytes of the bucket in order, as flat uint8 tensors: one, and more where slots are lent."""
+        return [
+            self.data[start:end] if name is None else self.lent[name]
+            for start, end, name in _runs(self.layout, self.lent.keys())
+        ]
+
+
+def run_sizes(layout: BucketLayout, lent: Collection[str]) -> tuple[int, ...]:
+    """How long the runs of a bucket are, in bytes.
+
+    Args:
+        layout: Of the bucket.
+        lent: Names of the tensors whose slots are lent.
+    """
+    return tuple(end - start for start, end, _ in _runs(layout, lent))
+
+
+def _runs(layout: BucketLayout, lent: Collection[str]) -> Iterator[tuple[int, int, str | None]]:
+    """First byte, end, and whose lent bytes they are."""
+    done = 0
+    for slot in layout.slots if lent else ():
+        if slot.spec.name in lent:
+            if slot.offset_bytes > done:
+                yield done, slot.offset_bytes, None
+            yield slot.offset_bytes, slot.end_bytes, slot.spec.name
+            done = slot.end_bytes
+    if done < layout.size_bytes:
+        yield done, layout.size_bytes, None

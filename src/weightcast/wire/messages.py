@@ -43,6 +43,9 @@ _AnyName = Annotated[str, Meta(max_length=512)]
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 
 
+Runs = Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)]
+
+
 class Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer process that owns a session, for error messages.
 
@@ -109,9 +112,9 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         verify: Proof wanted.
         digest: Digest wanted.
         specs: Every tensor that will be sent, in order.
-        bucket_sizes: Bytes of every bucket that will be sent, in order, by a sender that enters the broadcast of a
-            bucket without waiting for the answer to the one before; empty otherwise.  Who knows them can enter it as
-            early.
+        bucket_runs: Of every bucket that will be sent, in order, the bytes of each of the runs in which it is
+            broadcast, by a sender that enters the broadcast of a bucket without waiting for the answer to the one
+            before; empty otherwise.  Who knows them can enter it as early.
     """
 
     session: Session
@@ -124,7 +127,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     verify: VerifyLevel
     digest: DigestKind = "fast"
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
-    bucket_sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_BUCKETS)] = ()
+    bucket_runs: Annotated[tuple[Runs, ...], Meta(max_length=MAX_BUCKETS)] = ()
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,12 @@ _MAX_GROUPS = 4  # a trainer that died between two updates told nobody that its 
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """A broadcast that this rank takes part in; ``work`` is None where there is nothing to send."""
+    """The broadcasts of a bucket's runs, one after the other, that this rank takes part in."""
 
     group: WorldGroup
-    size_bytes: int
+    runs: tuple[int, ...]
     buffer: torch.Tensor
-    work: Any
+    works: list[Any]
 
 
 class BroadcastSource:
@@ -96,15 +97,24 @@ class BroadcastSource:
                 self._entered = None
             group.close()
 
-    def read(self, layout: BucketLayout, name: str, *, timeout_s: float, next_bytes: int = 0) -> Bucket:
+    def read(
+        self,
+        layout: BucketLayout,
+        name: str,
+        *,
+        timeout_s: float,
+        runs: Sequence[int] = (),
+        next_runs: Sequence[int] = (),
+    ) -> Bucket:
         """Receive the bucket.  Valid until the next but one.
 
         Args:
             layout: What comes.
             name: From which group.
             timeout_s: Deadline in seconds.
-            next_bytes: Size of the bucket that will follow from the same group, if that is known and not 0: where it
-                fits a buffer, its broadcast is entered before this one is returned, and goes on meanwhile.
+            runs: In runs of so many bytes; empty for one of all.
+            next_runs: Those of the bucket that will follow from the same group, if they are known: where it fits a
+                buffer, its broadcast is entered before this one is returned, and goes on meanwhile.
 
         Raises:
             Refused: No such group here.
@@ -121,18 +131,21 @@ class BroadcastSource:
             if self._interrupted.is_set():
                 raise Refused("interrupted")
             entered, self._entered = self._entered, None
+            expected = tuple(runs) or (layout.size_bytes,)
+            if sum(expected) != layout.size_bytes:
+                raise Refused(f"bucket {layout.index} has {layout.size_bytes} bytes; {sum(expected)} were announced")
             if entered is None:
-                entered = self._enter(group, layout.size_bytes)
-            elif entered.group is not group or entered.size_bytes != layout.size_bytes:
+                entered = self._enter(group, expected)
+            elif entered.group is not group or entered.runs != expected:
                 entered.group.abort("another bucket came than was announced")
                 raise Refused(
                     f"bucket {layout.index} has {layout.size_bytes} bytes and comes from group {name}; "
-                    f"{entered.size_bytes} bytes were announced, from {entered.group.name}"
+                    f"{sum(entered.runs)} bytes were announced, from {entered.group.name}"
                 )
-            if entered.work is not None:
-                group.finish(entered.work, what=f"bucket {layout.index}", timeout_s=timeout_s)
-            if next_bytes and next_bytes <= entered.buffer.numel():
-                self._entered = self._enter(group, next_bytes)
+            for work in entered.works:
+                group.finish(work, what=f"bucket {layout.index}", timeout_s=timeout_s)
+            if 0 < sum(next_runs) <= entered.buffer.numel():
+                self._entered = self._enter(group, tuple(next_runs))
             return Bucket(layout, entered.buffer)
         finally:
             with self._lock:
@@ -179,10 +192,15 @@ class BroadcastSource:
             if not group.alive:
                 self.leave(name)
 
-    def _enter(self, group: WorldGroup, size_bytes: int) -> _Entered:
-        buffer = self._buffer(size_bytes)
-        work = group.start_broadcast(buffer[:size_bytes]) if size_bytes else None
-        return _Entered(group, size_bytes, buffer, work)
+    def _enter(self, group: WorldGroup, runs: tuple[int, ...]) -> _Entered:
+        buffer = self._buffer(sum(runs))
+        works: list[Any] = []
+        start = 0
+        for size_bytes in runs:
+            if size_bytes:
+                works.append(group.start_broadcast(buffer[start : start + size_bytes]))
+            start += size_bytes
+        return _Entered(group, runs, buffer, works)
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if not self._buffers or self._buffers[0].numel() < size_bytes:
