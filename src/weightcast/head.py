@@ -265,15 +265,15 @@ class Head:
         self._phases[name] = self._phases.get(name, 0.0) + seconds
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """Send and digest; a failure is kept for ``finish``."""
+        """Digest and send; a failure is kept for ``finish``."""
         assert self._transport is not None
         try:
-            with self._phase("send"):
-                self._transport.send(bucket, shared)
             if self._config.verify != "none":
-                # While it is under way: both only read, and it is filled again by this thread, after this.
+                # Before it is sent: of a bit that flips later, both ends would digest the same.
                 with self._phase("pack"):
                     self._digests.add(bucket)
+            with self._phase("send"):
+                self._transport.send(bucket, shared)
             self._num_buckets += 1
             self.sent_bytes += sum(slot.size_bytes for slot in bucket.layout.slots)
         except WeightcastError as error:
