@@ -130,10 +130,10 @@ class BroadcastSource:
         try:
             if self._interrupted.is_set():
                 raise Refused("interrupted")
-            entered, self._entered = self._entered, None
             expected = tuple(runs) or (layout.size_bytes,)
             if sum(expected) != layout.size_bytes:
                 raise Refused(f"bucket {layout.index} has {layout.size_bytes} bytes; {sum(expected)} were announced")
+            entered, self._entered = self._entered, None
             if entered is None:
                 entered = self._enter(group, expected)
             elif entered.group is not group or entered.runs != expected:
