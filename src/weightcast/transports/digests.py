@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sums import RepeatedTotals, Totals, piece_of, sums_of_slots
+from weightcast.wire.bucket_sums import NOTHING, RepeatedTotals, Totals, piece_of, sums_of_slots
 from weightcast.wire.digest import RepeatedSums, add_partial, as_unsigned, finish, partial_sums, sha256_digest, unequal
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
 
@@ -53,7 +53,7 @@ class Sent:
 
     def __init__(
         self,
-        totals: Totals | None = None,
+        totals: Totals = NOTHING,
         *,
         hashed: Mapping[str, str] | None = None,
         cast: Mapping[str, Mapping[str, str]] | None = None,
@@ -61,11 +61,11 @@ class Sent:
         """What was found.
 
         Args:
-            totals: The fast digests of all; None without proof.
+            totals: The fast digests of all; nothing without proof.
             hashed: SHA-256 by tensor name, where it was asked for.
             cast: See above.
         """
-        self._totals = totals or Totals()
+        self._totals = totals
         self._hashed = hashed or {}
         self.cast = cast or {}
 
@@ -145,7 +145,7 @@ class SentDigests:
 
     def finish(self) -> Sent:
         """Wait for the sums."""
-        of_all = self._repeated.totals.totals(self._sums)
+        fast = self._repeated.totals.totals(self._sums)
         totals: dict[tuple[str, str], int] = {}
         specs: dict[str, TensorSpec] = {}
         values = torch.cat([sums for _, _, sums in self._cast]).tolist() if self._cast else []
@@ -155,7 +155,7 @@ class SentDigests:
         cast: dict[str, dict[str, str]] = {}
         for (name, dtype), total in totals.items():
             cast.setdefault(name, {})[dtype] = finish(total, dtype=DTYPES[dtype], shape=specs[name].shape)
-        return Sent(of_all, hashed=self._hashed, cast=cast)
+        return Sent(fast, hashed=self._hashed, cast=cast)
 
     def _add_cast(self, slot: TensorSlot, view: torch.Tensor, dtype: str) -> None:
         """In rows of at most 16 MiB, so that no cast copy counts against the memory ceiling."""

@@ -48,23 +48,23 @@ def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
 class Totals:
     """The digests of all that travelled.  Made of what it takes to compare all at once; each by name when asked for."""
 
-    def __init__(self, contents: Contents | None = None, values: torch.Tensor | None = None) -> None:
-        """Of nothing, or of all.
+    def __init__(self, contents: Contents, values: torch.Tensor) -> None:
+        """Of all.
 
         Args:
             contents: What the buckets carry.
-            values: The sums of their slots, int64 on the CPU, in the order in which they travelled.
+            values: The sums of their slots, int64 ``[slots]`` on the CPU, in the order in which they travelled.
         """
         self._contents = contents
         self._values = values
 
     def __bool__(self) -> bool:
-        return self._contents is not None
+        return bool(self._contents.names)
 
     def of_all(self) -> str:
         """One digest of all, 32 hex characters: BLAKE2b over the table of contents and the sums, for whoever has the
         same buckets; empty if there are none."""
-        if self._contents is None or self._values is None:
+        if not self:
             return ""
         hashed = hashlib.blake2b(self._contents.seed, digest_size=16)
         hashed.update(struct.pack(f"<{len(self._values)}q", *self._values.tolist()))
@@ -73,8 +73,6 @@ class Totals:
     def by_name(self) -> dict[str, str]:
         """Of each tensor, by its name."""
         contents = self._contents
-        if contents is None or self._values is None:
-            return {}
         totals = torch.zeros_like(contents.keys).index_add_(0, contents.numbers, self._values)
         return dict(zip(contents.names, finish_all(totals, contents.keys), strict=True))
 
@@ -99,6 +97,9 @@ class Contents:
         self.seed = hashlib.blake2b(msgspec.json.encode(slots), digest_size=16).digest()
 
 
+NOTHING = Totals(Contents(()), torch.zeros(0, dtype=torch.int64))
+
+
 class RepeatedTotals:
     """``Totals`` of update after update; what the buckets carry is worked out once for the same ones."""
 
@@ -113,7 +114,7 @@ class RepeatedTotals:
             sums: Of the slots of each bucket, as from ``sums_of_slots``.
         """
         if not sums:
-            return Totals()
+            return NOTHING
         layouts = [layout for layout, _ in sums]
         if layouts != self._layouts:
             self._layouts, self._contents = layouts, Contents(layouts)

@@ -257,7 +257,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         missing: Source tensors that did not arrive (whole), by name.
         not_updated: Parameters and buffers that no source tensor writes, by name.
         received_all: After Close: one digest of all that arrived (``wire.bucket_sums.Totals``).
-        received: Digest by tensor name of what arrived, if it was asked for.
+        received: Digest by tensor name of what arrived: after Close by name, and rank 0's after Commit "as received".
         held: What this rank keeps of each source tensor.
         unproven: Source tensors whose place in the model cannot be read back, by name.
         load_s: Seconds spent copying since the last answer.
