@@ -124,6 +124,7 @@ class Head:
         self._version = 0
         self._sent = Sent()
         self._must_be: str | None = None
+        self._asked_at: float | None = None
         self._num_buckets = 0
         self._failure: WeightcastError | None = None
         self._receivers: tuple[int, ...] = (0,)
@@ -216,6 +217,10 @@ class Head:
         """What is remembered of those that stay when the membership changes."""
         return {url: replace(link) for url, link in self._known.items() if roster.knows(url, link.client)}
 
+    def look_ahead(self) -> None:
+        """Ask the targets what they are, for ``open``; the trainer can do something else until they have answered."""
+        self._asked_at = self._roster.ask(self._active())
+
     def open(self, version: int, specs: tuple[TensorSpec, ...], bucket_runs: tuple[tuple[int, ...], ...]) -> Decision:
         """Probe, open a session on every active target, make the group.
 
@@ -230,9 +235,8 @@ class Head:
         self.sent_bytes = self._num_buckets = 0
         with self._phase("open"):
             try:
-                # Not those that failed just now: one that stands still would take another deadline to say nothing.
-                active = [url for url in self._outcomes if url not in self._excluded]
-                self._links = self._make_links(self._probe(active))
+                active = self._active()
+                self._links = self._make_links(self._probe(active, since=self._asked_at))
                 self._connect_transport()
                 message = self._open_message(version, specs, bucket_runs)
                 try:
@@ -287,10 +291,12 @@ class Head:
         try:
             if self._failure is not None:
                 raise self._failure
+            with self._phase("pack"):
+                sent = self._digests.finish() if self._config.verify != "none" else Sent()
             with self._phase("send"):
                 self._transport.drain()
             with self._phase("verify"):
-                sent = self._close_all()
+                self._close_all(sent)
             with self._phase("commit"):
                 self._each(lambda link: self._commit_one(link, sent))
                 check_alike(self._links)
@@ -419,8 +425,14 @@ class Head:
             whole = answer is not None and answer.state == "serving" and not link.mixed
             self._roster.broke_off(link.url, reason, whole=whole)
 
-    def _probe(self, urls: Sequence[str], *, hasty: bool = False) -> dict[str, EngineInfo | WeightcastError]:
-        found = self._roster.look(urls, hasty=hasty)
+    def _active(self) -> list[str]:
+        """Not those that failed just now: one that stands still would take another deadline to say nothing."""
+        return [url for url in self._outcomes if url not in self._excluded]
+
+    def _probe(
+        self, urls: Sequence[str], *, hasty: bool = False, since: float | None = None
+    ) -> dict[str, EngineInfo | WeightcastError]:
+        found = self._roster.look(urls, hasty=hasty, since=since)
         return {
             url: self._remembered(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
         }
@@ -563,27 +575,33 @@ class Head:
 
     def _each(self, do: Callable[[Link], object]) -> None:
         """The same on every link at once; the first failure, after all have ended."""
+        if len(self._links) == 1:  # without a thread, which takes longer than the engine's part of the message
+            do(self._links[0])
+            return
         with ThreadPoolExecutor(max_workers=len(self._links)) as pool:
             futures = [pool.submit(do, link) for link in self._links]
         for future in futures:
             future.result()
 
-    def _close_all(self) -> Sent:
+    def _close_all(self, sent: Sent) -> None:
         """Tell every target that everything was sent, and compare what arrived."""
         # SHA-256 is taken tensor by tensor.
-        by_name = self._config.digest == "sha256" and self._config.verify != "none"
-        with ThreadPoolExecutor(max_workers=len(self._links)) as pool:
-            closes = [pool.submit(self._close_one, link, by_name=by_name) for link in self._links]
-            sent = self._digests.finish() if self._config.verify != "none" else Sent()
-        acks = [close.result() for close in closes]
+        by_name = self._config.digest == "sha256" and bool(sent)
+
+        def close(link: Link) -> None:
+            if by_name or link.closed is None:  # one that knew how many buckets would come closed with the last
+                self._close_one(link, by_name=by_name)
+
+        self._each(close)
         self._sent = sent
         self._check_unchanged()
-        for link, ack in zip(self._links, acks, strict=True):
+        for link in self._links:
+            ack = link.closed
+            assert ack is not None
             if sent and "received" in link.adapter.proves:
                 if not arrived(link, ack, sent):
                     raise received_otherwise(link, ack if by_name else self._close_one(link, by_name=True), sent)
                 self._outcomes[link.url].received(ack, sent)
-        return sent
 
     def _close_one(self, link: Link, *, by_name: bool) -> Ack:
         return link.close(buckets=self._num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)

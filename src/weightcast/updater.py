@@ -277,6 +277,8 @@ class WeightUpdater:
                 decision = Decision()
                 # Ranks may be late here, later than an engine that holds still would wait; after it they are there.
                 self._group.gather_bytes(b"here", timeout_s=self._patience_s(entering=True))
+                if head is not None:
+                    head.look_ahead()
                 lent = self._lend()
                 runs = tuple(
                     run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(self._layouts)

@@ -16,7 +16,7 @@ from weightcast.errors import DeadlineExceeded
 CPU = torch.device("cpu")
 # Written from the engines' documented behaviour: rendezvous at tcp://, a prefix of the name, no default group.
 MEMBER = """
-import sys
+import os, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -30,7 +30,8 @@ for _ in range(rounds):
     data = torch.zeros(4, dtype=torch.bfloat16)
     dist.broadcast(data, src=0, group=group)
     print(data.float().tolist(), flush=True)
-dist.destroy_process_group(group)
+sys.stdin.read()
+os._exit(0)  # torch's own end aborts now and then, when the others are quicker
 """
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,7 +39,8 @@ pytestmark = pytest.mark.timeout(120)
 
 def member(store, rank, size, rounds):
     command = [sys.executable, "-c", MEMBER, str(store.port), str(rank), str(size), "g", str(rounds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
 
 
 def head(place, size, timeout_s, **settings):

@@ -63,7 +63,7 @@ class Roster:
     def client(self, url: str) -> Any:
         return SimpleNamespace(target=SimpleNamespace(url=url, host="e"))
 
-    def look(self, urls: Any, *, hasty: bool = False) -> dict[str, EngineInfo]:
+    def look(self, urls: Any, *, hasty: bool = False, since: float | None = None) -> dict[str, EngineInfo]:
         return {url: self.infos[url] for url in urls}
 
     def broke_off(self, url: str, reason: str, *, whole: bool) -> None:

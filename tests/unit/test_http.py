@@ -14,7 +14,7 @@ import pytest
 from weightcast.comm import http
 from weightcast.comm.http import Client
 from weightcast.config import Target
-from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
+from weightcast.errors import ConfigError, DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
 
 Talk = Callable[[socket.socket, bytes], None]
 
@@ -210,15 +210,46 @@ def test_an_answer_without_end_is_refused(monkeypatch):
         hang_up,
         say(b"this is not http\r\n\r\n"),
         say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n"),
-        say(answer(200, b"not gzip", "Content-Encoding: gzip")),
     ],
-    ids=["hangs up", "no http", "bad chunks", "bad encoding"],
+    ids=["hangs up", "no http", "bad chunks"],
 )
 def test_whatever_breaks_names_the_engine(talk):
     with talking(talk, timeout_s=2.0) as (client, _), pytest.raises(TargetLost) as caught:
         client.post_json("/x", b"{}")
     assert caught.value.url == client.target.url
     assert "POST /x" in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [200, 409])
+def test_an_answer_that_somebody_compressed_is_none(status):
+    with talking(say(answer(status, b"\x1f\x8b", "Content-Encoding: gzip"))) as (client, server):
+        for ask in (client.post_json, client.open_lease):
+            with pytest.raises(TargetLost, match="its answer is in gzip, which was not asked for") as caught:
+                ask("/x", b"{}")
+            assert caught.value.url == client.target.url
+        assert b"accept-encoding: identity" in server.requests[0].lower()
+
+
+def test_a_closed_client_sends_nothing():
+    with talking(say(answer(200, b"fine"))) as (client, server):
+        client.close()
+        with pytest.raises(RuntimeError, match="this client is closed"):
+            client.get_json("/x")
+        assert not server.requests
+
+
+def test_a_path_in_the_url_comes_before_every_route():
+    with talking(say(answer(200, b"fine"))) as (client, server):
+        behind = Client(Target(f"{client.target.url}/a b/engine/"), timeout_s=5.0)
+        assert behind.post_json("/x?y=1", b"{}") == b"fine"
+        assert server.requests[0].startswith(b"POST /a%20b/engine/x?y=1 HTTP/1.1")
+        assert f"host: 127.0.0.1:{server.port}".encode() in server.requests[0].lower()
+        behind.close()
+
+
+def test_a_host_that_cannot_be_one_is_refused_at_once():
+    with pytest.raises(ConfigError, match="label"):
+        Client(Target(f"http://{'x' * 80}.example"), timeout_s=5.0)
 
 
 def test_a_connection_that_was_closed_meanwhile_is_not_used_again():

@@ -1,6 +1,7 @@
 """HTTP to an engine: one client, deadlines, bearer key, the engine's own words in every error.
 
-It knows URLs and bytes, no engine's routes.
+It knows URLs and bytes, no engine's routes.  httpcore is what httpx stands on; what httpx adds to it (redirects,
+cookies, proxies) is not wanted here, and takes half a millisecond of each message, for which engines wait.
 """
 
 from __future__ import annotations
@@ -9,20 +10,36 @@ import json
 import ssl
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
+from urllib.parse import quote, urlsplit
 
-import httpx
+import httpcore
 
 from weightcast.comm.tls import client_context, client_distrusted, hangs_up_after_handshake, tls_trouble
 from weightcast.config import Target
-from weightcast.errors import DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable, WeightcastError
+from weightcast.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    TargetLost,
+    TargetRejected,
+    TargetUnreachable,
+    WeightcastError,
+)
 
 _CONNECT_S = 10.0
 # Below what servers allow (uvicorn: 5 s): a connection that the server is closing loses the request sent into it.
 _KEEP_ALIVE_S = 2.0
+_MAX_CONNECTIONS = 8
 _FRAME_BYTES = 4
 _MAX_REPLY_BYTES = 512 << 20
 _MAX_FRAME_BYTES = 64 << 20
+_FAILURES = (
+    httpcore.TimeoutException,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+)
 
 
 class Client:
@@ -32,30 +49,34 @@ class Client:
         """Nothing is sent yet.
 
         Raises:
-            ConfigError: A certificate file cannot be used.
+            ConfigError: A certificate file cannot be used, or the host name cannot be one.
         """
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "accept-encoding": "identity", "user-agent": "weightcast"}
         if target.api_key is not None:
             headers["authorization"] = f"Bearer {target.api_key}"
         self.target = target
         self.timeout_s = timeout_s
+        parts = urlsplit(target.url)
+        try:
+            host = (parts.hostname or "").encode("idna")
+        except UnicodeError as error:
+            raise ConfigError(f"{target.url}: {error}", hint="is its host name spelt right?") from error
+        self._root = httpcore.URL(scheme=parts.scheme, host=host, port=parts.port, target="/")
+        self._prefix = quote(parts.path.rstrip("/"), safe="/%")
+        named = f"[{host.decode()}]" if b":" in host else host.decode()
+        headers["host"] = named if parts.port is None else f"{named}:{parts.port}"
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._trust: ssl.SSLContext | None = None
-        if target.url.lower().startswith("https:"):
+        if parts.scheme == "https":
             self._trust = client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
-        # trust_env=False: a proxy from the environment would sit between the trainer and the engine it is told of.
-        self._client = httpx.Client(
-            base_url=target.url,
-            headers=headers,
-            limits=httpx.Limits(max_connections=8, keepalive_expiry=_KEEP_ALIVE_S),
-            # Over plain HTTP a context that trusts nobody: httpx would read all authorities, tens of milliseconds.
-            verify=self._trust or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-            trust_env=False,
+        self._pool = httpcore.ConnectionPool(
+            ssl_context=self._trust, max_connections=_MAX_CONNECTIONS, keepalive_expiry=_KEEP_ALIVE_S
         )
-        self._client.timeout = self._timeouts(None)
+        self._closed = False
 
     def get_json(self, path: str, *, timeout_s: float | None = None) -> bytes:
         """GET; the body of a 200."""
-        return self._ask("GET", path, b"", timeout_s)
+        return self._ask("GET", path, None, timeout_s)
 
     def post_json(self, path: str, body: bytes, *, timeout_s: float | None = None) -> bytes:
         """POST JSON bytes; the body of the answer.
@@ -74,21 +95,21 @@ class Client:
         Returns:
             The first frame of the answer and the lease.
         """
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        request = self._client.build_request("POST", path, content=body, timeout=self._timeouts(timeout_s))
-        response: httpx.Response | None = None
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        response: httpcore.Response | None = None
         lease: Lease | None = None
         try:
-            response = self._client.send(request, stream=True)
-            if response.status_code >= 400:
+            response = self._send("POST", path, body, limit)
+            if response.status >= 400:
                 content = self._read(response, deadline)
                 _hang_up_on_failure(response)
-                raise self._refusal("POST", path, response.status_code, content)
-            chunks = response.iter_raw()
+                raise self._refusal("POST", path, response.status, content)
+            chunks = response.iter_stream()
             frame = _read_frame(chunks, deadline)
             lease = Lease(response, chunks)
             return frame, lease
-        except (httpx.RequestError, EOFError) as error:
+        except (*_FAILURES, EOFError) as error:
             raise self._failure("POST", path, timeout_s, error) from error
         finally:
             if lease is None and response is not None:
@@ -96,36 +117,52 @@ class Client:
 
     def close(self) -> None:
         """Close every connection."""
-        self._client.close()
+        self._closed = True
+        self._pool.close()
 
-    def _timeouts(self, timeout_s: float | None) -> httpx.Timeout:
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        return httpx.Timeout(limit, connect=min(limit, _CONNECT_S))
-
-    def _ask(self, method: str, path: str, body: bytes, timeout_s: float | None) -> bytes:
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         try:
-            with self._client.stream(method, path, content=body, timeout=self._timeouts(limit)) as response:
-                # httpx's own limit is on each read: an answer that trickles would never end.
+            with closing(self._send(method, path, body, limit)) as response:
+                # The limit that was given is on each read: an answer that trickles would never end.
                 content = self._read(response, deadline)
                 _hang_up_on_failure(response)
-                if response.status_code >= 400:
-                    raise self._refusal(method, path, response.status_code, content)
+                if response.status >= 400:
+                    raise self._refusal(method, path, response.status, content)
                 return content
-        except httpx.RequestError as error:
+        except _FAILURES as error:
             raise self._failure(method, path, timeout_s, error) from error
 
-    def _read(self, response: httpx.Response, deadline: float) -> bytes:
+    def _send(self, method: str, path: str, body: bytes | None, limit_s: float) -> httpcore.Response:
+        """A request; of the answer its head has come, and who asked closes it."""
+        if self._closed:
+            raise RuntimeError(f"{self.target.url}: this client is closed")
+        root = self._root
+        url = httpcore.URL(scheme=root.scheme, host=root.host, port=root.port, target=self._prefix + path)
+        length = [] if body is None else [(b"content-length", str(len(body)).encode())]
+        limits = {"connect": min(limit_s, _CONNECT_S), "read": limit_s, "write": limit_s, "pool": limit_s}
+        request = httpcore.Request(
+            method, url, headers=[*self._headers, *length], content=body, extensions={"timeout": limits}
+        )
+        response = self._pool.handle_request(request)
+        encoding = next((value for name, value in response.headers if name.lower() == b"content-encoding"), b"identity")
+        if encoding.lower() != b"identity":
+            response.close()
+            words = f"{self.target.url}: its answer is in {encoding.decode(errors='replace')}, which was not asked for"
+            raise TargetLost(words, url=self.target.url, hint="does a proxy in between compress?")
+        return response
+
+    def _read(self, response: httpcore.Response, deadline: float) -> bytes:
         chunks: list[bytes] = []
         size = 0
-        for chunk in response.iter_bytes():
+        for chunk in response.iter_stream():
             chunks.append(chunk)
             size += len(chunk)
             if size > _MAX_REPLY_BYTES:
                 raise TargetLost(f"{self.target.url}: its answer is too long", url=self.target.url)
             if time.monotonic() > deadline:
-                raise httpx.ReadTimeout("the answer trickles")
+                raise httpcore.ReadTimeout("the answer trickles")
         return b"".join(chunks)
 
     def _refusal(self, method: str, path: str, status: int, answer: bytes) -> TargetRejected:
@@ -147,16 +184,16 @@ class Client:
         trouble = tls_trouble(error, has_certificate=self.target.cert_file is not None)
         if trouble is not None:
             return TargetUnreachable(f"{url}: {trouble[0]}", url=url, hint=trouble[1])
-        if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
+        if isinstance(error, httpcore.ConnectTimeout | httpcore.ConnectError):
             hint = "check host and port; is the engine up? try `weightcast doctor`"
             return TargetUnreachable(f"{url}: cannot connect: {error}", url=url, hint=hint)
-        if isinstance(error, httpx.TimeoutException):
+        if isinstance(error, httpcore.TimeoutException):
             limit = self.timeout_s if timeout_s is None else timeout_s
             return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=limit)
         hint = None
         if not isinstance(self._trust, ssl.SSLContext):
             hint = "if it speaks TLS, write https:// in its URL"  # it hangs up on plain HTTP
-        elif hangs_up_after_handshake(self.target.host, self._client.base_url.port or 443, self._trust):
+        elif hangs_up_after_handshake(self.target.host, self._root.port or 443, self._trust):
             words, hint = client_distrusted(has_certificate=self.target.cert_file is not None)
             return TargetUnreachable(f"{url}: {words}", url=url, hint=hint)
         return TargetLost(f"{url}: connection broke during {method} {path}: {error}", url=url, hint=hint)
@@ -165,22 +202,22 @@ class Client:
 class Lease:
     """An answer that is kept open on purpose."""
 
-    def __init__(self, response: httpx.Response, chunks: Iterator[bytes]) -> None:
+    def __init__(self, response: httpcore.Response, chunks: Iterator[bytes]) -> None:
         self._response = response
-        self._chunks = chunks  # httpx closes the connection when this is collected
+        self._chunks = chunks  # httpcore closes the connection when this is collected
 
     def close(self) -> None:
         """Let go; safe to call twice."""
         self._response.close()
 
 
-def _hang_up_on_failure(response: httpx.Response) -> None:
+def _hang_up_on_failure(response: httpcore.Response) -> None:
     """Use the connection no more after a status of 500 or above.
 
     A server whose route raised (uvicorn) answers, and closes the connection a moment later without having said so: the
     next request would be lost in it.
     """
-    if response.status_code >= 500:
+    if response.status >= 500:
         response.extensions["network_stream"].close()
 
 
@@ -195,7 +232,7 @@ def _read_frame(chunks: Iterator[bytes], deadline: float) -> bytes:
             if len(data) >= end:
                 return bytes(data[_FRAME_BYTES:end])
         if time.monotonic() > deadline:
-            raise httpx.ReadTimeout("the answer trickles")
+            raise httpcore.ReadTimeout("the answer trickles")
         chunk = next(chunks, None)
         if chunk is None:
             raise EOFError("the answer ended early")

@@ -38,7 +38,7 @@ class Lookout(Generic[Answer]):
         self._news = threading.Condition()
 
     def look(
-        self, patience_s: Mapping[str, float], *, anew: Collection[str] = ()
+        self, patience_s: Mapping[str, float], *, anew: Collection[str] = (), since: float | None = None
     ) -> dict[str, Answer | WeightcastError]:
         """What each of them answers now.
 
@@ -46,6 +46,8 @@ class Lookout(Generic[Answer]):
             patience_s: Whom to ask, and how long to wait for each, in seconds, counted from when the question was
                 put, which may have been at an earlier look.
             anew: Of them, those for whom it counts from now, whenever the question was put.
+            since: An answer to a question that was put then (by ``time.monotonic``) or later will do; None takes only
+                one that is still to come.
 
         Returns:
             The answer, or what went wrong; ``TargetUnreachable`` for one who has not answered so far.  Looks at the
@@ -54,7 +56,7 @@ class Lookout(Generic[Answer]):
         with self._news:
             now = time.monotonic()
             # Kept here: while this look waits, another may take the answer, and ``forget`` may drop the question.
-            questions = {url: self._put(url, now) for url in patience_s}
+            questions = {url: self._put(url, now, since=since) for url in patience_s}
             while True:
                 waiting = {url: question for url, question in questions.items() if not question.answer}
                 ends = [
@@ -93,9 +95,9 @@ class Lookout(Generic[Answer]):
             hint="something listens there and says nothing: is the engine stopped, or swamped?",
         )
 
-    def _put(self, url: str, asked_at: float) -> _Question[Answer]:
+    def _put(self, url: str, asked_at: float, *, since: float | None = None) -> _Question[Answer]:
         question = self._out.get(url)
-        if question is not None and not question.answer:
+        if question is not None and (not question.answer or (since is not None and question.asked_at >= since)):
             return question
         # New, or answered some time ago, which says little about now.
         self._out[url] = question = _Question[Answer](asked_at, [])

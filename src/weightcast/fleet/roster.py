@@ -7,6 +7,7 @@ asking it costs a moment once, and nothing after that.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -91,8 +92,14 @@ class Roster:
             self._silent &= set(members)
             self._fleet.retarget(members)
 
+    def ask(self, urls: Iterable[str]) -> float:
+        """Ask members what they are, and wait for none: the moment, for ``look``."""
+        asked_at = time.monotonic()
+        self._lookout.ask_ahead(urls, waited_s=0.0)
+        return asked_at
+
     def look(
-        self, urls: Sequence[str] | None = None, *, hasty: bool = False
+        self, urls: Sequence[str] | None = None, *, hasty: bool = False, since: float | None = None
     ) -> dict[str, EngineInfo | WeightcastError]:
         """What members are and serve now, or why they do not say.
 
@@ -100,11 +107,12 @@ class Roster:
             urls: Whom to ask; None for all.
             hasty: Wait a moment, not a deadline, even for those of whom nothing bad is known.  It is not held against
                 them: the next look that is not hasty waits for them as ever.
+            since: Answers to questions that were put then or later will do; None asks now.
         """
         chosen = list(self._members if urls is None else urls)
         brief = set(chosen) if hasty else self._silent & set(chosen)
         patience_s = {url: self._glance_s if url in brief else self._timeout_s for url in chosen}
-        found = self._lookout.look(patience_s, anew=patience_s.keys() - brief)
+        found = self._lookout.look(patience_s, anew=patience_s.keys() - brief, since=since)
         with self._lock:
             for url, answer in found.items():
                 if url in self._members:

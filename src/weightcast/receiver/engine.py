@@ -318,7 +318,17 @@ class ReceiverEngine:
             session.groups.add(message.source.group)
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)
         session.buckets += 1
-        return ack
+        if session.buckets != len(session.open.bucket_runs):
+            return ack
+        # The last of them: who sent it would only ask for the rest of the answer next.
+        closed = self._close(Close(session=message.session, buckets=session.buckets))
+        return msgspec.structs.replace(
+            closed,
+            closed=True,
+            load_s=ack.load_s + closed.load_s,
+            verify_s=ack.verify_s + closed.verify_s,
+            peak_extra_bytes=max(ack.peak_extra_bytes, closed.peak_extra_bytes),
+        )
 
     def _await_turn(self, message: Announce) -> _Session:
         """A bucket may be announced before the one before it was answered, and its message overtake that one's."""

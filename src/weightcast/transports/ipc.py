@@ -80,8 +80,7 @@ def tell(link: Link, steps: Steps, *, what: str, timeout_s: float) -> None:
     half = not link.stages
     link.touch()
     try:
-        link.ask(steps, timeout_s=timeout_s)
-        link.took_over()
+        link.took_over(link.ask(steps, timeout_s=timeout_s))
     except DeadlineExceeded as error:
         raise TargetLost(
             f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half

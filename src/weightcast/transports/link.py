@@ -117,10 +117,12 @@ class Link:
         except WeightcastError:
             return None
 
-    def took_over(self) -> None:
-        """One bucket more."""
+    def took_over(self, ack: Ack | None = None) -> None:
+        """One bucket more; with the last one an engine may have closed, which its answer says."""
         with self._adding:
             self.sent += 1
+            if ack is not None and ack.closed:
+                self.closed = ack
 
     def touch(self) -> None:
         """A bucket is on its way: from here on live weights may be parts of two versions."""

@@ -293,6 +293,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         state: What the engine does now.
         version: Version it serves now; None before the first one is known.
         ranks: How many ranks it has.
+        closed: With the last bucket that Open told of: this is the answer to Close as well.
         received_all: After Close: one digest of all that arrived (rank 0's); empty if they were asked for by name.
         received: After Close, if asked for: digest by tensor name of what arrived, likewise.
         received_ranks: After Close: how many ranks received exactly that.
@@ -318,6 +319,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     state: State = "serving"
     version: Version | None = None
     ranks: Count = 0
+    closed: bool = False
     received_all: Digest = ""
     received: dict[str, Digest] = {}
     received_ranks: Count = 0

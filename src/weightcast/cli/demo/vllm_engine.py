@@ -26,7 +26,7 @@ from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, WeightcastError
 
 # What vLLM's environment must have; the last three are what our receiver needs there.
-_NEEDED = ("vllm", "torch", "msgspec", "httpx", "safetensors")
+_NEEDED = ("vllm", "torch", "msgspec", "httpcore", "safetensors")
 _GET_VLLM = (
     "point --engine-python at a Python that has vLLM: `pip install vllm` into an environment of its own (NVIDIA GPUs), "
     "or, from a checkout of weightcast, `python -m tests.engines.environment vllm-0.32.0-cpu`: it makes one for CPUs "
