@@ -30,11 +30,13 @@ from tests.harness import (
 from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
 from weightcast import Target, WeightUpdater
+from weightcast.engines.native.adapter import NativeAdapter
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
 from weightcast.head import Head
 from weightcast.wire.digest import model_digest
+from weightcast.wire.messages import Close
 
 TRANSPORTS = ("ipc", "broadcast")
 
@@ -67,6 +69,24 @@ def test_every_engine_ends_with_exactly_the_trainers_weights(engines, transport,
     assert report.digest == model_digest(digests_of(version))
     assert json.loads(report.to_json())["version"] == version
     assert str(version) in str(report)
+
+
+@pytest.mark.parametrize(("digest", "closes"), [("fast", 0), ("sha256", 1)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_close_is_said_only_where_the_last_buckets_answer_does_not_do(engines, transport, digest, closes, monkeypatch):
+    said, close = list[Close](), NativeAdapter.close
+
+    def closing(self, message):
+        said.append(message)
+        return close(self, message)
+
+    monkeypatch.setattr(NativeAdapter, "close", closing)
+    version = next_version()
+    with connect(trainer_of(version), [engines.one], transport=transport, digest=digest) as updater:
+        report = updater.update(version=version)
+    assert report.targets[0].proof == "resident"
+    assert [message.by_name for message in said] == [True] * closes
+    assert serves_whole(engines.one) == version
 
 
 def test_the_first_bucket_fills_before_engines_are_asked_for_anything(engines, monkeypatch):

@@ -89,6 +89,22 @@ def test_a_question_put_ahead_is_not_waited_for():
     assert crowd.lookout.look({"still": LONG_S}) == {"still": "still is here"}
 
 
+def test_an_answer_to_a_question_of_late_will_do_and_an_older_one_will_not():
+    crowd = Crowd()
+    before = time.monotonic()
+    crowd.lookout.ask_ahead(["a"], waited_s=0.0)
+    time.sleep(0.05)
+    assert crowd.lookout.look({"a": LONG_S}, since=before) == {"a": "a is here"}
+    assert crowd.asked == ["a"]
+    crowd.lookout.ask_ahead(["a"], waited_s=0.0)
+    time.sleep(0.05)
+    assert crowd.lookout.look({"a": LONG_S}, since=time.monotonic()) == {"a": "a is here"}
+    assert crowd.asked == ["a", "a", "a"]
+    crowd.lookout.ask_ahead(["still"], waited_s=0.0)  # who has not answered yet is waited for, and asked once
+    threading.Timer(0.05, crowd.wakes["still"].set).start()
+    assert crowd.lookout.look({"still": LONG_S}, anew=["still"], since=time.monotonic()) == {"still": "still is here"}
+
+
 def test_who_was_only_glanced_at_may_be_waited_for_anew():
     crowd = Crowd()
     crowd.lookout.look({"slow": 0.01})

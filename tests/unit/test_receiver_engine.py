@@ -205,6 +205,48 @@ def test_an_update(bench, staging, tp_size, pause):
     assert engine.apply(Readback()).resident == {name: tensor_digest(tensor) for name, tensor in weights_of(3).items()}
 
 
+def told_of(sender: Sender, buckets: int) -> Sender:
+    """It says at Open how many buckets will come."""
+    sender.open = msgspec.structs.replace(sender.open, bucket_runs=((8,),) * buckets)
+    return sender
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("staging", ["device", "none"])
+def test_the_answer_to_the_last_bucket_that_open_told_of_is_the_answer_to_close(bench, staging, tp_size):
+    made = bench(staging=staging, tp_size=tp_size)
+    sender = Sender(weights_of(3), version=3)
+    told_of(sender, len(sender.layouts))
+    sent = sender.sent(made.engine.info().specs)
+    made.tell(sender.open)
+    acks = [made.tell(sender.announce(index)) for index in range(len(sender.layouts))]
+    assert [ack.closed for ack in acks] == [False] * (len(acks) - 1) + [True]
+    assert [ack.received_all for ack in acks] == [""] * (len(acks) - 1) + [sent.of_all]
+    last = acks[-1]
+    assert (last.received, last.received_ranks, last.not_updated) == ({}, tp_size, ("embed", "requests_served"))
+    assert last.load_s > 0
+    assert made.tell(sender.close(by_name=True)).received == sent.received  # whoever wants the names asks as before
+    ack = made.tell(sender.commit(as_received=True))
+    assert ack.resident == sent.received
+    assert made.serves(3)
+
+
+@pytest.mark.parametrize("staging", ["device", "none"])
+def test_a_last_bucket_that_leaves_something_out_is_refused(bench, staging):
+    made = bench(staging=staging)
+    sender = told_of(Sender(weights_of(3), version=3), 1)
+    made.tell(sender.open)
+    ack = made.engine.apply(sender.announce(0))
+    assert not ack.ok
+    assert not ack.closed
+    assert "did not arrive whole" in ack.error
+    assert "did not arrive whole" in made.refuse(sender.commit(as_received=True))
+    made.tell(sender.abort())
+    assert made.serves(0) is (staging == "device")
+    made.update(4)
+    assert made.serves(4)
+
+
 def test_order_is_kept_and_a_violation_changes_nothing(bench):
     made = bench()
     first, stranger = Sender(weights_of(1), version=1), Sender(weights_of(2), version=2)
