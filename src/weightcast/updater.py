@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Self, cast
 
 import msgspec
@@ -284,8 +284,10 @@ class WeightUpdater:
                     run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(self._layouts)
                 )
                 buckets = self._fill_buckets(lent)
-                # Where no other rank has to come for it, the first bucket fills while the engines open.
-                first = [next(buckets)] if self._group.world_size == 1 else []
+                # Where no other rank has to come for them, buckets fill while the engines open: on a host the first,
+                # on a GPU, which goes on by itself, as many as there is room for.
+                ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
+                first = list(islice(buckets, ahead if self._group.world_size == 1 else 0))
                 if head is not None:
                     decision = head.open(version, self._specs, runs)
                 decision = self._hear(decision)

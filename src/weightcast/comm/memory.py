@@ -94,7 +94,7 @@ def _reset(device: torch.device) -> None:
 
 def _high_water_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return _allocated_bytes(device, "peak")
     if _Sampler.running():
         return max(_Sampler.peak_bytes, _current_bytes(device))
     return _status_bytes("VmHWM")
@@ -102,10 +102,16 @@ def _high_water_bytes(device: torch.device) -> int:
 
 def _current_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        return _allocated_bytes(device, "current")
     if _Sampler.running():
         return _statm_bytes()
     return _status_bytes("VmRSS")
+
+
+def _allocated_bytes(device: torch.device, which: str) -> int:
+    """As ``torch.cuda.memory_allocated``, which flattens and sorts hundreds of figures for this one."""
+    found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+    return found.get(which, 0)
 
 
 def _status_bytes(field: str) -> int:
