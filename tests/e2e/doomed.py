@@ -15,6 +15,7 @@ from weightcast.comm.group import WorldGroup
 from weightcast.comm.http import Client
 from weightcast.errors import WeightcastError
 from weightcast.exporters.module import ModuleExporter
+from weightcast.head import Head
 from weightcast.transports import channel
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pump
@@ -144,14 +145,14 @@ def announced(count: int, die: Callable[[], None]) -> None:
 
 @point
 def sent(_: int, die: Callable[[], None]) -> None:
-    """Everything has arrived, nobody has said so."""
-    wrap(Link, "close", before=on_call(0, die))
+    """Everything has arrived, nobody has looked whether it is what was sent."""
+    wrap(Head, "_close_all", before=on_call(0, die))
 
 
 @point
 def closed(_: int, die: Callable[[], None]) -> None:
     """Everything has arrived and was proven."""
-    wrap(Link, "close", after=on_call(0, die))
+    wrap(Head, "_close_all", after=on_call(0, die))
 
 
 @point

@@ -15,7 +15,7 @@ from tests.faults.kinds import KINDS, preload
 from tests.faults.table import write_table
 from tests.faults.world import Result, World
 
-FIRST: tuple[Step, ...] = ("middle bucket", "commit", "open", "join", "after", "close", "last bucket", "first bucket")
+FIRST: tuple[Step, ...] = ("middle bucket", "commit", "open", "join", "after", "last bucket", "close", "first bucket")
 
 
 def main() -> int:

@@ -65,6 +65,8 @@ def all_cases() -> Iterator[Case]:
 def _makes_sense(case: Case) -> bool:
     if case.step == "join" and case.transport == "ipc":
         return False  # nobody meets
+    if case.step == "close" and not KINDS[case.kind].stock:
+        return False  # the answer to the last bucket is that to Close as well
     if case.step == "join" and KINDS[case.kind].stock and case.on.startswith("trainer"):
         return False  # it goes on trying for half an hour, and has to be started again
     return case.on != "memory" or case.step.endswith("bucket")
@@ -78,7 +80,7 @@ def _is_played(kind: Kind, case: Case) -> bool:
         return False
     if case.fault == "stop" and case.on in ("trainer head", "trainer rank") and case.step not in ("open", "commit"):
         return False
-    if case.step in ("first bucket", "last bucket"):
+    if case.step == "first bucket" or (case.step == "last bucket" and kind.stock):
         return not kind.stock and not kind.costly and case.on in ("engine", "memory")
     if case.fault in ("cut", "flip answer") and not kind.stock:
         return case.step == "commit" and not kind.costly
@@ -118,7 +120,7 @@ def _is_played_where_it_is_stock(case: Case) -> bool:
 
 
 # Where a costly engine is ended; elsewhere it is stopped.
-_ENDS: dict[Transport, tuple[Step, ...]] = {"ipc": ("open", "commit"), "broadcast": ("join", "close", "after")}
+_ENDS: dict[Transport, tuple[Step, ...]] = {"ipc": ("open", "commit"), "broadcast": ("join", "last bucket", "after")}
 
 
 def _rows() -> Iterator[tuple[Subject, Fault]]:
