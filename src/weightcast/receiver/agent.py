@@ -234,11 +234,11 @@ class WeightReceiver:
         return self._ack()
 
     def _digest(self, bucket: Bucket, session: Open) -> None:
-        """Sums stay on the device until Close; a look at them here would stop the stream for every bucket."""
+        """Sums are on their way to the host after this; to wait for them would stop the stream for every bucket."""
         if session.digest == "sha256":
             self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
         if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
-            self._received.append((bucket.layout, sums_of_slots(bucket, self._repeated)))
+            self._received.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
 
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)
@@ -246,6 +246,8 @@ class WeightReceiver:
         if missing:
             return self._ack(ok=False, missing=tuple(missing), error=f"{len(missing)} tensors did not arrive whole")
         started = time.monotonic()
+        if self._received and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         received = self._arrived() if message.by_name else {}
         of_all = "" if message.by_name else self._totals.totals(self._received).of_all()
         self._verify_s = time.monotonic() - started
@@ -344,6 +346,13 @@ class WeightReceiver:
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
         )
+
+
+def _to_host(sums: torch.Tensor) -> torch.Tensor:
+    """Good once the current stream has come so far.  One by one, while buckets come: at Close everybody waits."""
+    if sums.device.type != "cuda":
+        return sums
+    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
 
 
 def _text(error: BaseException) -> str:

@@ -48,6 +48,7 @@ class Sent:
     have switched, if all is well.
 
     Attributes:
+        of_all: One digest of all that engines receive, as they answer it; see ``Totals.of_all``.
         cast: Of what engines keep in another dtype than the one that travels, by tensor name and dtype.
     """
 
@@ -66,16 +67,12 @@ class Sent:
             cast: See above.
         """
         self._totals = totals
+        self.of_all = totals.of_all()
         self._hashed = hashed or {}
         self.cast = cast or {}
 
     def __bool__(self) -> bool:
         return bool(self._totals)
-
-    @cached_property
-    def of_all(self) -> str:
-        """One digest of all that engines receive, as they answer it; see ``Totals.of_all``."""
-        return self._totals.of_all()
 
     @cached_property
     def fast(self) -> dict[str, str]:
