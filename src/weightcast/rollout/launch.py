@@ -35,6 +35,7 @@ from weightcast.receiver.agent import StagingChoice
 from weightcast.receiver.engine import EngineFacts, ReceiverEngine
 from weightcast.receiver.executor import Executor, LocalExecutor, MpExecutor
 from weightcast.rollout import commands
+from weightcast.rollout.bounded_http import BoundedHttp
 from weightcast.rollout.checkpoint import check_config, config_dtype, parse_dtype, read_config
 from weightcast.rollout.scheduler import Limits, Scheduler
 from weightcast.rollout.server import RolloutEngine, build_app
@@ -320,7 +321,7 @@ class _Config(uvicorn.Config):
     """uvicorn's settings, with a TLS context that was checked before the model was loaded."""
 
     def __init__(self, app: ASGIApp, *, trust: ssl.SSLContext | None) -> None:
-        super().__init__(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S)
+        super().__init__(app, http=BoundedHttp, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S)
         self._trust = trust
 
     def load(self) -> None:
