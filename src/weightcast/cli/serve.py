@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightcast.receiver.agent import StagingChoice
     from weightcast.rollout.launch import ExecutorName
 
-_EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "transformers", "prometheus_client", "psutil"})
+_EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "httptools", "transformers", "prometheus_client", "psutil"})
 
 
 def serve(

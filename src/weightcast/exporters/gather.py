@@ -30,7 +30,7 @@ from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer, transfers_on
 
 # Sent from where it lies a tensor is a broadcast of its own; below this a copy is quicker.
-MIN_LENT_BYTES = 1 << 20
+MIN_LENT_BYTES = 4 << 20
 # Below this a scratch buffer only costs round trips.
 MIN_SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT_BYTES = 64
