@@ -132,10 +132,10 @@ def _h200(gpus: int) -> list[Case]:
     many |= dict(turns=3, warm=3, tries=1)
     if gpus >= 2:
         cases.append(_gpu("disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **many))
-    some: dict[str, Any] = many | dict(peer_bytes=(), turns=16, budget_s=90, deadline_s=150)
-    cases.append(_gpu("proof-colocated-1-many", "many-65536", "colocated", 1, 1, **some))
+    many_alone: dict[str, Any] = many | dict(peer_bytes=(), turns=16, budget_s=90, deadline_s=150)
+    cases.append(_gpu("proof-colocated-1-many", "many-65536", "colocated", 1, 1, **many_alone))
     if gpus >= 2:
-        cases.append(_gpu("proof-disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **some))
+        cases.append(_gpu("proof-disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **many_alone))
     slow = {"checkpoint-engine": "a turn of it takes 15 s, longer than those of all others together"}
     cases.append(_gpu("colocated-1-many", "many-65536", "colocated", 1, 1, left_out=slow, **many))
     cases.append(

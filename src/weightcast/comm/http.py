@@ -110,7 +110,7 @@ class Client:
             lease = Lease(response, chunks)
             return frame, lease
         except (*_FAILURES, EOFError) as error:
-            raise self._failure("POST", path, timeout_s, error) from error
+            raise self._failure("POST", path, limit, error) from error
         finally:
             if lease is None and response is not None:
                 response.close()  # who has not got a lease holds none: the engine hears of it now
@@ -132,7 +132,7 @@ class Client:
                     raise self._refusal(method, path, response.status, content)
                 return content
         except _FAILURES as error:
-            raise self._failure(method, path, timeout_s, error) from error
+            raise self._failure(method, path, limit, error) from error
 
     def _send(self, method: str, path: str, body: bytes | None, limit_s: float) -> httpcore.Response:
         """A request; of the answer its head has come, and who asked closes it."""
@@ -178,7 +178,7 @@ class Client:
             status=status,
         )
 
-    def _failure(self, method: str, path: str, timeout_s: float | None, error: Exception) -> WeightcastError:
+    def _failure(self, method: str, path: str, limit_s: float, error: Exception) -> WeightcastError:
         """What a request that got no answer means."""
         url = self.target.url
         trouble = tls_trouble(error, has_certificate=self.target.cert_file is not None)
@@ -188,8 +188,7 @@ class Client:
             hint = "check host and port; is the engine up? try `weightcast doctor`"
             return TargetUnreachable(f"{url}: cannot connect: {error}", url=url, hint=hint)
         if isinstance(error, httpcore.TimeoutException):
-            limit = self.timeout_s if timeout_s is None else timeout_s
-            return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=limit)
+            return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=limit_s)
         hint = None
         if not isinstance(self._trust, ssl.SSLContext):
             hint = "if it speaks TLS, write https:// in its URL"  # it hangs up on plain HTTP
