@@ -205,14 +205,7 @@ class WeightReceiver:
         if isinstance(message.source, IpcSource):
             bucket = self._memory.read(message.layout, message.source.handles)
         else:
-            runs = session.bucket_runs[message.layout.index : message.layout.index + 2]
-            bucket = self._broadcast.read(
-                message.layout,
-                message.source.group,
-                timeout_s=session.timeout_s,
-                runs=runs[0] if runs else (),
-                next_runs=runs[1] if len(runs) > 1 else (),
-            )
+            bucket = self._read(message.layout, message.source.group, session)
         if self._interrupted.is_set():
             raise Refused("interrupted")
         arrived = time.monotonic()
@@ -232,6 +225,25 @@ class WeightReceiver:
         if self.device.type == "cuda":
             self._load_s += time.monotonic() - digested + arrived - started
         return self._ack()
+
+    def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
+        """A bucket that is broadcast: straight to where its tensors belong, or into a buffer while the one before it is
+        loaded.  Only what was announced has a place, so the next one waits where it could have one."""
+        runs, next_runs = (*session.bucket_runs[layout.index : layout.index + 2], (), ())[:2]
+        places = {} if self._broadcast.entered else self.loader.places(layout, runs)
+        try:
+            return self._broadcast.read(
+                layout,
+                group,
+                timeout_s=session.timeout_s,
+                runs=runs,
+                next_runs=() if self.loader.may_place(layout.index + 1, next_runs) else next_runs,
+                places=places,
+            )
+        except BaseException:
+            if places:
+                self.loader.abandon()
+            raise
 
     def _digest(self, bucket: Bucket, session: Open) -> None:
         """Sums are on their way to the host after this; to wait for them would stop the stream for every bucket."""

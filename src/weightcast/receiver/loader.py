@@ -9,7 +9,7 @@ It knows names, boxes and storage; sessions, groups and versions are the agent's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,6 +63,23 @@ class _Copy:
 
 
 _Table = list[tuple[TensorSlot, list[_Copy]]]  # a layout's slots, and the copies out of each
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a layout asks for.  Numbers only: a view would keep memory alive that an engine gives back when it sleeps.
+
+    Attributes:
+        layout: Which.
+        table: Its slots, and the copies out of each.
+        unbroken: The copies that take a whole slot to adjacent elements, by the slot's first byte in the bucket.
+    """
+
+    layout: BucketLayout
+    table: _Table
+    unbroken: Mapping[int, tuple[TensorSlot, _Copy]]
+
+
 _MAX_PLACES = 16
 
 
@@ -112,7 +129,8 @@ class Loader:
         self._repeated = RepeatedSums()
         self._arrived: dict[str, int] = {}
         self._whole: dict[str, torch.Tensor] = {}
-        self._known_copies: dict[int, tuple[BucketLayout, _Table]] = {}
+        self._known: dict[int, _Known] = {}
+        self._abandoned = False
         self._transfers = RepeatedTransfers()
         self._where: int | None = None  # which of the places that this update writes to
         self._places: dict[object, int] = {}
@@ -176,6 +194,9 @@ class Loader:
 
     def begin(self) -> None:
         """Forget what an earlier update left."""
+        if self._abandoned:
+            self.staging.allocate()
+            self._abandoned = False
         self._arrived.clear()
         self._whole.clear()
         self._where = None
@@ -185,20 +206,55 @@ class Loader:
             self._rests.clear()
         self.touched = False
 
+    def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Where slots of the bucket that comes next belong, for those that can come straight there: ``Bucket.lent``.
+
+        With a model on the host and a waiting set: slots that are a run of their own, kept whole, in their order and
+        dtype.  Whoever writes to a place and gives up half way calls ``abandon``.
+
+        Args:
+            layout: Of the bucket.
+            runs: In runs of so many bytes it comes.
+
+        Raises:
+            Refused: As ``load``.
+        """
+        places: dict[str, torch.Tensor] = {}
+        for slot, copy in self._straight(self._know(layout), runs):
+            self._check_turn(slot)  # before anything is overwritten
+            target = self._target(copy)
+            places[slot.spec.name] = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
+        return places
+
+    def may_place(self, index: int, runs: Sequence[int]) -> bool:
+        """True if ``places`` for the bucket with this number, not announced yet, will probably not be empty."""
+        known = self._known.get(index)
+        if known is None:
+            return self.staging.staged and len(runs) > 1
+        return any(True for _ in self._straight(known, runs))
+
+    def abandon(self) -> None:
+        """What writes to ``places`` was given up and may go on for a while: this update is over, and the next one
+        gets another waiting set."""
+        self.staging.abandon()
+        self._abandoned = True
+
     def load(self, bucket: Bucket) -> torch.Tensor | None:
         """Copy the bucket's tensors where they belong.  Enqueued on the current stream of a GPU, done on a CPU.
+
+        Args:
+            bucket: With slots lent if they have come straight to their ``places``.
 
         Returns:
             ``Bucket.sums`` of what was read, where they were taken on the way.
 
         Raises:
-            Refused: Rows arrive out of order or twice, or a tensor was not announced.
+            Refused: Rows arrive out of order or twice, a tensor was not announced, or the update was abandoned.
         """
-        table = self._copies(bucket.layout)
+        table = self._know(bucket.layout).table
         for slot, copies in table:
             name = slot.spec.name
-            if self._arrived.get(name, 0) != slot.first_row or (slot.whole and name in self._arrived):
-                raise Refused(f"{name}: rows from {slot.first_row} arrived after {self._arrived.get(name, 0)} rows")
+            self._check_turn(slot)
             self._arrived[name] = slot.first_row + slot.num_rows
             if name in self.computed:
                 self._hand_over(slot, bucket.view(slot))
@@ -206,8 +262,28 @@ class Loader:
                 self.touched = True
         if transfers_on(bucket.data.device):
             return self._copy_and_sum(bucket, table)
-        self._copy(bucket, [(slot, copy) for slot, copies in table for copy in copies])
+        lent = bucket.lent
+        self._copy(bucket, [(slot, copy) for slot, copies in table if slot.spec.name not in lent for copy in copies])
         return None
+
+    def _straight(self, known: _Known, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, _Copy]]:
+        start = 0
+        for size_bytes in runs if self.staging.staged else ():
+            slot, copy = known.unbroken.get(start, (None, None))
+            start += size_bytes
+            if slot is None or copy is None or slot.end_bytes != start:
+                continue
+            # Not the waiting one: that of a model on a GPU may be in host memory, where no bucket comes.
+            live = self.staging.live(copy.parameter)
+            if live.device.type == "cpu" and live.dtype == slot.spec.torch_dtype:
+                yield slot, copy
+
+    def _check_turn(self, slot: TensorSlot) -> None:
+        if self._abandoned:
+            raise Refused("a bucket of this update was given up half way", hint="open another session")
+        arrived = self._arrived.get(slot.spec.name)
+        if slot.first_row != (arrived or 0) or (slot.whole and arrived is not None):
+            raise Refused(f"{slot.spec.name}: rows from {slot.first_row} arrived after {arrived or 0} rows")
 
     def _copy(self, bucket: Bucket, copies: Sequence[tuple[TensorSlot, _Copy]]) -> None:
         targets: list[torch.Tensor] = []
@@ -324,17 +400,17 @@ class Loader:
             for route, spec, total in zip(routes, self._kept[1], sums.tolist(), strict=True)
         ]
 
-    def _copies(self, layout: BucketLayout) -> _Table:
-        """What a layout asks for, worked out when it first comes.  Numbers only: a view would keep memory alive that
-        an engine gives back when it sleeps."""
-        known = self._known_copies.get(layout.index)
-        if known is None or known[0] != layout:
-            found = [
+    def _know(self, layout: BucketLayout) -> _Known:
+        """What a layout asks for, worked out when it first comes."""
+        known = self._known.get(layout.index)
+        if known is None or known.layout != layout:
+            table = [
                 (slot, [copy for route in self.routes.get(slot.spec.name, ()) if (copy := _copy_of(route, slot))])
                 for slot in layout.slots
             ]
-            known = self._known_copies[layout.index] = (layout, found)
-        return known[1]
+            unbroken = {slot.offset_bytes: (slot, copies[0]) for slot, copies in table if _is_unbroken(slot, copies)}
+            known = self._known[layout.index] = _Known(layout, table, unbroken)
+        return known
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
         """Give a whole tensor to the model's own loader, put together first if it came in rows."""
@@ -403,6 +479,14 @@ def _copy_of(route: Route, slot: TensorSlot) -> _Copy | None:
         source_stride=stride,
         source_offset=start + sum(at * step for at, step in zip(begin, stride, strict=True)),
     )
+
+
+def _is_unbroken(slot: TensorSlot, copies: Sequence[_Copy]) -> bool:
+    """True if one copy, the only one, takes all of the slot to adjacent elements in the slot's order."""
+    if len(copies) != 1 or not slot.size_bytes:
+        return False
+    copy = copies[0]
+    return copy.shape == slot.shape and copy.stride == _contiguous(copy.shape)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -82,6 +82,13 @@ class Staging:
         if self.place == "device":
             self._waiting.clear()
 
+    def abandon(self) -> None:
+        """Let go of it, wherever it is, since somebody may write there for a while yet; ``allocate`` gets other memory.
+
+        Whoever still writes must keep what is written to alive.
+        """
+        self._waiting.clear()
+
     @property
     def staged(self) -> bool:
         """True if live parameters stay untouched until ``flip``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Join
 
 _BUFFERS = 2
+_NOWHERE: Mapping[str, torch.Tensor] = MappingProxyType({})
 _MAX_GROUPS = 4  # a trainer that died between two updates told nobody that its group is over
 
 
@@ -105,6 +107,7 @@ class BroadcastSource:
         timeout_s: float,
         runs: Sequence[int] = (),
         next_runs: Sequence[int] = (),
+        places: Mapping[str, torch.Tensor] = _NOWHERE,
     ) -> Bucket:
         """Receive the bucket.  Valid until the next but one.
 
@@ -115,6 +118,9 @@ class BroadcastSource:
             runs: In runs of so many bytes; empty for one of all.
             next_runs: Those of the bucket that will follow from the same group, if they are known: where it fits a
                 buffer, its broadcast is entered before this one is returned, and goes on meanwhile.
+            places: By name, where slots that are a run of their own go instead of into a buffer: ``Bucket.lent`` of
+                what is returned.  None for a bucket that was ``entered``.  A broadcast that was given up may write
+                there until it notices; it keeps the memory alive.
 
         Raises:
             Refused: No such group here.
@@ -135,7 +141,7 @@ class BroadcastSource:
                 raise Refused(f"bucket {layout.index} has {layout.size_bytes} bytes; {sum(expected)} were announced")
             entered, self._entered = self._entered, None
             if entered is None:
-                entered = self._enter(group, expected)
+                entered = self._enter(group, expected, _by_start(layout, places))
             elif entered.group is not group or entered.runs != expected:
                 entered.group.abort("another bucket came than was announced")
                 raise Refused(
@@ -145,11 +151,16 @@ class BroadcastSource:
             for work in entered.works:
                 group.finish(work, what=f"bucket {layout.index}", timeout_s=timeout_s)
             if 0 < sum(next_runs) <= entered.buffer.numel():
-                self._entered = self._enter(group, tuple(next_runs))
-            return Bucket(layout, entered.buffer)
+                self._entered = self._enter(group, tuple(next_runs), {})
+            return Bucket(layout, entered.buffer, lent=places)
         finally:
             with self._lock:
                 self._reading = None
+
+    @property
+    def entered(self) -> bool:
+        """True if the broadcast of the bucket that is read next goes on already."""
+        return self._entered is not None
 
     def release(self, bucket: Bucket) -> None:
         """A bucket that was read has been enqueued for loading; its buffer may be filled again after that."""
@@ -192,13 +203,14 @@ class BroadcastSource:
             if not group.alive:
                 self.leave(name)
 
-    def _enter(self, group: WorldGroup, runs: tuple[int, ...]) -> _Entered:
+    def _enter(self, group: WorldGroup, runs: tuple[int, ...], places: Mapping[int, torch.Tensor]) -> _Entered:
         buffer = self._buffer(sum(runs))
         works: list[Any] = []
         start = 0
         for size_bytes in runs:
             if size_bytes:
-                works.append(group.start_broadcast(buffer[start : start + size_bytes]))
+                place = places.get(start)
+                works.append(group.start_broadcast(buffer[start : start + size_bytes] if place is None else place))
             start += size_bytes
         return _Entered(group, runs, buffer, works)
 
@@ -215,3 +227,10 @@ class BroadcastSource:
         if self._loaded:
             self._loaded[self._turn].synchronize()
         return self._buffers[self._turn]
+
+
+def _by_start(layout: BucketLayout, places: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Places by the first byte of their slots in the bucket."""
+    if not places:
+        return {}
+    return {slot.offset_bytes: places[slot.spec.name] for slot in layout.slots if slot.spec.name in places}
