@@ -14,6 +14,7 @@ from weightcast import WeightUpdater
 from weightcast.comm.group import WorldGroup
 from weightcast.comm.http import Client
 from weightcast.errors import WeightcastError
+from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
 from weightcast.head import Head
 from weightcast.transports import channel
@@ -32,10 +33,12 @@ def update(urls: list[str], version: int, where: str, number: int, options: dict
         version: What to update to.
         where: ``point`` or ``point:k``.
         number: The signal to send to oneself.
-        options: For ``connect``.
+        options: For ``connect``; ``lends`` sends every tensor from where it lies, however small.
         said: Pipe for the error of a trainer that lives on.
     """
     options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 20.0} | options
+    if options.pop("lends", False):
+        gather.MIN_LENT_BYTES = 1
     updater = WeightUpdater.connect(trainer_of(version), urls, **options)
     point, _, count = where.partition(":")
     POINTS[point](int(count or 0), lambda: os.kill(os.getpid(), number))

@@ -44,7 +44,18 @@ BROADCAST_POINTS = [
     *("opened", "joining", "announced:0", "announced:7", "filled:1", "posted:5", "posted:14"),
     *("closed", "committing:10", "committed"),
 ]
-POINTS = [("ipc", where) for where in IPC_POINTS] + [("broadcast", where) for where in BROADCAST_POINTS]
+# By broadcast from where tensors lie, to where they belong: the numbers count runs, and fall within buckets.
+LENT_POINTS = ["announced:1", "announced:6", "announced:20", "filled:1", "closed"]
+WAYS = {
+    "ipc": {"transport": "ipc"},
+    "broadcast": {"transport": "broadcast"},
+    "lent": {"transport": "broadcast", "lends": True},
+}
+POINTS = [
+    *(("ipc", where) for where in IPC_POINTS),
+    *(("broadcast", where) for where in BROADCAST_POINTS),
+    *(("lent", where) for where in LENT_POINTS),
+]
 pytestmark = pytest.mark.deadlines
 
 SHORT = {"timeout_s": 1.0}
@@ -58,15 +69,16 @@ def die(engines: list[Engine], version: int, where: str, **options: object) -> N
     trainer.close()
 
 
-@pytest.mark.parametrize(("transport", "where"), POINTS)
-def test_a_killed_trainer_leaves_whole_versions_and_free_engines(engines, transport, where):
+@pytest.mark.parametrize(("way", "where"), POINTS)
+def test_a_killed_trainer_leaves_whole_versions_and_free_engines(engines, way, where):
     chosen = [engines.one, engines.two, engines.host]
     before = {engine.url: serves_whole(engine) for engine in chosen}
     doomed_version = next_version()
 
-    die(chosen, doomed_version, where, transport=transport)
+    die(chosen, doomed_version, where, **WAYS[way])
 
     # At once: a new trainer does not ask first whether it may.
+    transport = WAYS[way]["transport"]
     push(chosen[1:], next_version(), transport=transport)
     untouched = serves_whole(chosen[0])
     assert untouched in (before[chosen[0].url], doomed_version)
@@ -119,20 +131,22 @@ def test_a_refused_update_says_which_engine_is_half_updated(engines):
     serves_whole(engines.bare)
 
 
-@pytest.mark.parametrize(("transport", "where"), [("ipc", "posted:3"), ("broadcast", "announced:3"), ("ipc", "closed")])
-def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, transport, where):
+@pytest.mark.parametrize(
+    ("way", "where"), [("ipc", "posted:3"), ("broadcast", "announced:3"), ("lent", "announced:6"), ("ipc", "closed")]
+)
+def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, way, where):
     chosen = [engines.one, engines.two]
     before = [serves_whole(engine) for engine in chosen]
     ours, theirs = multiprocessing.Pipe()
     urls = [engine.url for engine in chosen]
-    options = {"transport": transport, **SHORT}
+    options = {**WAYS[way], **SHORT}
     trainer = process(doomed.update, urls, next_version(), where, doomed.STOP, options, theirs)
     try:
         wait_for(lambda: is_stopped(trainer.pid), "the trainer to stop")
         assert any(engine.info().session_owner for engine in chosen)
         assert [serves_whole(engine) for engine in chosen] == before
         version = next_version()
-        push(chosen, version, transport=transport)
+        push(chosen, version, transport=WAYS[way]["transport"])
         # It wakes up, goes on where it was, and is told.
         os.kill(trainer.pid, signal.SIGCONT)
         assert ours.poll(60)
