@@ -184,7 +184,8 @@ def _h200(gpus: int) -> list[Case]:
 def _cpu_plan() -> list[Case]:
     return [
         _cpu("cpu-colocated", "dense-256MiB", "colocated", 1, 1),
-        _cpu("cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1),
+        # What comes straight from where it lies to where it belongs takes no buffer, however large a bucket is.
+        _cpu("cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1, bucket_bytes=_LARGE_CPU),
         _cpu(
             "cpu-colocated-1g", "dense-1GiB", "colocated", 1, 1, bucket_bytes=_LARGE_CPU, budget_s=270, deadline_s=420
         ),

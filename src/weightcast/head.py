@@ -29,7 +29,7 @@ from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.report import UpdateReport
 from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.checkpoint_engine import CheckpointEngineTransport
-from weightcast.transports.digests import Repeated, Sent, SentDigests, casts_of
+from weightcast.transports.digests import Repeated, Sent, SentDigests
 from weightcast.transports.disk import DiskTransport
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link, in_flight_to
@@ -107,6 +107,7 @@ class Head:
         self._config = config
         self._exporter = exporter
         self._specs = tuple(specs)
+        self._bytes = total_bytes(self._specs)
         self._places = tuple(places)
         self._roster = roster
         self._transport: Transport | None = None
@@ -130,7 +131,6 @@ class Head:
         self._receivers: tuple[int, ...] = (0,)
         self._packing = Packing()
         self._lends = False
-        self.sent_bytes = 0
 
     # -- before anything moves
 
@@ -232,7 +232,7 @@ class Head:
         self._failure = None
         self._links = []
         self._attempts += 1
-        self.sent_bytes = self._num_buckets = 0
+        self._num_buckets = 0
         with self._phase("open"):
             try:
                 active = self._active()
@@ -251,7 +251,7 @@ class Head:
                 return self._fail(error)
         proven = self._config.verify in ("resident", "behaviour")
         self._digests = SentDigests(
-            casts_of(specs, [link.info.specs for link in self._links]) if proven else {},
+            self._repeated.casts(specs, [link.info.specs for link in self._links]) if proven else {},
             sha256=self._config.digest == "sha256",
             repeated=self._repeated,
         )
@@ -279,7 +279,6 @@ class Head:
             with self._phase("send"):
                 self._transport.send(bucket, shared)
             self._num_buckets += 1
-            self.sent_bytes += sum(slot.size_bytes for slot in bucket.layout.slots)
         except WeightcastError as error:
             self._failure = error
 
@@ -635,7 +634,7 @@ class Head:
         return UpdateReport(
             version=self._version,
             transport=self._name,
-            bytes=total_bytes(self._specs),
+            bytes=self._bytes,
             buckets=self._num_buckets,
             seconds=time.monotonic() - self._started,
             phases=phases,

@@ -17,6 +17,7 @@ from typing import Any, Protocol, assert_never
 
 import msgspec
 
+from weightcast.comm.collector import collector_still
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused, WeightcastError
 from weightcast.receiver.executor import Executor
@@ -192,7 +193,7 @@ class ReceiverEngine:
             return self._ack(ok=False, error=_words(error))
         if isinstance(message, Open) and self._idle_meeting:
             self._executor.interrupt("an update begins")
-        with self._busy:
+        with self._busy, collector_still():
             try:
                 return self._apply(message)
             except _GroupBroken as error:

@@ -73,11 +73,15 @@ class _Known:
         layout: Which.
         table: Its slots, and the copies out of each.
         unbroken: The copies that take a whole slot to adjacent elements, by the slot's first byte in the bucket.
+        parameters: Whose copies they are, each once.
+        rows: If every slot is a whole tensor that is copied or ignored, the rows of each by name; else empty.
     """
 
     layout: BucketLayout
     table: _Table
     unbroken: Mapping[int, tuple[TensorSlot, _Copy]]
+    parameters: tuple[str, ...]
+    rows: Mapping[str, int]
 
 
 _MAX_PLACES = 16
@@ -132,8 +136,7 @@ class Loader:
         self._known: dict[int, _Known] = {}
         self._abandoned = False
         self._transfers = RepeatedTransfers()
-        self._where: int | None = None  # which of the places that this update writes to
-        self._places: dict[object, int] = {}
+        self._places: dict[object, int] = {}  # where the parameters of a bucket lie; a number is a better key
         self._rests: dict[object, list[tuple[TensorSlot, _Copy]]] = {}  # what of a place is no transfer
         # Of the tables that were announced last; the same ones in every update.
         self._fits: Sequence[TensorSpec] | None = None
@@ -199,8 +202,7 @@ class Loader:
             self._abandoned = False
         self._arrived.clear()
         self._whole.clear()
-        self._where = None
-        if len(self._places) > _MAX_PLACES:  # an engine that moves its weights again and again
+        if len(self._places) > _MAX_PLACES * len(self._known):  # an engine that moves its weights again and again
             self._transfers = RepeatedTransfers()
             self._places.clear()
             self._rests.clear()
@@ -251,17 +253,12 @@ class Loader:
         Raises:
             Refused: Rows arrive out of order or twice, a tensor was not announced, or the update was abandoned.
         """
-        table = self._know(bucket.layout).table
-        for slot, copies in table:
-            name = slot.spec.name
-            self._check_turn(slot)
-            self._arrived[name] = slot.first_row + slot.num_rows
-            if name in self.computed:
-                self._hand_over(slot, bucket.view(slot))
-            elif copies and not self.staging.staged:
-                self.touched = True
+        known = self._know(bucket.layout)
+        table = known.table
+        self._take_over(bucket, known)
+        self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in table))
         if transfers_on(bucket.data.device):
-            return self._copy_and_sum(bucket, table)
+            return self._copy_and_sum(bucket, known)
         lent = bucket.lent
         self._copy(bucket, [(slot, copy) for slot, copies in table if slot.spec.name not in lent for copy in copies])
         return None
@@ -277,6 +274,17 @@ class Loader:
             live = self.staging.live(copy.parameter)
             if live.device.type == "cpu" and live.dtype == slot.spec.torch_dtype:
                 yield slot, copy
+
+    def _take_over(self, bucket: Bucket, known: _Known) -> None:
+        """Everything but the copies."""
+        if known.rows and not self._abandoned and self._arrived.keys().isdisjoint(known.rows):
+            self._arrived.update(known.rows)  # at once: there may be thousands
+            return
+        for slot, _ in known.table:
+            self._check_turn(slot)
+            self._arrived[slot.spec.name] = slot.first_row + slot.num_rows
+            if slot.spec.name in self.computed:
+                self._hand_over(slot, bucket.view(slot))
 
     def _check_turn(self, slot: TensorSlot) -> None:
         if self._abandoned:
@@ -302,20 +310,22 @@ class Loader:
             sources.append(flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same))
         copy_all(targets, sources)
 
-    def _copy_and_sum(self, bucket: Bucket, table: _Table) -> torch.Tensor:
+    def _copy_and_sum(self, bucket: Bucket, known: _Known) -> torch.Tensor:
         """One launch for all but what has to be cast or comes from another device."""
-        if self._where is None:
-            targets = [self.staging.target(name) for name in self._routed]
-            now = tuple((target.data_ptr(), target.dtype) for target in targets)
-            self._where = self._places.setdefault(now, len(self._places))
-        place = bucket.layout.index, bucket.data.data_ptr(), self._where
+        targets = list(map(self.staging.target, known.parameters))
+        now = (
+            bucket.layout.index,
+            tuple(map(torch.Tensor.data_ptr, targets)),
+            tuple(target.dtype for target in targets),
+        )
+        place = bucket.data.data_ptr(), self._places.setdefault(now, len(self._places))
 
         def transfers() -> list[Transfer]:
-            found, rest = self._transfers_of(bucket, table)
+            found, rest = self._transfers_of(bucket, known.table)
             self._rests[place] = rest
             return found
 
-        sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(table), transfers)
+        sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(known.table), transfers)
         self._copy(bucket, self._rests[place])
         return sums
 
@@ -409,7 +419,11 @@ class Loader:
                 for slot in layout.slots
             ]
             unbroken = {slot.offset_bytes: (slot, copies[0]) for slot, copies in table if _is_unbroken(slot, copies)}
-            known = self._known[layout.index] = _Known(layout, table, unbroken)
+            rows = {slot.spec.name: slot.num_rows for slot in layout.slots if slot.whole}
+            if len(rows) != len(table) or not self.computed.isdisjoint(rows):
+                rows = {}
+            parameters = tuple(dict.fromkeys(copy.parameter for _, copies in table for copy in copies))
+            known = self._known[layout.index] = _Known(layout, table, unbroken, parameters, rows)
         return known
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:

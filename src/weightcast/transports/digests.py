@@ -6,6 +6,7 @@ So a digest is taken in the wire's dtype (for what is received) and in each dtyp
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -41,6 +42,15 @@ class Repeated:
     def __init__(self) -> None:
         self.sums = RepeatedSums()
         self.totals = RepeatedTotals()
+        self._tables: list[Sequence[TensorSpec]] = []
+        self._casts: dict[str, set[str]] = {}
+
+    def casts(self, specs: Sequence[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
+        """As ``casts_of``; looked for once as long as the tables are the very same ones."""
+        tables = [specs, *kept]
+        if len(tables) != len(self._tables) or not all(map(operator.is_, tables, self._tables)):
+            self._casts, self._tables = casts_of(specs, tables[1:]), tables
+        return self._casts
 
 
 class Sent:

@@ -22,7 +22,8 @@ class Bucket:
         data: uint8, one-dimensional, contiguous, at least ``layout.size_bytes`` long, on any device.
         sums: Partial digest sum of each slot, int64 ``[slots]`` on the device of ``data``, where they were taken on the
             way; None where nobody has.
-        lent: By tensor name, the bytes of slots that stay where they are, flat uint8, instead of lying in ``data``.
+        lent: By tensor name, the bytes of slots that lie elsewhere than in ``data``, flat uint8: where the trainer has
+            them, or where the engine keeps them.
     """
 
     layout: BucketLayout

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import struct
 from collections.abc import Sequence
 
 import msgspec
@@ -67,7 +67,8 @@ class Totals:
         if not self:
             return ""
         hashed = hashlib.blake2b(self._contents.seed, digest_size=16)
-        hashed.update(struct.pack(f"<{len(self._values)}q", *self._values.tolist()))
+        values = self._values.contiguous()
+        hashed.update((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
         return hashed.hexdigest()
 
     def by_name(self) -> dict[str, str]:

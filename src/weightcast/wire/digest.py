@@ -262,9 +262,9 @@ def model_digest(digests: Mapping[str, str]) -> str:
     Raises:
         ValueError: a digest is not a hex string.
     """
-    for name, digest in digests.items():
-        if not _HEX.fullmatch(digest):
-            raise ValueError(f"the digest of {name} is {digest!r}, not lower-case hex")
+    if not all(map(_HEX.fullmatch, digests.values())):
+        name, digest = next(item for item in digests.items() if not _HEX.fullmatch(item[1]))
+        raise ValueError(f"the digest of {name} is {digest!r}, not lower-case hex")
     return hashlib.blake2b(json.dumps(sorted(digests.items())).encode(), digest_size=8).hexdigest()
 
 
