@@ -240,6 +240,8 @@ class WeightReceiver:
                 next_runs=() if self.loader.may_place(layout.index + 1, next_runs) else next_runs,
                 places=places,
             )
+        except Refused:
+            raise  # before anything was entered
         except BaseException:
             if places:
                 self.loader.abandon()
