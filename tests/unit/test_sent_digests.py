@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.models import buckets_of, specs_of, weights_of
 from weightcast.transports import digests
-from weightcast.transports.digests import Sent, SentDigests, casts_of
+from weightcast.transports.digests import Repeated, Sent, SentDigests, casts_of
 from weightcast.wire.digest import sha256_digest, tensor_digest, unequal
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
@@ -69,6 +69,26 @@ def test_only_other_dtypes_are_cast():
     other, third = keeping({"q.weight": "bfloat16"}), keeping({"q.weight": "float16", "scale": "bfloat16"})
     assert casts_of(specs, [specs, other, third]) == {"q.weight": {"bfloat16", "float16"}, "scale": {"bfloat16"}}
     assert casts_of(specs, [[replace(specs[0], name="not sent", dtype="int8")]]) == {}
+
+
+def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another(monkeypatch):
+    looked: list[int] = []
+
+    def looking(specs, kept):
+        looked.append(len(kept))
+        return casts_of(specs, kept)
+
+    monkeypatch.setattr(digests, "casts_of", looking)
+    repeated = Repeated()
+    specs, same, other = keeping({}), keeping({}), keeping({"scale": "bfloat16"})
+    for _ in range(3):
+        assert repeated.casts(specs, [same]) == {}
+    assert looked == [1]
+    assert repeated.casts(specs, [same, other]) == {"scale": {"bfloat16"}}
+    assert repeated.casts(specs, [other]) == {"scale": {"bfloat16"}}
+    assert repeated.casts(specs, [same]) == {}
+    assert repeated.casts(other, [other]) == {}
+    assert looked == [1, 2, 1, 1, 1]
 
 
 def test_sha256_where_a_tensor_travels_whole():
