@@ -353,7 +353,7 @@ class WeightUpdater:
     def _stream(self, buckets: Iterator[tuple[Bucket | None, SharedSlot | None]]) -> None:
         """Fill one bucket while the one before it is under way."""
         head = self._head
-        sent_bytes = 0
+        sent_bytes, all_bytes = 0, total_bytes(self._specs) if self._progress is not None else 0
         for _ in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
             if self._group.broadcast_bytes(go, timeout_s=self._patience_s()) != b"go":
@@ -365,7 +365,7 @@ class WeightUpdater:
                 head.send(bucket, shared)
                 if self._progress is not None and not head.failed:
                     sent_bytes += sum(slot.size_bytes for slot in bucket.layout.slots)
-                    self._progress(sent_bytes, total_bytes(self._specs))
+                    self._progress(sent_bytes, all_bytes)
 
     def _gather_shared(self, slot: SharedSlot | None) -> list[Shared]:
         """Handles of all filled buffers, on the head."""

@@ -24,7 +24,7 @@ import torch
 from weightcast.comm.local import Move, TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.copies import Flat, bits, copy_all
+from weightcast.wire.copies import Flat, bits, copy_all, flat_bytes
 from weightcast.wire.digest import Box, Piece
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer, transfers_on
@@ -261,8 +261,7 @@ class Gatherer:
                     continue
                 memory = held.memory.detach()[slices(box, held.box.offset)]
                 if _is_ready(memory, slot.spec, group.device):
-                    # Not view(-1): it may keep an odd stride of a dimension of one element.
-                    found[slot.spec.name] = memory.as_strided((memory.numel(),), (1,)).view(torch.uint8)
+                    found[slot.spec.name] = flat_bytes(memory)
         return found
 
     def _fill(

@@ -21,7 +21,7 @@ from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sums import piece_of
-from weightcast.wire.copies import Flat, bits, copy_all
+from weightcast.wire.copies import Flat, bits, copy_all, flat_bytes
 from weightcast.wire.digest import Box, Piece, RepeatedSums, as_unsigned
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, dtype_name
 from weightcast.wire.messages import Held
@@ -224,8 +224,7 @@ class Loader:
         places: dict[str, torch.Tensor] = {}
         for slot, copy in self._straight(self._know(layout), runs):
             self._check_turn(slot)  # before anything is overwritten
-            target = self._target(copy)
-            places[slot.spec.name] = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
+            places[slot.spec.name] = flat_bytes(self._target(copy))
         return places
 
     def may_place(self, index: int, runs: Sequence[int]) -> bool:
@@ -264,6 +263,7 @@ class Loader:
         return None
 
     def _straight(self, known: _Known, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, _Copy]]:
+        """The slots that can come straight to where they belong."""
         start = 0
         for size_bytes in runs if self.staging.staged else ():
             slot, copy = known.unbroken.get(start, (None, None))

@@ -22,6 +22,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat uint8; no copy."""
+    # Not view(-1): it may keep an odd stride of a dimension of one element, which cannot be read as bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 class Flat:
     """A flat uint8 buffer, read as whatever dtype is asked for.
 

@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightcast.wire.copies import flat_bytes
+
 if TYPE_CHECKING:
     from weightcast.wire.digest_kernel import Key
 
@@ -248,8 +250,7 @@ def sha256_digest(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         raise ValueError(f"a meta tensor {tuple(tensor.shape)} has no bytes")
     sha = hashlib.sha256(_header(tensor.dtype, tensor.shape))
-    # Not view(-1): it may keep an odd stride of a dimension of one element, which cannot be read as bytes.
-    data = _resolved(tensor).contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    data = flat_bytes(_resolved(tensor).contiguous())
     for chunk in data.split(_SHA_CHUNK_BYTES) if data.numel() else ():
         on_host = chunk.cpu()
         sha.update((ctypes.c_ubyte * on_host.numel()).from_address(on_host.data_ptr()))
