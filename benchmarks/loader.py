@@ -1,4 +1,4 @@
-"""What loading costs an engine: its own loader tensor by tensor, and our replay of the copies that it makes.
+"""Cost of loading in an engine: its own loader, tensor by tensor, beside our replay of the copies that it makes.
 
     python benchmarks/loader.py --model qwen3-30b-a3b --out FILE
 
@@ -19,17 +19,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import torch
 
-from weightcast.cli.measuring.machine import facts
-from weightcast.cli.measuring.raw import chunks, synchronize
-from weightcast.cli.measuring.shapes import model_shape
-from weightcast.cli.measuring.synthetic import Engine
+from weightcast.lab.bench.machine import facts
+from weightcast.lab.bench.raw import chunks, synchronize
+from weightcast.lab.bench.shapes import model_shape
+from weightcast.lab.bench.synthetic import Engine
 from weightcast.receiver.loader import Loader
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 
 
 def median_s(run: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Of several runs after one that does not count: until the device is done, and until the call returns."""
+    """Times several runs after a warm-up, until the device is done and until the call returns."""
     whole: list[float] = []
     issued: list[float] = []
     for number in range(repeats + 1):

@@ -1,7 +1,7 @@
-"""What is measured on which machine, most valuable first; the driver stops when its time is over.
+"""Plans: the cases to measure on each machine, most valuable first; the driver stops when its time is used up.
 
-A case is a model in a layout with a sweep; ``kind`` says which script measures it. Deadlines are generous: a case that
-hangs costs them in full.
+A case is a model in a layout with a sweep, and ``kind`` says which script measures it. A case that hangs uses up its
+whole deadline.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weightcast.cli.measuring.rig import Layout
+from weightcast.lab.bench.rig import Layout
 
 MIB, GIB = 1 << 20, 1 << 30
 Kind = Literal["updates", "limits", "loader", "digest", "gather"]
@@ -18,23 +18,23 @@ Kind = Literal["updates", "limits", "loader", "digest", "gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One process of the driver.
+    """One case, which the driver runs in a process of its own.
 
     Attributes:
-        name: Of the result's file.
-        kind: Which measurement.
-        layout: Who is where; for updates and limits.
-        bucket_bytes: Sweep of weightcast.
-        peer_bytes: Sweep of the peers; empty for none of them.
-        left_out: Peers that do not take part, with the reason.
-        levels: Of proof that weightcast takes turns with.
-        staging: Where engines of ours keep the second set.
-        turns: Timed turns of each.
-        warm: Turns before those.
+        name: Name of the case and of its result file.
+        kind: Kind of measurement.
+        layout: Processes and devices, for updates and limits.
+        bucket_bytes: Bucket sizes to sweep for weightcast.
+        peer_bytes: Bucket sizes to sweep for the peers; empty to leave all peers out.
+        left_out: Peers that are left out, with the reason.
+        levels: Levels of proof to measure.
+        staging: Staging of our engines.
+        turns: Timed turns of each method.
+        warm: Untimed turns before them.
         tries: Turns of each setting of a sweep.
-        budget_s: No round starts later than that.
-        deadline_s: The process is ended then.
-        options: Of the other kinds.
+        budget_s: Time after which no round starts, in seconds.
+        deadline_s: Time after which the process is killed, in seconds.
+        options: Command-line options of the other kinds.
     """
 
     name: str
@@ -121,14 +121,14 @@ def _h200(gpus: int) -> list[Case]:
     cases.append(_gpu("colocated-1-8b", "qwen3-8b", "colocated", 1, 1))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
-    # What proof costs is little, so there are many turns, and of nobody else.
+    # The cost of proof is small, so there are many turns and no other methods.
     levels = ("resident", "received", "none")
     alone: dict[str, Any] = dict(levels=levels, bucket_bytes=(2 * GIB,), peer_bytes=(), turns=80, warm=4, budget_s=100)
     cases.append(_gpu("proof-colocated-1-8b", "qwen3-8b", "colocated", 1, 1, **alone))
     if gpus >= 2:
         cases.append(_gpu("proof-disaggregated-1+1-8b", "qwen3-8b", "disaggregated", 1, 1, **alone))
     many: dict[str, Any] = dict(peer_bytes=(512 * MIB,), bucket_bytes=(256 * MIB,), budget_s=195, deadline_s=360)
-    # An engine has two sets of weights, so what is worked out once is worked out in two turns.
+    # An engine has two sets of weights, so its one-time work takes two turns.
     many |= dict(turns=3, warm=3, tries=1)
     if gpus >= 2:
         cases.append(_gpu("disaggregated-1+1-many", "many-65536", "disaggregated", 1, 1, **many))
@@ -184,7 +184,7 @@ def _h200(gpus: int) -> list[Case]:
 def _cpu_plan() -> list[Case]:
     return [
         _cpu("cpu-colocated", "dense-256MiB", "colocated", 1, 1),
-        # What comes straight from where it lies to where it belongs takes no buffer, however large a bucket is.
+        # The zero-copy path needs no buffer, however large a bucket is.
         _cpu("cpu-disaggregated", "dense-256MiB", "disaggregated", 1, 1, bucket_bytes=_LARGE_CPU),
         _cpu(
             "cpu-colocated-1g", "dense-1GiB", "colocated", 1, 1, bucket_bytes=_LARGE_CPU, budget_s=270, deadline_s=420
@@ -209,7 +209,7 @@ def _cpu_plan() -> list[Case]:
 
 
 def _smoke() -> list[Case]:
-    """Every kind and every peer with a tiny model: does it run at all?"""
+    """Returns a case with a tiny model for every kind and every peer, to check that they run."""
     few = dict(turns=1, bucket_bytes=(MIB,), peer_bytes=(MIB,), budget_s=90)
     return [
         _cpu("smoke-colocated", "tiny", "colocated", 1, 1, **few),

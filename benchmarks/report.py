@@ -1,4 +1,4 @@
-"""Tables and plots of what was measured; no figure in them is typed.
+"""Makes tables and plots of the measurements; no figure is typed by hand.
 
     python benchmarks/report.py
 
@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def main() -> int:
 
 
 def read(folder: Path) -> dict[str, Result]:
-    """By file name, those that this script knows how to show."""
+    """Reads the results that this script can show, by file name."""
     found: dict[str, Result] = {}
     for path in sorted(folder.rglob("*.json")):
         content = json.loads(path.read_text())
@@ -47,7 +48,7 @@ def read(folder: Path) -> dict[str, Result]:
 
 
 def render(results: dict[str, Result], plots: dict[str, str]) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [_HEAD]
     parts += _summary(results)
     for name, result in results.items():
@@ -76,7 +77,7 @@ def _kind(result: Result) -> str:
 
 
 def _summary(results: dict[str, Result]) -> list[str]:
-    """One row for each case of updates: ours with proof, the limit, the best peer."""
+    """Makes a row for each case of updates: weightcast with proof, the limit and the best peer."""
     rows: list[list[str]] = []
     for name, result in results.items():
         if _kind(result) != "updates":
@@ -129,7 +130,18 @@ def _machine(result: Result) -> str:
     parts += [f"NCCL {facts['nccl']}"] if "nccl" in facts else []
     parts += [f"load average at the end {facts['load_average'][0]}"] if "load_average" in facts else []
     revision, date = facts.get("revision", "not recorded"), facts.get("date", facts.get("time", "not recorded"))
-    return f"{'; '.join(parts)}. Revision `{revision}`, {date}.\n\n`{facts['command']}`\n"
+    text = wrapped(f"{'; '.join(parts)}. Revision `{revision}`, {date}.")
+    return f"{text}\n\n{_command(facts['command'])}"
+
+
+def wrapped(text: str) -> str:
+    """Wraps a paragraph or list item at the line length of the docs."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _command(command: str) -> str:
+    return f"```sh\n{command}\n```\n"
 
 
 def _updates(result: Result) -> str:
@@ -177,9 +189,9 @@ def _updates(result: Result) -> str:
         )
     for row in result["methods"]:
         if row["emulated"]:
-            lines.append(f"- emulated in {row['name']}: {'; '.join(row['emulated'])}")
-    lines += [f"- not run: {name}: {why}" for name, why in result["not_run"].items()]
-    lines += [f"- failed: {name}: {why}" for name, why in result["failed"].items()]
+            lines.append(wrapped(f"- emulated in {row['name']}: {'; '.join(row['emulated'])}"))
+    lines += [wrapped(f"- not run: {name}: {why}") for name, why in result["not_run"].items()]
+    lines += [wrapped(f"- failed: {name}: {why}") for name, why in result["failed"].items()]
     if result.get("peers"):
         versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
         lines.append(f"- versions of the peers: {versions}")
@@ -187,7 +199,7 @@ def _updates(result: Result) -> str:
 
 
 def _cost_of_proof(result: Result) -> list[str]:
-    """How much later weights are usable with each level of proof than without."""
+    """Makes the table of the extra time until weights are usable, for each level of proof."""
     usable = {row["settings"]["verify"]: row["usable_s"]["median"] for row in result["methods"] if row["ours"]}
     without = usable.pop("none", None)
     if without is None or not usable:
@@ -263,7 +275,7 @@ def _gather(result: Result) -> str:
 
 
 def _engine(result: Result) -> str:
-    """What GPU tests of real engines made: the last update of a test, or the middle one of the last ten of many."""
+    """Tables of GPU tests of real engines: the last update of a test, or the median of its last ten."""
     facts = result["machine"]
     rows: list[list[str]] = []
     for name, test in result["tests"].items():
@@ -295,10 +307,10 @@ def _engine(result: Result) -> str:
     ]
     versions = "".join(f", {name} {facts[name]}" for name in ("lmdeploy", "sglang", "vllm", "ray") if name in facts)
     machine = (
-        f"Machine: {len(facts['gpus'])} x {facts['gpus'][0]}; torch {facts['torch']}, NCCL {facts['nccl']}{versions}.\n"
+        f"Machine: {len(facts['gpus'])} x {facts['gpus'][0]}; torch {facts['torch']}, NCCL {facts['nccl']}{versions}."
     )
-    note = [result["note"] + "\n"] if "note" in result else []
-    parts = [machine, *note, f"`{facts['command']}`\n"]
+    note = [wrapped(result["note"]) + "\n"] if "note" in result else []
+    parts = [wrapped(machine) + "\n", *note, _command(facts["command"])]
     if rows:
         parts += ["Whole `update()` calls with real engines, as the trainer sees them:\n", table(head, rows)]
     if gathered:
@@ -318,7 +330,7 @@ _SHOW: dict[str, Callable[[Result], str]] = {
 
 
 def draw(results: dict[str, Result], folder: Path, base: Path) -> dict[str, str]:
-    """A bar for each method and limit; by result, the plot's path from the page. Empty without matplotlib."""
+    """Plots a bar for each method and limit; returns the path of each result's plot. Empty without matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -351,7 +363,7 @@ def draw(results: dict[str, Result], folder: Path, base: Path) -> dict[str, str]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown; the first column to the left, the others to the right."""
+    """Formats a Markdown table; the first column is left-aligned, the others right-aligned."""
     lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Everything there is to measure on one machine, in one call.
+"""Measures all cases of a plan on one machine.
 
     python benchmarks/run.py --plan cpu --out benchmarks/results
     python benchmarks/run.py --plan h200-4 --out $OUT --limit-s 560
@@ -31,13 +31,13 @@ _LEAST_S = 20.0
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """One case, in this process."""
+    """Measures one case in this process."""
     from peers import sources
     from peers.table import peers
     from sweep import run_limits
 
-    from weightcast.cli.measuring.case import Plan, run_case
-    from weightcast.cli.measuring.contenders import ours
+    from weightcast.lab.bench.case import Plan, run_case
+    from weightcast.lab.bench.contenders import ours
 
     assert case.layout is not None
     plan = Plan(turns=case.turns, warm=case.warm, tries=case.tries, budget_s=case.budget_s)
@@ -52,14 +52,14 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def script_for(case: Case, plan: str, out: Path) -> list[str]:
-    """The command that measures a case."""
+    """Returns the command that measures a case."""
     if case.kind in ("updates", "limits"):
         return [sys.executable, str(HERE / "run.py"), "--plan", plan, "--case", case.name, "--out", str(out)]
     return [sys.executable, str(HERE / f"{case.kind}.py"), *case.options, "--out", str(out / f"{case.name}.json")]
 
 
 def run_case_process(case: Case, plan: str, out: Path, left_s: float) -> dict[str, Any]:
-    """Start it, wait, end it and all that it started if it takes too long."""
+    """Runs a command; after the deadline it kills the command with all processes that it started."""
     command = script_for(case, plan, out)
     deadline_s = min(case.deadline_s, left_s)
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -84,7 +84,7 @@ def run_case_process(case: Case, plan: str, out: Path, left_s: float) -> dict[st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process group that we started, and nothing else."""
+    """Kills the process group of a command that this script started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -98,8 +98,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", choices=sorted(PLANS), required=True)
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="of all cases together")
-    parser.add_argument("--only", action="append", default=[], help="this case; may be given several times")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="time limit of all cases together, in seconds")
+    parser.add_argument("--only", action="append", default=[], help="name of a case to run; may be repeated")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def main() -> int:
             continue
         left_s = until - time.monotonic()
         if left_s < _LEAST_S:
-            log.append({"name": case.name, "code": "no time was left", "seconds": 0.0, "result": None})
+            log.append({"name": case.name, "code": "the time was used up", "seconds": 0.0, "result": None})
         else:
             print(f"{case.name}, {left_s:.0f} s left", file=sys.stderr, flush=True)
             log.append(run_case_process(case, arguments.plan, arguments.out, left_s))

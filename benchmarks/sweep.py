@@ -1,4 +1,4 @@
-"""Limits by size: what each way of moving bytes reaches between these processes, from 1 MiB to 1 GiB.
+"""Limits by size: the bandwidth of each way of moving bytes between these processes, from 1 MiB to 1 GiB.
 
 Trainer 0 and engine 0 stand for a pair; broadcast and the fan of all trainers to all engines take everybody.
 """
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from weightcast.cli.measuring.machine import facts
-from weightcast.cli.measuring.raw import RawGroup, synchronize
-from weightcast.cli.measuring.rig import EngineSide, Layout, Method, Rig, TrainerSide
+from weightcast.lab.bench.machine import facts
+from weightcast.lab.bench.raw import RawGroup, synchronize
+from weightcast.lab.bench.rig import EngineSide, Layout, Method, Rig, TrainerSide
 
 _MIB = 1 << 20
 SIZES_GPU = (1, 16, 64, 256, 1024)
@@ -46,7 +46,7 @@ class _Half:
         self.found: dict[str, float] = {}
 
     def prepare(self) -> None:
-        """Buffers, and the group of all."""
+        """Allocates the buffers and joins the group of all processes."""
         largest = max(self.sizes) * _MIB
         self.a = torch.ones(largest, dtype=torch.uint8, device=self.device)
         self.b = torch.zeros(largest, dtype=torch.uint8, device=self.device)
@@ -63,7 +63,7 @@ class _Half:
             self.world.close()
 
     def time(self, name: str, size_bytes: int, run: Callable[[], object]) -> None:
-        """Median of several, the first does not count."""
+        """Records the bandwidth of the median run; the first run does not count."""
         seconds: list[float] = []
         for number in range(_REPEATS + 1):
             synchronize(self.device)
@@ -75,7 +75,7 @@ class _Half:
         self.found[name] = size_bytes / statistics.median(seconds) / 1e9
 
     def together(self) -> None:
-        """What takes everybody."""
+        """Measures the collectives, which need all processes."""
         layout: Layout = self.side.layout
         world = self.world
         if world is None:
@@ -103,7 +103,7 @@ class _Half:
 
 
 class Trainer(_Half):
-    """Copies of its own on trainer 0; then what takes everybody."""
+    """Measures local copies on trainer 0, then the collectives."""
 
     def update(self, version: int) -> dict[str, float]:
         """All of it."""
@@ -143,7 +143,7 @@ class Trainer(_Half):
 
 
 class Engine(_Half):
-    """Opens what trainer 0 lends, copies from it; then what takes everybody."""
+    """Opens trainer 0's buffers and copies from them, then measures the collectives."""
 
     def update(self, version: int) -> dict[str, float]:
         """All of it."""

@@ -1,12 +1,12 @@
-"""GRPO with trainers and engines on the same devices: they take turns.
+"""GRPO with trainers and engines that take turns on the same devices.
 
     python examples/rl_colocated.py                                   # SmolLM2-135M, two cores, under ten minutes
-    python examples/rl_colocated.py --resume                          # goes on from the last checkpoint
+    python examples/rl_colocated.py --resume                          # continues from the last checkpoint
     python examples/rl_colocated.py --model Qwen3-8B --gpus 8 --trainers 8 --engines 8 --engine vllm
 
-Every step the engines answer arithmetic problems, a judge that is a program rewards the answers, the engines go to
-sleep, FSDP2 trainers in the same Ray bundles take one step, the engines wake up and get the new weights through memory
-that both can see.  The update returns when every engine has proved that it serves exactly these weights.
+In each step the engines answer arithmetic problems and a program rewards the answers.  Then the engines sleep while
+FSDP2 trainers in the same Ray bundles take one training step.  The engines wake up and receive the new weights through
+shared memory.  The update returns when every engine has proved that it serves exactly these weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 SMOLLM2 = CACHE / "weightcast/SmolLM2-135M-Instruct"  # made by `weightcast demo`
 
-# -- the task: a problem, how it is put to the model, what an answer is worth
+# -- the task: a problem, its prompt and the reward of an answer
 
 EXAMPLE = ("Zoe has 2 pens and buys 6 more. How many pens does Zoe have now?", "2 + 6 = 8\n#### 8")
 ANSWER = re.compile(r"#### (-?\d+)\s*$")
@@ -69,14 +69,14 @@ def read_problems(file: Path) -> list[Problem]:
 
 
 def judge(problem: Problem, text: str, *, finished: bool) -> float:
-    """0.6 for the right answer behind ``####``, 0.2 for a calculation that gives it, 0.2 for an end in that form."""
+    """Rewards an answer: 0.6 if it is right, 0.2 for a calculation that gives it, 0.2 if it ends with ``#### N``."""
     said = ANSWER.search(text) if finished else None
     right = said is not None and int(said[1]) == problem.answer
     calculated = re.search(rf"= {problem.answer}\b", text) is not None
     return 0.6 * right + 0.2 * calculated + 0.2 * (said is not None)
 
 
-# -- rollouts: what the engines say
+# -- rollouts: completions from the engines
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Group:
 
     prompt: list[int]
     completions: list[list[int]]
-    logprobs: list[list[float]]  # of each token, under the engine's weights
+    logprobs: list[list[float]]  # log-probability of each token under the engine's weights
     rewards: list[float]
-    version: int  # of the weights that sampled it
+    version: int  # weight version that sampled them
 
 
 class Rollouts:
@@ -95,13 +95,13 @@ class Rollouts:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.problems = problems
         self.args = args
-        # Below what servers allow: a connection that the server is closing loses the request sent into it.
+        # Shorter than servers keep idle connections: a request on a connection that the server closes is lost.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         self.client = httpx.Client(timeout=300, trust_env=False, limits=limits)
         self.pool = ThreadPoolExecutor(64)
 
     def step(self, number: int, urls: tuple[str, ...], version: int) -> list[Group]:
-        """The groups of one step; the same problems for the same number, so that a resumed run goes on as it would."""
+        """Samples the groups of one step.  A step number always gives the same problems, also in a resumed run."""
         order = random.Random(f"{self.args.seed} {number}")
         asked = order.sample(self.problems, self.args.prompts)
         turns = zip(asked, itertools.cycle(urls), itertools.count(order.randrange(1 << 30)), strict=False)
@@ -127,18 +127,18 @@ class Rollouts:
             completions=[choice["token_ids"] for choice in choices],
             logprobs=[choice["logprobs"]["token_logprobs"] for choice in choices],
             rewards=rewards,
-            version=reply.get("weight_version", version),  # engines that do not say are at the version they were sent
+            version=reply.get("weight_version", version),  # some engines do not report it
         )
 
     def model_name(self, url: str) -> str:
         return self.client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
 
 
-# -- training: one of these on every rank
+# -- training: one ``Learner`` on every rank
 
 
 class Learner:
-    """FSDP2, AdamW and one GRPO step at a time.  ``model`` is what weightcast sends."""
+    """Trains with FSDP2, AdamW and GRPO.  weightcast sends the weights of ``model``."""
 
     def __init__(self, device: torch.device, *, model: str, lr: float, seed: int) -> None:
         torch.manual_seed(seed)
@@ -153,7 +153,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
-        """One optimiser step; every rank takes its share of the groups."""
+        """Runs one optimiser step; every rank trains on its share of the groups."""
         rank, world = dist.get_rank(), dist.get_world_size()
         mine = groups[rank::world]
         tokens = sum(len(completion) for group in groups for completion in group.completions)
@@ -163,7 +163,7 @@ class Learner:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
             loss, gap = self.loss(group)
-            (loss * world / tokens).backward()  # FSDP2 averages over ranks; this makes it a mean over tokens
+            (loss * world / tokens).backward()  # FSDP2 averages over ranks; the factor gives a token mean
             totals += torch.stack([loss.detach(), gap])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -173,14 +173,14 @@ class Learner:
         return {"loss": loss, "grad_norm": float(norm.full_tensor()), "logprob_gap": gap}
 
     def loss(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed over tokens: the clipped policy gradient, and how far the engine's log-probabilities are from ours.
+        """Returns the clipped policy-gradient loss and the gap to the engine's log-probabilities, summed over tokens.
 
-        The prompt stands once, every completion behind it; a mask keeps completions from seeing each other.
+        The prompt comes once, then every completion; a mask keeps completions from attending to each other.
         """
         rewards = torch.tensor(group.rewards)
         advantage = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
         ids, positions, owner = list(group.prompt), list(range(len(group.prompt))), [-1] * len(group.prompt)
-        source: list[int] = []  # where each completion token is predicted
+        source: list[int] = []  # position that predicts each completion token
         for number, completion in enumerate(group.completions):
             source += [len(group.prompt) - 1, *range(len(ids), len(ids) + len(completion) - 1)]
             positions += range(len(group.prompt), len(group.prompt) + len(completion))
@@ -199,7 +199,7 @@ class Learner:
         logprobs = torch.log_softmax(logits.float(), -1).gather(-1, target[:, None])[:, 0]
         behaviour = torch.tensor([value for row in group.logprobs for value in row], device=self.device)
         weight = advantage[of[len(group.prompt) :]].to(self.device)
-        # Bounded: an engine may say -9999 for a token that it sampled, and infinity times no advantage is no number.
+        # Clamped: an engine may report -9999 for a token that it sampled, and infinity times an advantage of 0 is NaN.
         ratio = torch.exp((logprobs - behaviour).clamp(-20, 20))
         loss = -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.28) * weight).sum()
         return loss, (logprobs.detach() - behaviour).abs().sum()
@@ -241,7 +241,7 @@ def main() -> None:
         for step in range(done + 1, args.steps + 1):
             started = time.monotonic()
             groups = rollouts.step(step, engines.urls, version=step - 1)
-            assert all(group.version == step - 1 for group in groups)  # nobody sampled with other weights
+            assert all(group.version == step - 1 for group in groups)  # no group was sampled with other weights
             sampled = time.monotonic()
             engines.sleep()
             numbers = trainers.call("step", groups)[0]
@@ -270,13 +270,13 @@ def main() -> None:
                 file.write(json.dumps(record) + "\n")
             if args.save_every and step % args.save_every == 0:
                 trainers.call("save", str(out / f"step-{step}"))
-                (out / "last").write_text(str(step))  # only now does it count
+                (out / "last").write_text(str(step))  # only now the checkpoint is complete
         summary(out)
     ray.shutdown()
 
 
 def resume(trainers: TrainWorkers, engines: RolloutEngines, out: Path) -> int:
-    """Load the last checkpoint, if there is one, and bring the engines to it; its step."""
+    """Loads the last checkpoint, if there is one, and sends it to the engines; returns its step."""
     if not (out / "last").exists():
         return 0
     step = int((out / "last").read_text())
@@ -305,7 +305,7 @@ def engine_kind(args: argparse.Namespace) -> Any:
 
 
 def cluster(args: argparse.Namespace, needed: int) -> dict[str, Any]:
-    """Arguments of ``ray.init``: a cluster that is there, or one on this machine."""
+    """Returns the arguments of ``ray.init``: an existing cluster, or a new one on this machine."""
     if args.ray_address:
         return {"address": args.ray_address}
     own = {"num_gpus": args.gpus} if args.gpus else {}
@@ -315,24 +315,24 @@ def cluster(args: argparse.Namespace, needed: int) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default=str(SMOLLM2), help="Hugging Face folder")
-    parser.add_argument("--problems", default=str(HERE / "arithmetic.jsonl"), help="in the shape of GSM8K")
+    parser.add_argument("--model", default=str(SMOLLM2), help="Hugging Face model folder")
+    parser.add_argument("--problems", default=str(HERE / "arithmetic.jsonl"), help="problems in the format of GSM8K")
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--prompts", type=int, default=4, help="in a step")
-    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts in one step")
+    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-tokens", type=int, default=18)
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1, help="ranks of an engine")
-    parser.add_argument("--gpus", type=int, default=0, help="on this machine; 0 runs on CPUs")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each engine")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs of this machine to use; 0 runs on CPUs")
     parser.add_argument("--engine", choices=("reference", "vllm"), default="reference")
-    parser.add_argument("--engine-args", default="", help="more of the engine's command line")
-    parser.add_argument("--dtype", default="", help="of the engines; bfloat16 on GPUs, float32 on CPUs")
-    parser.add_argument("--ray-address", default="", help="of a cluster; none starts one here")
-    parser.add_argument("--out", default="rl-colocated", help="metrics, checkpoints and logs of the engines")
-    parser.add_argument("--save-every", type=int, default=7, help="steps; 0 never saves")
+    parser.add_argument("--engine-args", default="", help="further arguments of the engine's command line")
+    parser.add_argument("--dtype", default="", help="dtype of the engines; default: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument("--ray-address", default="", help="address of a Ray cluster; by default one starts here")
+    parser.add_argument("--out", default="rl-colocated", help="folder for metrics, checkpoints and logs")
+    parser.add_argument("--save-every", type=int, default=7, help="steps between checkpoints; 0 saves none")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.gpus else "float32")

@@ -30,16 +30,16 @@ PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "weightcast.comm.local",
-    "weightcast.updater",
+    "weightcast.comm.trainer_group",
+    "weightcast.update.updater",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "weightcast.cli.app",
-    "weightcast.cli.measure",
-    "weightcast.cli.demo.learner",
-    "weightcast.cli.demo.rollouts",
+    "weightcast.cli.bench_updates",
+    "weightcast.lab.demo.learner",
+    "weightcast.lab.demo.rollouts",
     "weightcast.exporters.checkpoint",
     "weightcast.rollout.launch",
     "tests.harness",
@@ -56,7 +56,7 @@ def preload() -> None:
 
 
 class Started(Signals):
-    """What ``subprocess.Popen`` would be of such a process, as far as tests use it.
+    """The part of ``subprocess.Popen`` that tests use, for such a process.
 
     Attributes:
         args: The command.
@@ -149,7 +149,7 @@ def _opened(sent: Any) -> int:
 
 
 def _output(wanted: int | IO[Any] | None, shared: int) -> tuple[TextIO | None, int]:
-    """What the reader gets, and the number of what the process writes to."""
+    """Returns the reader's end of a pipe, and the descriptor that the process writes to."""
     if wanted == subprocess.PIPE:
         reader, writer = os.pipe()
         return open(reader, encoding="utf-8", errors="replace"), writer

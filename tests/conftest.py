@@ -1,4 +1,4 @@
-"""What all tests share.  Helpers in this folder can be imported by name."""
+"""Fixtures and hooks that all tests share.  Helpers in this folder can be imported by name."""
 
 from __future__ import annotations
 

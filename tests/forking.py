@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from tests.engines.forkserver import become
 from tests.procs import Signals
-from weightcast.cli.demo import children
+from weightcast.lab.demo import children
 from weightcast.receiver import executor
 
 
@@ -43,7 +43,7 @@ class InsteadOfSpawn:
 
 
 class ForkedPython(Signals):
-    """What ``subprocess.Popen`` is of ``python -m MODULE ...``, as far as a demo uses it.
+    """The part of ``subprocess.Popen`` that a demo uses, for ``python -m MODULE ...``.
 
     Attributes:
         pid: The process, a child of this one.
@@ -115,6 +115,6 @@ class _InsteadOfPopen:
 
     @staticmethod
     def Popen(command: Sequence[str], **options: Any) -> Any:
-        if command[2] == "weightcast.cli.demo.reaper":
+        if command[2] == "weightcast.lab.demo.reaper":
             return subprocess.Popen(command, **options)
         return ForkedPython(command, **options)

@@ -23,18 +23,18 @@ import torch
 from torch import nn
 
 from tests import toy_engine
+from tests.clock import PATIENCE_S
 from tests.commands import context
 from tests.forking import fork_ranks
 from tests.stolen import Inexcusable
 from tests.toy_engine import toy_weights
 from weightcast import WeightUpdater
+from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
-from weightcast.wire.digest import model_digest, tensor_digest
 from weightcast.wire.messages import Ack, EngineInfo
 
 SMALL_BUCKETS = 30_000  # 15 buckets for the toy model, its larger matrices cut into rows
-PATIENCE_S = 30.0  # of a test that waits for something that takes a moment
 
 _versions = itertools.count(1)
 
@@ -65,7 +65,7 @@ class Engine:
 
     @property
     def port(self) -> int:
-        """Known when it answers."""
+        """Lru when it answers."""
         if self._port is None:
             assert self._ready.poll(120), f"the engine {self.args} did not start"
             self._port = int(self._ready.recv())
@@ -94,7 +94,7 @@ class Engine:
         return msgspec.json.decode(body, type=EngineInfo)
 
     def digests(self) -> dict[str, str]:
-        """Of what it keeps, read back through its loader."""
+        """Digests of the engine's weights, read back through its loader."""
         status, body = self.ask("GET", "/weightcast/digests")
         assert status == 200, body
         ack = msgspec.json.decode(body, type=Ack)
@@ -144,7 +144,7 @@ def serves_whole(engine: Engine) -> int:
 
 
 def wait_for(condition: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> Any:
-    """What the condition says as soon as it is true."""
+    """Waits until a condition is true and returns its value."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = condition()
@@ -156,7 +156,7 @@ def wait_for(condition: Callable[[], Any], what: str, *, timeout_s: float = PATI
 
 @functools.lru_cache(maxsize=64)
 def digests_of(version: int, dtype: str = "float32", wire_dtype: str = "float32") -> dict[str, str]:
-    """What an engine that keeps ``dtype`` must have of a version that travelled in ``wire_dtype``."""
+    """Returns the weights of an engine that keeps ``dtype`` after a version was sent in ``wire_dtype``."""
     return {
         name: tensor_digest(tensor.to(getattr(torch, wire_dtype)).to(getattr(torch, dtype)))
         for name, tensor in toy_weights(seed=version).items()
@@ -236,7 +236,7 @@ def listening(pid: int) -> set[str]:
 
 
 def children() -> set[int]:
-    """Of this process."""
+    """Returns the child processes of this process."""
     mine = set()
     for task in os.listdir("/proc/self/task"):
         mine |= {int(pid) for pid in Path(f"/proc/self/task/{task}/children").read_text().split()}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Signals:

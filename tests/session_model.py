@@ -1,6 +1,6 @@
 """A session as a model: what an engine may do, in a page, with none of the engine's own code.
 
-``EngineModel`` is the specification.  ``tests/unit/test_session_model.py`` holds the real ``ReceiverEngine`` against it
+``EngineModel`` is the specification.  ``tests/unit/test_session_model.py`` holds the real ``SessionHandler`` against it
 with random messages; ``explore`` below searches everything that a trainer and two such engines can do to each other,
 with crashes, for a state that must not be.
 
@@ -41,6 +41,9 @@ class EngineModel:
         flipped: Some ranks have switched already (a rank died in the middle of a commit).
         quarantined: It waits for a full update.
         paused: It generates nothing.
+        last: The session that was committed last, until the next one is opened.
+        before: The version that it replaced; None if that was not whole, and cannot be gone back to.
+        reverted: It was taken back.
     """
 
     staged: bool = True
@@ -55,6 +58,9 @@ class EngineModel:
     flipped: bool = False
     quarantined: bool = False
     paused: bool = False
+    last: str = ""
+    before: int | None = 0
+    reverted: bool = False
 
     @property
     def whole(self) -> bool:
@@ -65,8 +71,10 @@ class EngineModel:
         if self.session or (version < self.version and not older):
             return self, False
         if crash:
-            return self._rank_died(), False
-        opened = replace(self, session=session, wanted=version, sent=0, closed=False, failed=False, flipped=False)
+            return replace(self, last="")._rank_died(), False
+        opened = replace(
+            self, session=session, wanted=version, sent=0, closed=False, failed=False, flipped=False, last=""
+        )
         return (opened if self.staged else replace(opened, paused=True)), True
 
     def announce(self, session: str, index: int, *, crash: Crash = "") -> tuple[EngineModel, bool]:
@@ -89,9 +97,19 @@ class EngineModel:
         return replace(self, closed=True), True
 
     def commit(
-        self, session: str, *, honest: bool = True, crash: Crash = "", stumble: bool = False
+        self, session: str, *, honest: bool = True, crash: Crash = "", stumble: bool = False, torn: int = 0
     ) -> tuple[EngineModel, bool]:
-        """``honest``: what was sent is what was meant; ``stumble``: the engine's caches fail after the switch."""
+        """Switch to the version that was sent.
+
+        Args:
+            session: The session.
+            honest: What was sent is what was meant.
+            crash: When a rank dies.
+            stumble: The engine's caches fail after the switch.
+            torn: With 1 a rank fails in the middle of its switch, with 2 on the way back too.
+        """
+        if session and session == self.last:
+            return self, not self.quarantined and not self.reverted
         if session != self.session or self.failed or not self.closed:
             return self, False
         still = replace(self, paused=True)
@@ -99,12 +117,31 @@ class EngineModel:
             if crash == "late":
                 still = replace(still, live=self.live | {self.wanted}, flipped=True)
             return still._rank_died(), False
-        if not honest:
+        if torn == 2 and self.staged:
+            mixture = self.live | {self.wanted}
+            return replace(still, session="", live=mixture, quarantined=True, paused=True), False
+        if not honest or (torn and self.staged):
             return still._ended(), False
         done = replace(
             self, version=self.wanted, live=frozenset({self.wanted}), session="", quarantined=False, paused=False
         )
-        return (replace(done, quarantined=True, paused=True), False) if stumble else (done, True)
+        if stumble:
+            return replace(done, quarantined=True, paused=True), False
+        before = None if self.quarantined else self.version
+        return replace(done, last=session, before=before, reverted=False), True
+
+    def revert(self, session: str, *, crash: Crash = "") -> tuple[EngineModel, bool]:
+        """Go back to what the last commit replaced."""
+        if not session or session != self.last:
+            return self, False
+        if self.reverted:
+            return self, True
+        if not self.staged or self.before is None or self.quarantined:
+            return self, False
+        if crash:
+            live = self.live | {self.before} if crash == "late" else self.live
+            return replace(self, live=live)._rank_died(), False
+        return replace(self, version=self.before, live=frozenset({self.before}), reverted=True), True
 
     def abort(self, session: str, *, crash: Crash = "") -> tuple[EngineModel, bool]:
         if session != self.session or not session:
@@ -196,7 +233,7 @@ class Rules:
         return all(answer is True for answer in world.answers)
 
     def advance(self, world: World) -> World | None:
-        """What the trainer does when it has heard from both."""
+        """The trainer's next step when it has heard from both engines."""
         if world.step in ("done", "dead") or None in world.answers:
             return None
         good = all(answer is True for answer in world.answers)
@@ -330,7 +367,7 @@ def _check_end(world: World, rules: Rules) -> None:
 
 
 def _check_ends(edges: dict[World, list[World]]) -> None:
-    """Whatever happens comes to an end: no world can be reached from itself."""
+    """Every run comes to an end: no world can be reached from itself."""
     missing = {world: len(after) for world, after in edges.items()}
     before: dict[World, list[World]] = {world: [] for world in edges}
     for world, after in edges.items():

@@ -19,7 +19,7 @@ _AGAIN = "run again"
 
 
 class Inexcusable(AssertionError):
-    """What no lack of time explains: wrong weights above all."""
+    """A failure that no lack of time explains, above all wrong weights."""
 
 
 def stolen_s() -> float:
@@ -53,7 +53,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was run again, and what it had said."""
+    """Lists the tests that were run again, with their first errors."""
     lines = [
         f"{report.nodeid}: {value}"
         for kind in ("passed", "failed")

@@ -73,7 +73,7 @@ def tiny_tokenizer(folder: Path) -> None:
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What transformers itself generates, `count` tokens, past end-of-sequence tokens."""
+    """Tokens that transformers itself generates: `count` of them, past end-of-sequence tokens."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
         out = model.generate(

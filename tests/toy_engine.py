@@ -19,19 +19,21 @@ from fastapi import FastAPI
 from torch import nn
 
 from tests.forking import fork_ranks
+from tests.torn import tear
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.config import PauseMode
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver import executor as receiver_executor
-from weightcast.receiver.engine import EngineFacts, ReceiverEngine
+from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor, MpExecutor
 from weightcast.receiver.server import weight_routes
+from weightcast.receiver.session import SessionHandler
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message, RankAck, RankInfo
 
 
 def toy_weights(*, seed: int, rows: int = 96, width: int = 64, layers: int = 3) -> dict[str, torch.Tensor]:
-    """What a trainer would send: column-parallel ``up``, row-parallel ``down``, a replicated ``norm`` and ``embed``."""
+    """Weights as sent: column-parallel ``up``, row-parallel ``down``, replicated ``norm``, ``embed``."""
     generator = torch.Generator().manual_seed(seed)
     weights = {"embed.weight": torch.randn(rows, width, generator=generator)}
     for layer in range(layers):
@@ -44,8 +46,17 @@ def toy_weights(*, seed: int, rows: int = 96, width: int = 64, layers: int = 3) 
 class ToyModel(nn.Module):
     """Keeps its slices of the weights, as an engine rank does."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: dict[str, torch.Tensor],
+        *,
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+        computed: bool = False,
+    ) -> None:
         super().__init__()
+        self.computed = computed
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.specs = [TensorSpec.of(name, tensor, dtype=dtype) for name, tensor in weights.items()]
         self.kept = nn.ParameterDict()
@@ -63,6 +74,8 @@ class ToyModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with torch.no_grad():
             for name, tensor in weights:
+                if self.computed and ".norm." in name:
+                    tensor = tensor * 1  # the same values, and no copy of the source any more
                 self.kept[name.replace(".", "/")].copy_(self.slice(name, tensor))
 
 
@@ -80,26 +93,35 @@ class ToyWorker:
         staging: str,
         dtype: str,
         devices: tuple[str, ...] = ("cpu",),
+        keep_storage: bool = False,
+        computed: bool = False,
     ) -> None:
         torch.set_num_threads(1)
         device = torch.device(devices[rank % len(devices)])
         weights = toy_weights(seed=seed, rows=rows)
-        model = ToyModel(weights, tp_rank=rank, tp_size=tp_size, dtype=getattr(torch, dtype)).to(device)
+        model = ToyModel(weights, tp_rank=rank, tp_size=tp_size, dtype=getattr(torch, dtype), computed=computed)
         self.receiver = WeightReceiver(
-            model,
+            model.to(device),
             load_weights=model.load_weights,
             expected=model.specs,
             tp_rank=rank,
             tp_size=tp_size,
             device=device,
             staging=staging,  # type: ignore[arg-type]
+            keep_storage=keep_storage,
         )
+        self.rank = rank
 
     def apply(self, message: Message) -> RankAck:
         return self.receiver.apply(message)
 
     def run(self, command: bytes) -> bytes:
-        return command
+        """``tear RANK TIMES``: the next so many attempts of this rank to move weights fail half way."""
+        what, rank, times = command.decode().split()
+        assert what == "tear", command
+        if int(rank) == self.rank:
+            tear(self.receiver.loader.staging, after=2, times=int(times))
+        return b""
 
     def interrupt(self, reason: str) -> None:
         self.receiver.interrupt(reason)
@@ -144,9 +166,12 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--staging", default="auto")
+    parser.add_argument("--computed", action="store_true", help="the loader computes with norms")
+    parser.add_argument("--keep-storage", action="store_true", help="a flip moves contents also on the device")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--devices", default="cpu", help="comma-separated, one for each rank")
     parser.add_argument("--local", action="store_true")
+    parser.add_argument("--pid", type=int, help="process number that every rank says it has, as in a container")
     parser.add_argument("--fork", action="store_true", help="ranks are forked and need not import torch again")
     parser.add_argument(
         "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
@@ -158,6 +183,8 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
     settings = {"seed": args.seed, "rows": args.rows, "staging": args.staging, "dtype": args.dtype}
     devices = tuple(args.devices.split(","))
     settings["devices"] = devices
+    settings["keep_storage"] = args.keep_storage
+    settings["computed"] = args.computed
     executor = (
         LocalExecutor(ToyWorker(0, 1, "", **settings)) if args.local else MpExecutor(ToyWorker, args.tp, settings)
     )
@@ -167,15 +194,24 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         model="toy",
         host_id=host_id(),
         ranks=tuple(
-            RankInfo(rank=rank, pid=pid, device=device_uuid(torch.device(devices[rank % len(devices)])))
+            RankInfo(
+                rank=rank,
+                pid=pid if args.pid is None else args.pid,
+                device=device_uuid(torch.device(devices[rank % len(devices)])),
+            )
             for rank, pid in enumerate(executor.pids())
         ),
-        staging="none" if args.staging == "none" else "device",
+        staging={"none": "none", "host": "host"}.get(args.staging, "device"),
         transports=("ipc", "broadcast"),
         specs=tuple(TensorSpec.of(n, t, dtype=getattr(torch, args.dtype)) for n, t in weights.items()),
     )
     app = FastAPI()
-    app.include_router(weight_routes(ReceiverEngine(executor, Clockwork(), facts)))
+    app.include_router(weight_routes(SessionHandler(executor, Clockwork(), facts)))
+
+    @app.post("/fault/{rank}/{times}")
+    def fault(rank: int, times: int) -> None:
+        executor.run(f"tear {rank} {times}".encode())
+
     # With the protocol named, asyncio switches Nagle off; without it every answer waits 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

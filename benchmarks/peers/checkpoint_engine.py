@@ -85,14 +85,14 @@ def _rebuild(manager: bytes, name: bytes, size: int, *_: object) -> torch.Tensor
 
 
 class Trainer(TrainerHalf):
-    """Register, gather what the others registered, update."""
+    """Registers the weights, gathers the other ranks' registrations, and updates the engines."""
 
     def configure(self, *, bucket_bytes: int, **_: Any) -> None:
         """Settings."""
         self._bucket_bytes = bucket_bytes
 
     def prepare(self) -> None:
-        """Start the server."""
+        """Starts the parameter server."""
         ps, _ = _load(self.side)
         os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(self._bucket_bytes / _GIB)
         os.environ.update(RANK=str(self.side.rank), WORLD_SIZE=str(self.side.layout.trainers))
@@ -129,14 +129,14 @@ class Trainer(TrainerHalf):
         return {"register_s": registered - started, "update_s": updated - registered}
 
     def close(self) -> None:
-        """Free the pool."""
+        """Frees the memory pool."""
         self._server.register_checkpoint("last", named_tensors={}, use_shared_memory_pool=True)
         self._server.unregister_checkpoint("last", force=True)
         super().close()
 
 
 class Engine(EngineHalf):
-    """The worker loop."""
+    """Runs checkpoint-engine's worker loop."""
 
     def prepare(self) -> None:
         """Load it."""

@@ -1,4 +1,4 @@
-"""What the peers' halves share: who feeds whom, whole tensors one by one, buckets of them."""
+"""Shared parts of the peers' halves: which trainer feeds which engines, whole tensors, and buckets of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from weightcast.cli.measuring.raw import Pipe, RawGroup, synchronize
-from weightcast.cli.measuring.rig import EngineSide, TrainerSide
+from weightcast.lab.bench.raw import Pipe, RawGroup, synchronize
+from weightcast.lab.bench.rig import EngineSide, TrainerSide
 
 Named = tuple[str, torch.Tensor]
 
 
 class TrainerHalf:
-    """Trainer 0 alone sends where engines have devices of their own; else each trainer feeds those on its device."""
+    """Sender: trainer 0 feeds all engines if they have other devices, else each trainer feeds those on its device."""
 
     def __init__(self, side: TrainerSide, **options: Any) -> None:
         self.side = side
@@ -45,23 +45,23 @@ class TrainerHalf:
             synchronize(self.side.device)
 
     def tell(self, value: object) -> None:
-        """To every engine that this trainer feeds."""
+        """Sends a message to every engine that this trainer feeds."""
         for pipe in self.pipes:
             pipe.send(value)
 
     def hear(self) -> None:
-        """One answer of each."""
+        """Receives one answer of each engine that this trainer feeds."""
         for pipe in self.pipes:
             pipe.receive()
 
     def tensors(self) -> Iterator[Named]:
-        """Whole tensors; every trainer rank must run through them, since sharded ones are gathered on the way."""
+        """Yields whole tensors; every trainer rank must iterate, since sharded tensors are gathered on the way."""
         for name, parameter in self.side.model.named_parameters():
             value: Any = parameter.data
             yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
 
     def buckets(self, size_bytes: int) -> Iterator[list[Named]]:
-        """Whole tensors in lists of at most that many bytes, or of one tensor."""
+        """Yields lists of whole tensors with at most that many bytes, or of one tensor."""
         bucket: list[Named] = []
         filled = 0
         for name, tensor in self.tensors():
@@ -75,7 +75,7 @@ class TrainerHalf:
 
 
 class EngineHalf:
-    """Listens to the trainer that feeds it."""
+    """Receiver: listens to the trainer that feeds this engine."""
 
     def __init__(self, side: EngineSide, **options: Any) -> None:
         self.side = side
@@ -102,17 +102,17 @@ class EngineHalf:
         synchronize(self.side.device)
 
     def load(self, weights: list[Named]) -> None:
-        """The engine's own loader."""
+        """Loads tensors with the engine's own loader."""
         with torch.no_grad():
             self.side.engine.load_weights(weights)
 
     def sync(self) -> None:
-        """Wait for the device."""
+        """Waits for the device."""
         synchronize(self.side.device)
 
 
 def lent(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that another process can open: as it is on a GPU, in shared memory on a CPU."""
+    """Makes a tensor that another process can open: unchanged on a GPU, in shared memory on a CPU."""
     if tensor.is_cuda or tensor.is_shared():
         return tensor
     copy = torch.empty_like(tensor).share_memory_()

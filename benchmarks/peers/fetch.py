@@ -1,4 +1,4 @@
-"""Put the peers' code where the benchmarks find it.
+"""Copies or downloads the peers' code to the folder where the benchmarks look for it.
 
     python benchmarks/peers/fetch.py --site FOLDER --site FOLDER     from environments that have the engines
     python benchmarks/peers/fetch.py                                 from the package index (large: whole wheels)
@@ -28,17 +28,17 @@ FILES = {
     "lmdeploy": "lmdeploy/utils.py",
 }
 VERSIONS = {"vllm": "0.25.1", "sglang": "0.5.17", "lmdeploy": "0.18.0"}
-# One file of a wheel is taken, which any Python can read: without these, pip would take an old wheel that fits.
+# Only one Python file of the wheel is used. Without these options pip would take an old wheel for this Python.
 ANY = ["--only-binary", ":all:", "--python-version", "3.12", "--implementation", "cp"]
 for glibc in (38, 35, 34, 31, 28, 17):
     ANY += ["--platform", f"manylinux_2_{glibc}_x86_64"]
 ANY += ["--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"]
-PACKAGES = ("loguru", "pyzmq", "pydantic")  # none of them knows torch, so their own dependencies may come along
+PACKAGES = ("loguru", "pyzmq", "pydantic")  # none of them depends on torch, so pip may install their dependencies
 ALONE = ("checkpoint-engine==0.4.2",)
 
 
 def from_site(project: str, sites: list[Path]) -> str | None:
-    """Copy from an environment; the version found there, None if it has none."""
+    """Copies the code from an environment; returns its version, or None if the environment does not have it."""
     for site in sites:
         source = site / FILES[project]
         found = sorted(site.glob(f"{project}*-*.dist-info"))
@@ -52,7 +52,7 @@ def from_site(project: str, sites: list[Path]) -> str | None:
 
 
 def from_index(project: str) -> str | None:
-    """Download the wheel, take the one file out."""
+    """Downloads the wheel and extracts the one file."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             sys.executable,

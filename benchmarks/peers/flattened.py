@@ -28,7 +28,7 @@ def lmdeploy() -> Any:
 
 
 class SglangTrainer(TrainerHalf):
-    """Concatenate, hand over."""
+    """Concatenates the tensors of each bucket and sends the bucket's handle."""
 
     def configure(self, *, bucket_bytes: int, **_: Any) -> None:
         """Settings."""
@@ -89,14 +89,14 @@ class SglangEngine(EngineHalf):
 
 
 class LmdeployTrainer(TrainerHalf):
-    """Concatenate into the one buffer, announce, wait."""
+    """Concatenates each bucket into one shared buffer, announces it and waits for the answer."""
 
     def configure(self, *, bucket_bytes: int, **_: Any) -> None:
         """Settings."""
         self._bucket_bytes = bucket_bytes
 
     def prepare(self) -> None:
-        """Share the buffer, once."""
+        """Shares the buffer once."""
         self._class = lmdeploy()
         largest = max(2 * _numel(place.shape) for place in self.side.shape.places)
         size = max(self._bucket_bytes, largest) // 2
@@ -124,7 +124,7 @@ class LmdeployEngine(EngineHalf):
     """Take apart, load, answer."""
 
     def prepare(self) -> None:
-        """Map the buffer, once."""
+        """Maps the buffer once."""
         self._class = lmdeploy()
         self._buffer, handle = self.pipe.receive()
         self._event: Any = None

@@ -10,7 +10,7 @@ from peers.common import EngineHalf, Named, TrainerHalf, lent
 
 
 class BroadcastTrainer(TrainerHalf):
-    """A message and a broadcast for each tensor."""
+    """Sends a message and a broadcast for each tensor."""
 
     def prepare(self) -> None:
         """Meet."""
@@ -26,7 +26,7 @@ class BroadcastTrainer(TrainerHalf):
 
 
 class BroadcastEngine(EngineHalf):
-    """A new tensor for each, then the loader."""
+    """Receives each broadcast into a new tensor and loads it."""
 
     def prepare(self) -> None:
         """Meet."""
@@ -44,7 +44,7 @@ class BroadcastEngine(EngineHalf):
 
 
 class HandlesTrainer(TrainerHalf):
-    """A handle for each tensor; answers are waited for after every ``bucket_bytes`` of them."""
+    """Sends a handle for each tensor and waits for answers after every ``bucket_bytes``."""
 
     def configure(self, *, bucket_bytes: int, **_: Any) -> None:
         """Settings."""
@@ -62,7 +62,7 @@ class HandlesTrainer(TrainerHalf):
 
 
 class HandlesEngine(EngineHalf):
-    """Opens each, loads each, lets each go."""
+    """Opens, loads and closes each tensor."""
 
     def update(self, version: int) -> None:
         """Receive."""

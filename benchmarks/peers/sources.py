@@ -1,4 +1,4 @@
-"""Where the peers' own code comes from: a folder that ``fetch.py`` fills, or what is installed.
+"""Imports the peers' own code, from the folder that ``fetch.py`` fills or from installed packages.
 
 Only the one file that holds a peer's packing is loaded, not its engine: that file needs torch and nothing else. Nothing
 of it is kept in this repository.
@@ -25,7 +25,7 @@ LMDEPLOY_BUCKET = "lmdeploy/utils.py"
 
 
 class NotHere(Exception):
-    """This peer's code is not on this machine."""
+    """Raised if a peer's code is not on this machine."""
 
 
 def _file(path: str) -> Path:
@@ -68,7 +68,7 @@ def classes(path: str, names: tuple[str, ...]) -> Any:
     wanted = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name in names]
     if len(wanted) != len(names):
         raise NotHere(f"{path} has no {', '.join(names)}")
-    # Under a name that can be imported again, since instances travel between processes.
+    # The module gets an importable name, since its instances are pickled between processes.
     name = "peer_" + path.removesuffix(".py").replace("/", "_")
     loaded = types.ModuleType(name)
     sys.modules[name] = loaded
@@ -93,6 +93,6 @@ def package(name: str) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of the peers, as ``fetch.py`` wrote them down, or as installed."""
+    """Returns the peers' versions that ``fetch.py`` recorded."""
     written = FOLDER / "versions.json"
     return dict(json.loads(written.read_text())) if written.is_file() else {}

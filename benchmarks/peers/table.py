@@ -1,13 +1,13 @@
-"""Which peers there are, where each can run, with which settings, and what of it is not its own code."""
+"""Table of the peers: the cases in which each can run, its settings, and the parts that are not its own code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from peers import flattened, sources
-from weightcast.cli.measuring.case import Contender
-from weightcast.cli.measuring.rig import Layout, Method
-from weightcast.cli.measuring.shapes import model_shape
+from weightcast.lab.bench.case import Contender
+from weightcast.lab.bench.rig import Layout, Method
+from weightcast.lab.bench.shapes import model_shape
 
 _PIPE = "messages go through a pipe, not through HTTP or Ray"
 _SHM = "shared memory stands for CUDA IPC"
@@ -17,7 +17,7 @@ _TOO_MANY = "with so many tensors a turn takes most of a minute; the smaller mod
 
 
 def peers(layout: Layout, *, bucket_bytes: Sequence[int]) -> tuple[list[Contender], dict[str, str]]:
-    """Contenders for one case, and those that cannot run with the reason.
+    """Returns the contenders for one case, and the peers that cannot run, with the reason.
 
     Args:
         layout: Who is where.

@@ -19,7 +19,7 @@ from peers.common import EngineHalf, Named, TrainerHalf
 
 
 def _packed(device: torch.device) -> Any:
-    """The module; on a CPU with streams and events that do nothing."""
+    """Imports vLLM's module; on a CPU its streams and events do nothing."""
     loaded = sources.module(sources.PACKED)
     if device.type == "cpu" and not isinstance(loaded.torch, _NoStreams):
         loaded.torch = _NoStreams()
@@ -56,7 +56,7 @@ class _Event:
 
 
 class _NoStreams(types.ModuleType):
-    """torch, but for what a CPU has not."""
+    """Stands in for torch on a CPU, where CUDA streams and events are missing."""
 
     Event = _Event
 
@@ -87,7 +87,7 @@ class PackedTrainer(TrainerHalf):
         self.meet(f"vllm-{self._bucket_bytes}")
 
     def update(self, version: int) -> None:
-        """Say what comes, then send it."""
+        """Sends the names, shapes and dtypes, then the weights."""
         places = self.side.shape.places
         self.tell([(place.name, list(place.shape), torch.bfloat16) for place in places])
         if self.group is not None:
@@ -113,7 +113,7 @@ class PackedEngine(EngineHalf):
         self.meet(f"vllm-{self._bucket_bytes}")
 
     def update(self, version: int) -> None:
-        """Hear what comes, then receive it."""
+        """Receives the names, shapes and dtypes, then the weights."""
         told = self.pipe.receive()
         self._module.packed_nccl_broadcast_consumer(
             iter([(name, (shape, dtype)) for name, shape, dtype in told]),
@@ -127,7 +127,7 @@ class PackedEngine(EngineHalf):
 
 
 class IpcTrainer(TrainerHalf):
-    """The producer; each chunk is answered before the next is packed."""
+    """Runs vLLM's producer; the engine answers each chunk before the next one is packed."""
 
     def configure(self, *, bucket_bytes: int, **_: Any) -> None:
         """Settings."""
@@ -138,7 +138,7 @@ class IpcTrainer(TrainerHalf):
         self._module = _packed(self.side.device)
 
     def update(self, version: int) -> None:
-        """Lend chunk after chunk."""
+        """Shares one chunk after another."""
         uuid = str(torch.cuda.get_device_properties(self.side.device).uuid)
         for chunk in self._module.packed_ipc_producer(
             self.tensors(), uuid, lambda item: item[1], buffer_size_bytes=self._bucket_bytes
@@ -158,7 +158,7 @@ class IpcEngine(EngineHalf):
         self._importer = make() if make is not None else None
 
     def update(self, version: int) -> None:
-        """Chunk after chunk."""
+        """Loads one chunk after another."""
         index = self.side.device.index
         more: dict[str, Any] = {"importer": self._importer} if self._importer is not None else {}
         self.side.count("handle_opens")
@@ -170,7 +170,7 @@ class IpcEngine(EngineHalf):
             self.pipe.send(None)
 
     def close(self) -> None:
-        """Let the mapping go."""
+        """Closes the mapping."""
         if self._importer is not None:
             self._importer.close()
         super().close()

@@ -1,7 +1,7 @@
 """Move freshly trained weights from an RL trainer into running LLM rollout engines.
 
-``WeightUpdater`` is the trainer's half, ``weightcast.receiver.WeightReceiver`` the engine's.  Importing this
-module loads neither: each process imports the half that it is.
+The trainer uses ``WeightUpdater``; an engine uses ``weightcast.receiver.WeightReceiver``.  Importing this package loads
+neither, so that each process imports only its own half.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from weightcast.version import __version__
 
 if TYPE_CHECKING:
     from weightcast.config import Target, UpdateConfig
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
         TargetError,
         TargetRejected,
         TargetUnreachable,
+        TrainerMismatch,
         TrainerRankFailed,
         UpdateFailed,
         VerificationFailed,
         WeightcastError,
     )
     from weightcast.report import TargetReport, UpdateReport
-    from weightcast.updater import WeightUpdater
+    from weightcast.update.updater import WeightUpdater
 
 __all__ = [
     "ConfigError",
@@ -35,6 +36,7 @@ __all__ = [
     "TargetRejected",
     "TargetReport",
     "TargetUnreachable",
+    "TrainerMismatch",
     "TrainerRankFailed",
     "UpdateConfig",
     "UpdateFailed",
@@ -50,7 +52,7 @@ _HOMES = {
     "UpdateConfig": "config",
     "TargetReport": "report",
     "UpdateReport": "report",
-    "WeightUpdater": "updater",
+    "WeightUpdater": "update.updater",
 }
 
 

@@ -1,4 +1,4 @@
-"""``weightcast`` and ``python -m weightcast``; says what to install where the command line's packages are missing."""
+"""Runs ``weightcast`` and ``python -m weightcast``; names the extra to install if a package is missing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def main() -> int:
     Returns:
         The exit code: 0 only on success.
     """
-    # Torch's modules make some hundred thousand objects that live to the end: by default the collector walks them time
-    # and again while they are imported, and once more at exit, which is a third of what a short command takes.
+    # Importing torch makes some hundred thousand lasting objects.  By default the garbage collector walks them often
+    # during the import and once more at exit, which takes a third of the time of a short command.
     gc.set_threshold(_MANY_OBJECTS)
     atexit.register(gc.freeze)
     try:

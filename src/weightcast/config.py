@@ -1,10 +1,11 @@
-"""What a caller decides: which engines, which way, how much memory, how long to wait.
+"""Options of an update: targets, transport, memory, proof and deadlines.
 
-Plain data, validated once.  Nothing here reads an environment variable or opens a socket.
+The classes hold plain data and validate it once.  Nothing here reads an environment variable or opens a socket.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 from urllib.parse import urlsplit
@@ -16,6 +17,31 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
 DigestKind = Literal["fast", "sha256"]
+DiskReaders = Literal["user", "group", "all"]
+MAX_TIMEOUT_S = 21_600  # engines accept a lease of a day, and a lease is four deadlines
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{name: 1024**power for power, letter in enumerate("kmgt", start=1) for name in (letter, f"{letter}ib")},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+}
+
+
+def parse_size(text: str) -> int:
+    """Converts ``"512MiB"`` to bytes.  MiB (or M) is a power of 1024, MB a power of 1000; no unit means bytes.
+
+    Raises:
+        ConfigError: The text is not a size, or the size is less than one byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{text!r} is not a size", hint="write 512MiB, 1.5GiB, 64MB or a number of bytes")
+    size_bytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if size_bytes < 1:
+        raise ConfigError(f"{text!r} is less than one byte")
+    return size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +50,14 @@ class Target:
 
     Attributes:
         url: ``http://host:port`` or ``https://host:port`` of the engine's server, with or without a trailing slash.
-        api_key: Sent as ``Authorization: Bearer``; never printed.
-        engine: What it is: ``"auto"`` asks it; ``"native"`` (our receiver), ``"sglang"``, ``"vllm"`` or ``"lmdeploy"``
-            speaks to it as to a stock engine of that kind.
-        devices: UUIDs of the GPUs of its ranks, in order, for ``ipc`` to engines that do not tell; empty if they do,
-            or if its ranks sit where the trainer's ranks do, in the same order.
-        ca_file: For https: PEM file of the authorities that may vouch for the engine; None takes the system's.
-        cert_file: For https: PEM file with this process's own certificate, for an engine that asks for one.
-        key_file: Its private key, where it is not in ``cert_file``.
+        api_key: Key sent as ``Authorization: Bearer``; never printed.
+        engine: Kind of engine: ``"auto"`` probes the server; ``"native"`` (our receiver), ``"sglang"``, ``"vllm"`` or
+            ``"lmdeploy"`` treats it as that kind.
+        devices: UUIDs of the GPUs of its ranks, in order, for ``ipc`` to an engine that does not report them.  Empty if
+            it does, or if its ranks sit on the trainer ranks' GPUs in the same order.
+        ca_file: PEM file of trusted certificate authorities, for https; None takes the system's.
+        cert_file: PEM file of the client certificate, for an https engine that requires one.
+        key_file: PEM file of the client's private key, unless ``cert_file`` contains it.
     """
 
     url: str
@@ -51,21 +77,24 @@ class Target:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"target {self.url!r} is not an http URL", hint="write http://host:port")
         if port == 0:
-            raise ConfigError(f"target {self.url!r}: port 0 is no port", hint="use the port that the engine printed")
+            raise ConfigError(f"target {self.url!r}: port 0 is not a port", hint="use the port that the engine printed")
         if parts.username is not None or parts.query or parts.fragment:
             raise ConfigError(
-                f"target {parts.scheme}://{parts.hostname}: only scheme, host, port and path belong into its URL",
+                f"target {parts.scheme}://{parts.hostname}: only scheme, host, port and path may be in its URL",
                 hint="pass a key as api_key, which is never printed",
             )
         if self.api_key is not None and not (self.api_key and all("!" <= letter <= "~" for letter in self.api_key)):
             raise ConfigError(
-                f"target {self.url}: its key is empty or has characters that no header can carry",
-                hint="use printable ASCII without spaces; does a line break stick to it?",
+                f"target {self.url}: its api_key is empty or has characters that an HTTP header cannot carry",
+                hint="use printable ASCII without spaces, and check for a trailing line break",
             )
         if parts.scheme != "https" and (self.ca_file or self.cert_file or self.key_file):
-            raise ConfigError(f"target {self.url}: certificates are for https", hint="write https://host:port")
+            raise ConfigError(f"target {self.url}: certificates need https", hint="write https://host:port")
         if self.key_file and not self.cert_file:
-            raise ConfigError(f"target {self.url}: a private key without its certificate", hint="pass cert_file too")
+            raise ConfigError(
+                f"target {self.url}: key_file has no certificate, because cert_file is not set",
+                hint="pass cert_file too",
+            )
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     @property
@@ -76,26 +105,32 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateConfig:
-    """How an update is to be done; the keyword arguments of ``WeightUpdater.connect``.
+    """Options of all updates; the keyword arguments of ``WeightUpdater.connect``.
 
     Attributes:
-        transport: ``"ipc"`` (same host: CUDA IPC or shared memory), ``"broadcast"`` (a process group
-            across both worlds: nccl or gloo), ``"disk"`` (a checkpoint folder, for engines that load one while they
-            run), ``"checkpoint-engine"`` (that project's wire, same host, for engines that have its receiver) or
-            ``"auto"`` (ipc where every target is on this host, else broadcast).
-        bucket_bytes: Size of one bucket.  A trainer rank uses at most two of them, whatever the model.
-        pause: What happens to requests that are running at the moment of the switch.
-        verify: Highest level of proof wanted; the report says which was reached on each target.
+        transport: ``"ipc"`` (same host: CUDA IPC or shared memory), ``"broadcast"`` (an nccl or gloo process group of
+            trainer and engines), ``"disk"`` (a checkpoint folder, for engines that load one while they run),
+            ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver) or
+            ``"auto"`` (ipc if every target is on this host, else broadcast).
+        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.
+        pause: Fate of the requests that run at the moment of the switch.
+        verify: Highest level of proof to reach; the report has the level of each target.
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
-        timeout_s: Deadline of each single wait, in seconds.
-        on_failure: ``"raise"``, or ``"quarantine"``: go on with the healthy targets and report the rest.
-        wire_dtype: Cast a module's floating-point tensors to this before they are sent, e.g. ``"bfloat16"``; None keeps
-            them.  An exporter that is passed has its own.
-        allow_older: Accept a version lower than the one an engine serves (a trainer resumed from a checkpoint).
+        timeout_s: Deadline of each single wait, in seconds; at most six hours.
+        on_failure: ``"raise"``, or ``"quarantine"``, which updates the healthy targets and reports the rest.
+        wire_dtype: Dtype to which a module's floating-point tensors are cast before they are sent, e.g. ``"bfloat16"``;
+            None keeps theirs.  An exporter object sets its own.
+        allow_older: True accepts a lower version than the one an engine serves (a trainer resumed from a checkpoint).
         behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
+        min_proven_share: Smallest share of tensors, from 0 to 1, that ``verify="resident"`` has to prove on a target
+            that can read weights back.  A tensor that the engine's loader computes with cannot be read back.  A target
+            that would prove less is refused before anything is sent.
         rendezvous_host: Address of this process that engines can reach; None asks the routing table.
-        disk_folder: For ``"disk"``: where, under the same path for trainer and engines; None takes the folder for
+        disk_folder: Folder for ``"disk"``, under the same path for trainer and engines; None takes the folder for
             temporary files, for engines on this host.
+        disk_readers: Users that may read the weights of ``"disk"``: ``"user"`` (this process's own), ``"group"`` (also
+            its group, or the folder's group if the folder has the setgid bit) or ``"all"``.  An engine that runs as
+            another user needs one of the last two.
     """
 
     transport: TransportName = "auto"
@@ -108,8 +143,10 @@ class UpdateConfig:
     wire_dtype: str | None = None
     allow_older: bool = False
     behaviour_tolerance: float = 0.1
+    min_proven_share: float = 1.0
     rendezvous_host: str | None = None
     disk_folder: str | None = None
+    disk_readers: DiskReaders = "user"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -118,11 +155,19 @@ class UpdateConfig:
             ("verify", VerifyLevel),
             ("digest", DigestKind),
             ("on_failure", OnFailure),
+            ("disk_readers", DiskReaders),
         ):
             value = getattr(self, name)
             if value not in get_args(allowed):
                 raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(allowed))}")
         if self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
+        if not 0 <= self.min_proven_share <= 1:
+            raise ConfigError(f"min_proven_share={self.min_proven_share}: a share is a number from 0 to 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s}: a deadline is a positive number of seconds")
+        if self.timeout_s > MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s:g}: a deadline is at most {MAX_TIMEOUT_S} seconds (six hours)",
+                hint="timeout_s is the deadline of each single wait, not of the whole update",
+            )

@@ -1,21 +1,23 @@
-"""Every error weightcast raises, and what each says about the state left behind.
+"""Every error that weightcast raises, and the state that each leaves behind.
 
     WeightcastError
     ├── ConfigError              the request cannot work as asked; nothing has moved
     ├── WireError                bytes that are not a valid message; the receiver changed nothing
     ├── TargetError              one engine, named by ``url``
-    │   ├── TargetUnreachable    no answer; it was not told to change anything
-    │   ├── TargetRejected       it answered and refused; ``half_updated`` says whether it holds a mixture
-    │   └── TargetLost           it stopped answering in the middle of an update
+    │   ├── TargetUnreachable    no answer; the engine was not asked to change anything
+    │   ├── TargetRejected       the engine refused; ``half_updated`` tells whether it holds a mixture
+    │   ├── TargetLost           the engine stopped answering in the middle of an update
+    │   └── TargetsFailed        several engines failed in one step; ``failures`` has one error for each
     ├── DeadlineExceeded         a wait ended; ``who`` and ``waiting_for`` name the culprit
-    ├── VerificationFailed       what arrived or what is kept differs from what was sent; ``names`` says where
+    ├── VerificationFailed       an engine's weights differ from the sent ones; ``names`` lists tensors
+    ├── TrainerMismatch          trainer ranks disagree, or the gather changed bytes; ``names``, ``ranks``
     ├── TrainerRankFailed        another rank of the training job failed or fell silent during a collective step
     ├── EngineFailure            inside an engine: a rank died or could not do its work
     ├── Refused                  inside an engine: a message does not fit its state; nothing changed
     └── UpdateFailed             the update as a whole; ``report`` has one row for each target
 
-A caller can decide from the class and its attributes; no text needs parsing.  The remedy travels
-as a note (``hint: ...``), which Python prints under the traceback and the command line prints by itself.
+A caller can decide by class and attributes and need not parse a message.  The remedy is a note (``hint: ...``), which
+Python prints under the traceback and the command line prints by itself.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class WeightcastError(Exception):
-    """Base of all errors raised on purpose by weightcast.
+    """Base class of all errors that weightcast raises on purpose.
 
     Attributes:
-        hint: What the reader can do about it, or None.
+        hint: Remedy, or None.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -41,7 +43,7 @@ class WeightcastError(Exception):
             self.add_note(f"hint: {hint}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Whole across a process boundary, whatever its class was built from."""
+        """Pickles the message and all attributes, for any signature of ``__init__``."""
         return _restore, (type(self), self.args, dict(self.__dict__))
 
 
@@ -52,7 +54,7 @@ def _restore(kind: type[WeightcastError], args: tuple[object, ...], state: dict[
 
 
 class ConfigError(WeightcastError):
-    """The request cannot work as asked.  Nothing has moved; every engine serves what it served."""
+    """The request cannot work as asked.  Nothing was sent; every engine serves its old weights."""
 
 
 class WireError(WeightcastError):
@@ -60,11 +62,10 @@ class WireError(WeightcastError):
 
 
 class TargetError(WeightcastError):
-    """Something about one engine.
+    """An error of one engine.
 
     Attributes:
         url: The engine.
-        also: Other engines that failed in the same step and in the same way.
         half_updated: True if the engine may hold a mixture of two versions.
     """
 
@@ -73,25 +74,23 @@ class TargetError(WeightcastError):
         message: str,
         *,
         url: str,
-        also: Sequence[str] = (),
         half_updated: bool = False,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.url = url
-        self.also = tuple(also)
         self.half_updated = half_updated
 
 
 class TargetUnreachable(TargetError):
-    """The engine did not answer.  It was not told to change anything and serves its old weights."""
+    """The engine did not answer.  It was not asked to change anything and serves its old weights."""
 
 
 class TargetRejected(TargetError):
-    """The engine answered and refused; the message has its own words.
+    """The engine refused; the message has the engine's own words.
 
     Attributes:
-        status: The HTTP status of its answer, if it was one.
+        status: HTTP status of its answer, or None.
     """
 
     def __init__(
@@ -108,16 +107,40 @@ class TargetRejected(TargetError):
 
 
 class TargetLost(TargetError):
-    """The engine stopped answering in the middle of an update; what it serves is unknown."""
+    """The engine stopped answering in the middle of an update; its weights are unknown."""
+
+
+class TargetsFailed(TargetError):
+    """Several engines failed in one step.
+
+    Attributes:
+        url: The first of them.
+        failures: One error for each engine, in the order of the targets.
+    """
+
+    def __init__(self, failures: Sequence[WeightcastError]) -> None:
+        hints = list(dict.fromkeys(error.hint for error in failures if error.hint))
+        super().__init__(
+            f"{len(failures)} engines failed: {'; '.join(map(str, failures))}",
+            url=str(getattr(failures[0], "url", "")),
+            half_updated=any(getattr(error, "half_updated", False) for error in failures),
+            hint="; ".join(hints) or None,
+        )
+        self.failures = tuple(failures)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Every engine that failed, in order."""
+        return tuple(str(getattr(error, "url", "") or getattr(error, "who", "")) for error in self.failures)
 
 
 class DeadlineExceeded(WeightcastError):
     """A wait passed its deadline.
 
     Attributes:
-        who: The process that was waited for: an engine's URL, an engine rank, a trainer rank.
-        waiting_for: What was being waited for, e.g. ``"bucket 3 in group wc-1"``.
-        timeout_s: The limit that passed, in seconds.
+        who: Process that did not answer: an engine's URL, an engine rank or a trainer rank.
+        waiting_for: Awaited event, e.g. ``"bucket 3 in group wc-1"``.
+        timeout_s: Deadline, in seconds.
     """
 
     def __init__(self, *, who: str, waiting_for: str, timeout_s: float, hint: str | None = None) -> None:
@@ -128,7 +151,7 @@ class DeadlineExceeded(WeightcastError):
 
 
 class VerificationFailed(WeightcastError):
-    """What arrived, or what the engine keeps, is not what was sent.
+    """An engine received or holds other weights than were sent.
 
     Attributes:
         url: The engine.
@@ -139,6 +162,20 @@ class VerificationFailed(WeightcastError):
         super().__init__(message, hint=hint)
         self.url = url
         self.names = tuple(names)
+
+
+class TrainerMismatch(WeightcastError):
+    """Replicas of a tensor differ among trainer ranks, or the gathered bytes differ from the ranks' shards.
+
+    Attributes:
+        names: The tensors, in order.
+        ranks: Trainer ranks that disagree; empty if the rank at fault is unknown.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str], ranks: Sequence[int], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.names = tuple(names)
+        self.ranks = tuple(ranks)
 
 
 class TrainerRankFailed(WeightcastError):
@@ -165,8 +202,8 @@ class UpdateFailed(WeightcastError):
     """One update failed.
 
     Attributes:
-        report: One row for each target, saying what it serves now.
-        half_updated: URLs of the targets that may hold a mixture (they are quarantined and kept paused).
+        report: Report with one row for each target, which has the version it serves now.
+        half_updated: URLs of the targets that are quarantined or unknown.
     """
 
     def __init__(self, message: str, *, report: UpdateReport, hint: str | None = None) -> None:
@@ -175,5 +212,5 @@ class UpdateFailed(WeightcastError):
 
     @property
     def half_updated(self) -> tuple[str, ...]:
-        """URLs of the targets that may hold a mixture of two versions."""
-        return tuple(row.url for row in self.report.targets if row.status == "quarantined")
+        """URLs of the targets that are quarantined or unknown; no request may go there."""
+        return tuple(row.url for row in self.report.targets if row.status in ("quarantined", "unknown"))

@@ -1,79 +1,313 @@
-"""READ FIRST: the seams between the parts.
+"""READ FIRST: the interfaces between the parts of weightcast.
 
-An *exporter* turns a model into named tensors.  An *adapter* turns the steps of an update into requests
-that one kind of engine understands.  A *transport* moves filled buckets and owns everything that has a lifetime.
-An adapter says, it never does: it opens no socket, joins no group and moves no tensor, so every byte that
-an engine would be sent can be tested without one.  Exporter, adapter and transport do not know each other;
-``updater.py`` introduces them.
+Three parts take part in an update.  They do not import each other; ``update/`` connects them.
 
-What an adapter says is a generator, because engines want one request for a step, or five, or none, and the next
-one may depend on the last answer.  It yields requests; each ``yield`` gives the answer's body, or raises
-``TargetRejected`` there if the engine refused, which the adapter may handle; it returns what the step came to::
+=========  ===========================================================  =============================
+part       task                                                         to add one
+=========  ===========================================================  =============================
+Exporter   turns the trainer's model into named, unsharded tensors      pass an object to ``connect``
+Adapter    turns each step of an update into requests to one engine     ``adapters/registry.py``
+Transport  moves filled buckets; owns groups, buffers and threads       a file in ``transports/``
+=========  ===========================================================  =============================
+
+One update calls them in this order::
+
+    exporter.prepare(group)                                 # once, on every trainer rank
+    adapter.check(specs, transport=..., bucket_bytes=...)   # preflight: nothing has been sent
+    adapter.open(message)                                   # pauses an engine that cannot stage
+    transport.connect()                                     # sends adapter.join(invitation)
+    for layout in layouts:
+        exporter.fill(bucket, layout, group)                # gathers shards into the bucket
+        transport.send(bucket, shared)                      # sends adapter.bucket(...)
+    transport.drain()
+    adapter.close(message)                                  # every engine has every bucket
+    adapter.commit(message)                                 # switches, stamps the version, resumes
+
+An adapter does no I/O: it opens no socket, joins no group and moves no tensor.  A test therefore sees every byte that
+an engine would get.  Each step is a generator, because one step takes some engines five requests and others none.  The
+generator yields requests.  A ``yield`` returns the body of the answer, or raises ``TargetRejected`` if the engine
+refused, which the adapter may catch.  The generator returns the result of the step::
 
     def commit(self, message: Commit) -> Steps:
         yield EngineRequest(path="/end_weight_update", body=b"{}")
         yield EngineRequest(path="/continue_generation", body=b"{}")
-        return Ack(ok=True, version=message.version)
+        return Ack(ok=True, version=self._version)
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from weightcast.comm.run_steps import EngineRequest, Steps
 
 if TYPE_CHECKING:
     import torch
 
-    from weightcast.comm.local import TrainerGroup
-    from weightcast.comm.share import Shared
+    from weightcast.comm.shared_buckets import Shared
+    from weightcast.comm.trainer_group import TrainerGroup
+    from weightcast.digest.source_sums import Folded, SourceSums
+    from weightcast.wire.box import Box
     from weightcast.wire.bucket import Bucket
-    from weightcast.wire.digest import Box
     from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-    from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
+    from weightcast.wire.messages import Close, Commit, EngineInfo, Open, Revert
+
+
+# -- the trainer's model
+
+
+class Exporter(Protocol):
+    """Presents a model as named, unsharded tensors.  Every trainer rank has one and calls its methods in step."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights and of a bucket for them."""
+        ...
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor of an update: Hugging Face name, shape, wire dtype.
+
+        The order is the same on all ranks.  No communication.
+        """
+        ...
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields the parts that this rank holds.  No communication."""
+        ...
+
+    def prepare(self, group: TrainerGroup) -> None:
+        """Exchanges which rank holds which shard.  Collective; called once, before the first ``fill``.
+
+        Raises:
+            ConfigError: This model cannot be exported as it is sharded.  Every rank raises it.
+        """
+        ...
+
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
+        """Gathers and casts the layout's tensors into the bucket.  Collective over ``group``.
+
+        Args:
+            bucket: The bucket to fill; None on a rank that only contributes its shards.
+            layout: Tensors of the bucket, the same on every rank.
+            group: The trainer ranks; ``group.receivers`` have a bucket.
+
+        Returns:
+            ``Bucket.sums`` if the exporter summed the bytes while it copied them, else None.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """One HTTP request that an adapter wants sent.
+class Shard:
+    """The part of one tensor that one trainer rank holds.
 
     Attributes:
-        method: ``GET`` or ``POST``.
-        path: With a leading slash, and with the query if there is one.
-        body: JSON bytes; empty for none.
-        timeout_s: Deadline of this one request; None for the step's.
-        lease: True if the answer is followed by a stream that the caller must keep open: closing it,
-            on purpose or by dying, tells the engine to end the session.
+        spec: Name, shape and wire dtype of the whole tensor.
+        box: Position of the part in the tensor.
+        tensor: The part, of shape ``box.shape``, in the model's dtype and on its device.
     """
 
-    method: str = "POST"
-    path: str
-    body: bytes = b""
-    timeout_s: float | None = None
-    lease: bool = False
+    spec: TensorSpec
+    box: Box
+    tensor: torch.Tensor
 
 
-Steps: TypeAlias = "Generator[EngineRequest, bytes, Ack]"
+@runtime_checkable
+class Summing(Protocol):
+    """An exporter whose ranks sum their shards before the gather.
+
+    The engines' digests must equal these sums, so the proof covers the gather as well.  For an exporter without these
+    methods the head sums the filled bucket, and the report lists the tensors as ``unsummed``.
+    """
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """As ``Exporter.specs``."""
+        ...
+
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> torch.Tensor | None:
+        """As ``Exporter.fill``; also sums this rank's part of the bucket, in the wire dtype, into ``sources``."""
+        ...
+
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Number of sums of a bucket on each rank, in order of rank.  No communication."""
+        ...
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Folds the sums of all ranks into one for each slot and finds ranks that disagree.  No communication.
+
+        Args:
+            layout: Tensors of the bucket.
+            group: The trainer ranks.
+            answers: Sums of each rank, in order of rank: int64 on the CPU, of lengths ``source_counts``.
+        """
+        ...
+
+    def unsummed(self) -> Collection[str]:
+        """Names of tensors that no rank sums."""
+        ...
+
+
+class Lender(Protocol):
+    """An exporter whose memory can be sent zero-copy."""
+
+    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> Sequence[Mapping[str, torch.Tensor]]:
+        """Views of the weights for each bucket, by tensor name (``Bucket.lent``).
+
+        The views are valid until the weights change.  ``fill`` then writes only the other tensors of the bucket.
+
+        Args:
+            layouts: Layouts of the buckets.
+            group: The trainer ranks; this rank holds every tensor whole.
+        """
+        ...
+
+
+class Scorer(Protocol):
+    """An exporter that runs the trainer's forward pass, for ``verify="behaviour"``."""
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first, given the tokens before it.  Collective."""
+        ...
+
+
+# -- the engines
+
+# Form of the handles to a shared buffer over ``ipc``: "weightcast" for our own handles, "torch" for torch's handle to
+# one buffer, "ring" for torch's handle to the one storage of all buffers (``comm/shared_buckets.py``).
 Sharing = Literal["weightcast", "torch", "ring"]
+# Rendezvous of a group over ``broadcast``: "weightcast" as our receiver does it, "torch" as ``torch.distributed`` does
+# at ``tcp://host:port`` with the group's name as prefix, "nccl-id" by NCCL's unique id.
 Meeting = Literal["weightcast", "torch", "nccl-id"]
+
+
+class Kind(Protocol):
+    """One kind of engine: recognises its servers and makes their adapters."""
+
+    name: str
+
+    def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
+        """Asks a server what it is; None if it is not an engine of this kind.
+
+        Raises:
+            ConfigError: The server is of this kind and cannot be updated as it was started.
+        """
+        ...
+
+    def adapter(self, info: EngineInfo) -> Adapter:
+        """Makes an adapter for a recognised engine."""
+        ...
+
+
+class Adapter(Protocol):
+    """Speaks the language of one engine.  Each target has its own adapter, which may keep state between updates.
+
+    Attributes:
+        packing: Rules for buckets that the engine can read, such as alignment.
+        sharing: Form of the handles to a shared buffer over ``ipc``.
+        meeting: Rendezvous of a group over ``broadcast``.
+        in_flight: Buckets that may be announced before the engine has answered the first: 1 or 2.
+        proves: Levels of proof that the engine can give, beside ``behaviour``.
+        leased: True if the engine ends a session by itself when the trainer dies, and knows whether its weights are
+            one whole version.  For other engines ``transports/link.py`` keeps track.
+    """
+
+    packing: Packing
+    sharing: Sharing
+    meeting: Meeting
+    in_flight: int
+    proves: frozenset[Literal["received", "resident"]]
+    leased: bool
+
+    def renew(self, info: EngineInfo) -> None:
+        """Takes the engine's current info.  An engine that has restarted gets a new adapter instead."""
+        ...
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """The tensors of a full update; empty if the engine does not list them."""
+        ...
+
+    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+        """Preflight against the known limits of this kind of engine.
+
+        Args:
+            specs: Tensors of the update.
+            transport: Name of the transport.
+            bucket_bytes: Size of the largest bucket, in bytes.
+
+        Raises:
+            ConfigError: The update cannot work; the hint names the option to change and its side.
+        """
+        ...
+
+    def open(self, message: Open) -> Steps:
+        """Starts a session.  An engine that cannot stage is paused here: its buckets go straight into live weights."""
+        ...
+
+    def join(self, invitation: Invitation) -> Steps:
+        """Joins a group."""
+        ...
+
+    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
+        """Announces a bucket.
+
+        Over ``broadcast`` the first request must be the one that makes the engine enter the collective.
+
+        Args:
+            session: Id of the session.
+            layout: Tensors of the bucket.
+            group: Name of the group that broadcasts it; None over shared memory.
+            shared: Shared buffers, one of each trainer rank that filled one; empty over a group.
+        """
+        ...
+
+    def close(self, message: Close) -> Steps:
+        """Says that every bucket was sent, and asks whether all have arrived."""
+        ...
+
+    def commit(self, message: Commit) -> Steps:
+        """Makes the new weights live, stamps the version and resumes.  A ``leased`` engine may get this twice."""
+        ...
+
+    def abort(self, session: str, reason: str) -> Steps:
+        """Ends the session.
+
+        ``Ack.state`` is ``serving`` if the engine still has the old version, and ``quarantined`` if its weights may be
+        parts of two versions.
+        """
+        ...
+
+    def leave(self, group: str | None) -> Steps:
+        """Leaves a group, or unmaps shared buffers if ``group`` is None.  A group never joined is no error.
+
+        Raises:
+            WeightcastError: The engine refused or failed.  The caller adds a note to the target's next report.
+        """
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
+        """Log-probability of each token but the first, given the tokens before it, under the live weights."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """Into a process group across both worlds, for one target.  The trainer's head is rank 0.
+    """Asks one target to join a process group of trainer and engines.  The trainer's head is rank 0.
 
     Attributes:
-        session: The session that it is for.
-        group: The group's name; never used twice.
-        host: Where the trainer's store listens.
-        port: Likewise.
-        token: Prefix of the store's keys where our own receiver meets.
-        first_rank: Group rank of the target's rank 0; the others follow in order.
+        session: Id of the session.
+        group: Name of the group, never used twice.
+        host: Address of the trainer's store.
+        port: Port of the trainer's store.
+        token: Prefix of the store's keys, for our own receiver.
+        first_rank: Group rank of the target's rank 0; its other ranks follow in order.
         world_size: Ranks in the group.
         backend: ``nccl`` or ``gloo``.
-        bucket_bytes: No bucket will be larger.
-        timeout_s: Deadline for meeting, in seconds.
-        unique_id: NCCL's id of the group, for engines that meet by it; empty for others.
+        bucket_bytes: Size of the largest bucket, in bytes.
+        timeout_s: Deadline of the rendezvous, in seconds.
+        unique_id: NCCL's unique id of the group; empty unless ``Adapter.meeting`` is ``nccl-id``.
     """
 
     session: str
@@ -89,218 +323,70 @@ class Invitation:
     unique_id: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """What one trainer rank holds of one tensor, without any communication.
+@runtime_checkable
+class Storing(Protocol):
+    """An adapter of an engine that may read NCCL's unique id from the group's store."""
 
-    Attributes:
-        spec: The whole tensor, wire dtype.
-        box: Which part of it.
-        tensor: The part; shape ``box.shape``, the model's own dtype, on the model's device.
-    """
-
-    spec: TensorSpec
-    box: Box
-    tensor: torch.Tensor
-
-
-class Exporter(Protocol):
-    """A model as named, unsharded tensors.  Every trainer rank has one; its methods are called in step."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live, and where a bucket for them should be."""
-        ...
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor of an update: Hugging Face names, wire dtypes, one order on all ranks.  No communication."""
-        ...
-
-    def shards(self) -> Iterator[Shard]:
-        """What this rank holds.  No communication."""
-        ...
-
-    def prepare(self, group: TrainerGroup) -> None:
-        """Find out what the other ranks hold.  Collective; once, before the first ``fill``.
-
-        Raises:
-            ConfigError: This model cannot be exported as it is sharded; the same on every rank.
-        """
-        ...
-
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
-        """Write the layout's tensors, gathered and cast, into the bucket.  Collective over ``group``.
-
-        Args:
-            bucket: Where to; None on a rank that only gives what it holds.
-            layout: What; the same on every rank.
-            group: The trainer ranks.  Which of them have a bucket is ``group.receivers``.
-
-        Returns:
-            ``Bucket.sums``, if they were taken on the way; None leaves that to others.
-        """
-        ...
-
-
-class Lender(Protocol):
-    """An exporter whose memory can be sent from where it lies."""
-
-    def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> Sequence[Mapping[str, torch.Tensor]]:
-        """What of each bucket this rank holds just as it travels: ``Bucket.lent``.
-
-        Views of the weights, good until they change.  A bucket that has them is filled with the rest alone.
-
-        Args:
-            layouts: Of the buckets.
-            group: The trainer ranks; this one holds everything.
-        """
-        ...
-
-
-class Scorer(Protocol):
-    """The trainer's own forward pass, for proof at level ``behaviour``."""
-
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token but the first given those before it.  Collective over the trainer ranks."""
-        ...
-
-
-class Adapter(Protocol):
-    """What the sender needs to know of one engine, as data and words.  One for each target; may remember.
-
-    Attributes:
-        packing: What of a bucket the engine can read.
-        sharing: How a buffer is handed to its processes over ``ipc``: as our own handles, or as torch's, to one
-            buffer or to the storage of all (``comm/share.py``).
-        meeting: How its ranks join a group over ``broadcast``: as our receiver does, as
-            ``torch.distributed`` does at ``tcp://host:port`` with the group's name as prefix, or by NCCL's unique id.
-        in_flight: How many buckets it may be told of before it has answered the first, 1 or 2.
-        proves: Levels of proof that it can answer for, beside ``behaviour``.
-        leased: True if the engine ends a session by itself when the trainer is gone, and knows whether what it keeps is
-            one whole version.  We remember it for the others.
-    """
-
-    packing: Packing
-    sharing: Sharing
-    meeting: Meeting
-    in_flight: int
-    proves: frozenset[Literal["received", "resident"]]
-    leased: bool
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """What the engine expects in a full update; empty if it cannot say."""
-        ...
-
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
-        """Preflight of what this kind of engine is known to bite with.
-
-        Args:
-            specs: What will be sent.
-            transport: By which transport.
-            bucket_bytes: No bucket is larger.
-
-        Raises:
-            ConfigError: It cannot work; the hint says what to set on which side.
-        """
-        ...
-
-    def open(self, message: Open) -> Steps:
-        """Start a session.  An engine that cannot stage is paused here, since buckets go straight into live weights."""
-        ...
-
-    def join(self, invitation: Invitation) -> Steps:
-        """Join a group."""
-        ...
-
-    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
-        """A bucket comes, from a group or from memory that trainer ranks share (one item for each that filled one).
-
-        Over ``broadcast`` the first request must be the one that makes the engine enter the collective.
-        """
-        ...
-
-    def close(self, message: Close) -> Steps:
-        """No more buckets."""
-        ...
-
-    def commit(self, message: Commit) -> Steps:
-        """Make it live, stamp the version, resume."""
-        ...
-
-    def abort(self, session: str, reason: str) -> Steps:
-        """End the session.  ``Ack.state`` says what is left: the old version, or parts of two and so quarantined."""
-        ...
-
-    def leave(self, group: str | None) -> Steps:
-        """Leave a group, let go of mapped buffers.  Leaving what was never joined is fine."""
-        ...
-
-    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
-        """Log-probability of each token but the first given those before it, under the live weights."""
+    def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
+        """Entries that the store must hold, by key."""
         ...
 
 
 @runtime_checkable
-class Storing(Protocol):
-    """An adapter of an engine that meets by a unique id and may look for it in the group's store."""
+class SeesChange(Protocol):
+    """An adapter of an engine that can tell, before it resumes, whether its weights have changed."""
 
-    def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
-        """What the store has to hold for it, by key."""
+    def expect_change(self, changed: bool) -> None:
+        """Tells the adapter, before ``commit``, whether the new weights are known to differ from the last committed."""
+        ...
+
+
+@runtime_checkable
+class Reverting(Protocol):
+    """An adapter of an engine that can restore the old weights after a commit, if it keeps a second set."""
+
+    def revert(self, message: Revert) -> Steps:
+        """Restores the old weights.  The answer has their version and digests."""
         ...
 
 
 @runtime_checkable
 class FromFolder(Protocol):
-    """What an adapter can say as well, if its engine loads checkpoint folders while it runs; for ``disk``."""
+    """An adapter of an engine that loads checkpoint folders while it runs; for the transport ``disk``."""
 
     def load_folder(self, session: str, folder: str) -> Steps:
-        """All weights lie in ``model.safetensors`` of this folder, which goes away after the answer."""
+        """Loads all weights from ``model.safetensors`` in ``folder``, which is deleted after the answer."""
         ...
 
 
-class Kind(Protocol):
-    """One kind of engine: how it is recognised, and its adapter."""
-
-    name: str
-
-    def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
-        """Ask a server what it is; None if it is no engine of this kind.
-
-        Raises:
-            ConfigError: It is one, and cannot be updated as it was started.
-        """
-        ...
-
-    def adapter(self, info: EngineInfo) -> Adapter:
-        """An adapter for an engine that was recognised."""
-        ...
+# -- the way between them
 
 
 class Transport(Protocol):
-    """Moves filled buckets to every target, in order, two in flight.  Lives on the head trainer rank."""
+    """Moves filled buckets to every target, in order, two in flight.  Runs on the head trainer rank."""
 
     name: str
 
     def connect(self) -> None:
-        """Create what the membership needs (groups); does nothing if it is there already."""
-        ...
-
-    def settle(self) -> None:
-        """Return when nothing is under way any more, whatever became of it."""
+        """Makes the group of the current targets, if this transport needs one and has none."""
         ...
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """Start sending; returns before the bucket may be reused."""
+        """Starts sending a bucket and waits until the previous one may be filled again."""
         ...
 
     def drain(self) -> None:
-        """Return when every bucket sent so far has been taken over by every target; raise what went wrong."""
+        """Waits until every target has taken every bucket sent so far, and raises what failed."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until no transfer is in progress; raises nothing for a failed one."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Give up what is under way, so that nobody waits; safe to call twice and from another thread."""
+        """Ends transfers in progress, so that no process waits.  Safe to call twice and from any thread."""
         ...
 
     def close(self) -> None:
-        """Let go of groups and buffers on both sides; safe to call twice."""
+        """Releases groups and buffers on both sides.  Safe to call twice."""
         ...

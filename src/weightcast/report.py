@@ -1,6 +1,6 @@
-"""What one update did: seconds by phase, bytes, and one row for each target.
+"""The report of one update: seconds by phase, bytes, and one row for each target.
 
-Plain data with a readable ``str`` and a stable JSON form; it knows nothing of transports or engines.
+A report is plain data with a readable ``str`` and a stable JSON form.
 """
 
 from __future__ import annotations
@@ -9,26 +9,33 @@ from typing import Literal
 
 import msgspec
 
-TargetStatus = Literal["serving", "quarantined", "untouched"]
+TargetStatus = Literal["serving", "quarantined", "untouched", "unknown"]
 
 
 class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one target came out of the update.
+    """Result of the update on one target.
 
     Attributes:
-        url: The engine's URL.
+        url: URL of the engine.
         engine: Kind and version, e.g. ``"weightcast 0.1.0"``.
-        version_before: What it served before; None if unknown.
-        version_after: What it serves now; None if unknown.
-        digest: Model digest of what it keeps (or received, at that level); None without proof.
-        status: ``serving`` the new version, ``untouched`` (the old version, whole), ``quarantined`` (paused, or it
-            failed its proof after the switch: no request may go there before a full update).
-        proof: Highest level of proof reached.
-        ranks: Engine ranks behind the URL.
-        digests_matched: How many of them hold exactly what was sent.
-        stall_s: Seconds in which it generated nothing.
-        not_updated: Tensors of the engine that this update did not write, by name.
-        message: Anything worth knowing; the engine's own words after a refusal.
+        version_before: Version before the update; None if unknown.
+        version_after: Version that the engine reports now; None if it reports none or could not be asked.
+        digest: Model digest of the weights that it holds (or received, at that level); None without proof.
+        status: State of the engine.  ``serving``: it serves the new version.  ``untouched``: it serves the whole old
+            version, because it never switched or was switched back.  ``unknown``: the answer to the commit was lost,
+            and the engine could not be asked again.  ``quarantined``: it is paused or gone, or failed its proof after
+            the switch, or serves the new version although the others were switched back.  An engine that is
+            ``unknown`` or ``quarantined`` must get no request before a full update.
+        proof: Highest level of proof reached; ``partial`` if only some tensors were proven to be resident.
+        proven: Number of tensors that were read back and equal the sent ones.
+        unproven: Number of tensors that cannot be read back, because the engine's loader computes with them.
+        ranks: Number of engine ranks behind the URL.
+        digests_matched: Number of ranks whose digests match.
+        stall_s: Time without generation, in seconds.
+        peak_extra_bytes: Most extra memory of any engine rank during the session, in bytes.
+        not_updated: Names of the engine's tensors that this update did not write.
+        message: Further information; the engine's own words after a refusal.
+        notes: Failures beside the update that did not stop it, such as a group that the engine did not leave.
     """
 
     url: str
@@ -37,31 +44,36 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     version_after: int | None = None
     digest: str | None = None
     status: TargetStatus = "untouched"
-    proof: Literal["none", "received", "resident", "behaviour"] = "none"
+    proof: Literal["none", "received", "partial", "resident", "behaviour"] = "none"
+    proven: int = 0
+    unproven: int = 0
     ranks: int = 0
     digests_matched: int = 0
     stall_s: float = 0.0
     peak_extra_bytes: int = 0
     not_updated: tuple[str, ...] = ()
     message: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     """One update of all targets to one version.
 
     Attributes:
-        version: The version asked for.
+        version: Requested version.
         transport: ``"ipc"``, ``"broadcast"``, ``"disk"`` or ``"checkpoint-engine"``.
         bytes: Payload of one copy of the model, in bytes.
-        buckets: How many buckets it took.
+        buckets: Number of buckets.
         seconds: Wall time of the whole update.
         phases: Seconds by phase on the head trainer rank; phases overlap, so they do not add up to ``seconds``.
-            ``open`` sessions and groups, ``gather`` shards into a bucket, ``pack`` digests and casts, ``send`` waiting
-            for the wire and the engines, ``load`` inside the engines, ``verify`` digests read back,
-            ``commit``, ``stall`` (longest of all targets).
-        peak_extra_bytes: Most extra memory held by any trainer rank at once, measured.
-        digest: Model digest of what was sent; None if ``verify="none"``.
+            ``open``: sessions and groups.  ``gather``: shards into a bucket.  ``pack``: digests and casts.  ``send``:
+            waits for the transport and the engines.  ``load``: inside the engines.  ``verify``: digests read back.
+            ``commit``.  ``stall``: the longest of all targets.
+        peak_extra_bytes: Most extra memory that any trainer rank held at once, in bytes, measured.
+        digest: Model digest of the sent weights; None if ``verify="none"``.
         targets: One row for each target.
+        unsummed: Names of tensors that were summed in the sender's bucket, because the exporter's ranks do not sum
+            their shards.  No digest covers the gather of these tensors.
     """
 
     version: int
@@ -73,6 +85,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     peak_extra_bytes: int
     digest: str | None
     targets: tuple[TargetReport, ...]
+    unsummed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -84,7 +97,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self).decode()
 
     def __str__(self) -> str:
-        """Units everywhere, one line for each target."""
+        """A summary with units, and one line for each target."""
         rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
         ranks = sum(row.ranks for row in self.targets)
         phases = "   ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
@@ -98,17 +111,24 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             before = "?" if row.version_before is None else row.version_before
             after = "?" if row.version_after is None else row.version_after
             digest = f", digest {row.digest} on {row.digests_matched} of {row.ranks} ranks" if row.digest else ""
-            lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, proof {row.proof}{digest}")
+            part = f" ({row.proven} of {row.proven + row.unproven} tensors)" if row.proof == "partial" else ""
+            proof = f"proof {row.proof}{part}"
+            lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}")
             if row.not_updated:
                 shown = ", ".join(row.not_updated[:5])
                 lines.append(f"              not updated: {shown}{' ...' if len(row.not_updated) > 5 else ''}")
             if row.message:
                 lines.append(f"              {row.message}")
+            lines += [f"              note: {note}" for note in row.notes]
+        if self.unsummed:
+            shown = ", ".join(self.unsummed[:5])
+            more = " ..." if len(self.unsummed) > 5 else ""
+            lines.append(f"  {len(self.unsummed)} tensors were not summed where the trainer holds them: {shown}{more}")
         return "\n".join(lines)
 
 
 def format_bytes(count: int) -> str:
-    """``123456789`` as ``"117.7 MiB"``."""
+    """Formats ``123456789`` as ``"117.7 MiB"``."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:

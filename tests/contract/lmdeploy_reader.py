@@ -19,7 +19,7 @@ RANKS = 2
 
 
 class Model(torch.nn.Module):
-    """Two weights, and how often they were finished."""
+    """A model with two weights that counts finished updates."""
 
     def __init__(self) -> None:
         super().__init__()

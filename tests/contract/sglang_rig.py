@@ -1,4 +1,4 @@
-"""SGLang's own routes, schemas, decoders and weight updaters around a model that only takes notes.
+"""SGLang's own routes, schemas, decoders and weight updaters around a model that records its loads.
 
 Runs in SGLang's environment, whichever version is first on the path.  Real: the FastAPI app, the tokenizer manager's
 methods with their locks, the safe unpickler, the flattened bucket, the scheduler's weight-update manager and the model
@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import socket
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +37,11 @@ from sglang.srt.utils import common  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
 from torch.multiprocessing import reductions  # noqa: E402
 
-_OURS = ("/rig/clear", "/rig/refuse", "/rig/allowed", "/rig/gpu")
+_OURS = ("/rig/clear", "/rig/refuse", "/rig/allowed", "/rig/gpu", "/rig/bare")
 
 
 class Notes(torch.nn.Module):
-    """A model that keeps copies of what it is given to load."""
+    """A model that keeps copies of loaded tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Notes(torch.nn.Module):
 
 
 class Manager(TokenizerManager):
-    """The real one's methods; what they would send to schedulers goes to one weight updater in this process."""
+    """The real manager's methods; their messages go to one weight updater in this process."""
 
     def __init__(self, updater: Any, journal: list[str]) -> None:
         self.server_args = SimpleNamespace(dp_size=1, enable_dp_attention=False)
@@ -71,7 +72,7 @@ class Manager(TokenizerManager):
         self._journal = journal
 
     def auto_create_handle_loop(self) -> None:
-        """There is no loop here."""
+        """Does nothing: this manager has no loop."""
 
     def abort_request(self, *_: object, **__: object) -> None:
         self._journal.append("abort_request")
@@ -80,7 +81,7 @@ class Manager(TokenizerManager):
         self.version = weight_version or self.version
 
     def record_config_updates(self, *_: object, **updates: Any) -> None:
-        """The other version's name for the same."""
+        """The same method under the other version's name."""
         self.version = updates.get("weight_version", self.version)
 
     async def _async_dispatch_to_scheduler(self, message: Any) -> None:
@@ -102,7 +103,7 @@ class Manager(TokenizerManager):
 
 
 class Worker:
-    """What the scheduler's manager asks of a tensor-parallel worker, in both versions' words."""
+    """The tensor-parallel worker of the scheduler's manager, with the method names of both versions."""
 
     def __init__(self, runner: Any, deserialize: Any) -> None:
         self.model_runner = runner
@@ -143,13 +144,13 @@ class Worker:
 
 
 def build(journal: list[str]) -> tuple[Manager, Notes]:
-    """The parts, joined as the server joins them."""
+    """Builds the parts and connects them as the server does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     world = dist.group.WORLD
-    # What these modules look up in a context that only a whole server has.
+    # These modules read a context that only a whole server has.
     parallel = SimpleNamespace(dp_size=1, tp_rank=0, tp_group=SimpleNamespace(cpu_group=world))
     for module in (tokenizer_control_mixin, scheduler_side, runner_side):
         if hasattr(module, "get_parallel"):
@@ -187,13 +188,14 @@ def build(journal: list[str]) -> tuple[Manager, Notes]:
 
 
 class Outside:
-    """The routes that need a whole server, answered as one rank on a CPU would; the rest is SGLang's own app."""
+    """Answers routes that need a whole server, as one rank on a CPU would; SGLang's own app answers the rest."""
 
     def __init__(self, manager: Manager, notes: Notes, journal: list[str]) -> None:
         self._manager = manager
         self._notes = notes
         self._journal = journal
-        self._device = "cpu"
+        self._device, self._bare = "cpu", False
+        self._started = time.time()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "")
@@ -203,6 +205,7 @@ class Outside:
         answer: Any = {}
         if path == "/server_info":
             answer = {"version": sglang.__version__, "tp_size": 1, "dp_size": 1, "pp_size": 1}
+            answer |= {"startup_time": self._started, "random_seed": 7, "disable_radix_cache": self._bare}
             answer["device"] = self._device
         elif path == "/model_info":
             answer = {"served_model_name": "notes", "weight_version": self._manager.version}
@@ -219,8 +222,10 @@ class Outside:
             answer = [" ".join(name) for name in getattr(common.SafeUnpickler, "ALLOWED_GLOBALS", ())]
         elif path == "/rig/gpu":
             self._device = "cuda"
+        elif path == "/rig/bare":
+            self._bare = True
         elif path == "/rig/clear":
-            self._device = "cpu"
+            self._device, self._bare = "cpu", False
             self._journal.clear()
             self._notes.kept.clear()
             self._notes.refuses = ""
@@ -237,7 +242,7 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 def pretend_gpu() -> None:
-    """For checkpoint-engine's wire, which is for accelerators."""
+    """Replaces the accelerator that checkpoint-engine's protocol needs."""
     host_memory.receive_on_host()
     reductions.rebuild_cuda_tensor = host_memory.open_segment(lambda _: None, own_device=0)
     worker = checkpoint_engine_worker.SGLangCheckpointEngineWorkerExtensionImpl
@@ -258,7 +263,7 @@ def main() -> None:
             uvicorn.Config(Outside(manager, notes, journal), log_level="error", lifespan="off", access_log=False)
         )
         print(json.dumps(said), flush=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the parent reads no further
         asyncio.run(server.serve(sockets=[listener]))
 
 

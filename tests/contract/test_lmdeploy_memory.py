@@ -1,4 +1,4 @@
-"""LMDeploy's own agent reads what we write for it: buckets in shared memory, their persistent buffer, their end.
+"""LMDeploy's own agent reads our payloads: buckets in shared memory, a persistent buffer, the end of an update.
 
 Two versions of LMDeploy, two ranks; the traps of its protocol are shown beside what we send.
 """
@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from tests.engines.lmdeploy_server import VERSIONS, lmdeploy
-from tests.unit.test_lmdeploy_adapter import opened, talk
-from weightcast.comm import opcodes
-from weightcast.comm.opcodes import mapping
-from weightcast.comm.share import SharedSlot, make_slots
-from weightcast.engines.lmdeploy.adapter import LmdeployAdapter
-from weightcast.engines.lmdeploy.envelope import END, bucket_payload
-from weightcast.engines.lmdeploy.kind import describe
+from tests.unit.test_adapters_lmdeploy import opened, talk
+from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
+from weightcast.adapters.lmdeploy.detect import describe
+from weightcast.adapters.lmdeploy.payload import END, bucket_payload
+from weightcast.comm import pickle_writer
+from weightcast.comm.pickle_writer import mapping
+from weightcast.comm.shared_buckets import SharedSlot, make_slots
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, plan_buckets
 from weightcast.wire.messages import Commit
@@ -56,11 +56,11 @@ class Reader:
         assert self._process.stdout.readline() == f"ready {version}\n", log.read_text()[-3000:]
 
     def start(self, *, events: bool = True) -> None:
-        """Agents that have read nothing yet, and that can import events or not."""
+        """Starts agents that have read nothing yet, with or without support for events."""
         self.read({"events": events})
 
     def read(self, body: bytes | dict[str, Any], **more: Any) -> dict[str, Any]:
-        """What a request does."""
+        """Sends a request and returns its effect."""
         request = json.loads(body) if isinstance(body, bytes) else body
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -110,7 +110,7 @@ def layouts() -> list[BucketLayout]:
 
 
 def filled(slot: SharedSlot, layout: BucketLayout, value: float) -> Any:
-    """The slot with one value in every tensor, as its memory is shared; with an event, as on a GPU."""
+    """Shared memory of the slot with one value in every tensor, and with an event, as on a GPU."""
     for _, view in Bucket(layout, slot.data).views():
         view.fill_(value)
     shared = slot.share(opens=0, ring_opens=RANKS)
@@ -131,11 +131,11 @@ def test_every_bucket_is_read_from_one_mapping_between_waiting_and_recording(
     assert answer["error"] == ""
     assert answer["calls"] == ["open", "event.open", "event.wait", "event.record"] * RANKS
     assert [sums["first"] for sums in answer["sums"]] == [12.0] * RANKS
-    # The second buffer of the same storage: no handle, and yet its own content.
+    # The second buffer of the same storage needs no handle and has its own content.
     answer = reader.read(request_of(adapter, second, filled(slots[1], second, 3.0)))
     assert answer["calls"] == ["event.wait", "event.record"] * RANKS
     assert [sums["second"] for sums in answer["sums"]] == [12.0] * RANKS
-    # The first one again, filled anew: read from the mapping, not from a copy of what was there.
+    # The first buffer, filled anew, is read from the mapping and not from a copy.
     answer = reader.read(request_of(adapter, first, filled(slots[0], first, 5.0)))
     assert [sums["first"] for sums in answer["sums"]] == [30.0] * RANKS
     # Another dtype is another view of the storage: the handle comes again.
@@ -146,7 +146,7 @@ def test_every_bucket_is_read_from_one_mapping_between_waiting_and_recording(
     asked, _ = talk(adapter.commit(Commit(session="s")), b"null", b"")
     answer = reader.read(asked[0].body)
     assert (answer["error"], answer["finished"], answer["mapped"]) == ("", [1] * RANKS, [False] * RANKS)
-    # The next update starts with a handle, since nothing is mapped any more.
+    # The next update starts with a handle, because nothing is mapped any more.
     opened(adapter)
     answer = reader.read(request_of(adapter, half, filled(slots[0], half, 1.0)))
     assert answer["error"] == ""
@@ -161,7 +161,7 @@ def test_the_end_is_a_list_without_a_load_format(reader: Reader) -> None:
     assert wrong["finished"] == [1] * RANKS
 
 
-def test_a_bucket_without_a_handle_is_refused_where_nothing_is_mapped(reader: Reader, slots: list[SharedSlot]) -> None:
+def test_bucket_without_a_handle_is_refused_if_nothing_is_mapped(reader: Reader, slots: list[SharedSlot]) -> None:
     first = layouts()[0]
     memory = filled(slots[0], first, 1.0)[0].ring[0]
     body = {"serialized_named_tensors": [bucket_payload(first, memory, handle=False)] * RANKS}
@@ -169,7 +169,7 @@ def test_a_bucket_without_a_handle_is_refused_where_nothing_is_mapped(reader: Re
     assert "flattened_tensor is not provided" in answer["error"]
 
 
-def test_the_trap_of_a_copy_that_nobody_fills_and_why_ours_is_none(reader: Reader, slots: list[SharedSlot]) -> None:
+def test_payload_without_clone_reads_the_mapping(reader: Reader, slots: list[SharedSlot]) -> None:
     first = layouts()[0]
     shared = filled(slots[0], first, 7.0)
     with_handle = opcodes_without_clone_word(bucket_payload(first, shared[0].ring[0], handle=True))
@@ -184,9 +184,9 @@ def test_the_trap_of_a_copy_that_nobody_fills_and_why_ours_is_none(reader: Reade
         assert answer["sums"][0]["first"] == 6 * value
 
 
-def test_where_events_cannot_be_imported_a_copy_is_read_for_ever(reader: Reader, slots: list[SharedSlot]) -> None:
+def test_reader_without_events_keeps_reading_a_stale_copy(reader: Reader, slots: list[SharedSlot]) -> None:
     # LMDeploy then copies what comes with a handle, and reads the copy for buckets that come without.  It can import
-    # events on CUDA; for other devices the kind refuses this way (test_lmdeploy_adapter.py).
+    # events on CUDA; for other devices the kind refuses this way (test_adapters_lmdeploy.py).
     adapter, first = sender(), layouts()[0]
     reader.start(events=False)
     reader.read(request_of(adapter, first, filled(slots[0], first, 1.0)))
@@ -205,8 +205,8 @@ def test_each_rank_reads_its_own_item(reader: Reader, slots: list[SharedSlot]) -
 
 
 def opcodes_without_clone_word(payload: str) -> str:
-    """The same payload as a sender would write it who has never heard of ``require_clone``."""
-    word = mapping([("require_clone", opcodes.boolean(False))])[2:-1]
+    """The same payload without the field ``require_clone``."""
+    word = mapping([("require_clone", pickle_writer.boolean(False))])[2:-1]
     plain = base64.b64decode(payload)
     assert word in plain
     return base64.b64encode(plain.replace(word, b"")).decode()

@@ -1,4 +1,4 @@
-"""What our adapter says to stock vLLM, through the engine's own routes, worker methods, info classes and packing.
+"""The vLLM adapter against stock vLLM's own routes, worker methods, info classes and packing.
 
 Three versions: the newest, the one that runs on a CPU, and one whose forms are older.  ``vllm_rig.py`` runs in each.
 """
@@ -25,7 +25,7 @@ OLD = ("0.25.1",)
 
 @pytest.fixture(scope="module", params=["0.33.0", pytest.param("0.32.0", marks=pytest.mark.wide), "0.25.1"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What the rig printed, and under which version."""
+    """The rig's output, and vLLM's version."""
     version: str = request.param
     python = engine_python("vllm-0.32.0-cpu")
     path = [] if version == "0.32.0" else [str(engine_sources("vllm", version))]
@@ -73,7 +73,7 @@ def test_buckets_arrive_through_the_backend_nccl(said: tuple[str, dict[str, Any]
     assert found["said"] == ["pause abort True", *shutdown, *inits, *update, "pause keep False", *update]
 
 
-def test_buckets_arrive_through_the_backend_ipc_in_buffers_that_are_used_again(
+def test_buckets_arrive_through_the_backend_ipc_in_reused_buffers(
     said: tuple[str, dict[str, Any]],
 ) -> None:
     found = of(said, "ipc")
@@ -84,11 +84,11 @@ def test_buckets_arrive_through_the_backend_ipc_in_buffers_that_are_used_again(
     assert found["said"] == ["pause abort True", *inits, *update, "pause keep True", *update]
 
 
-def test_a_session_that_a_trainer_has_left_open_is_in_nobodys_way(said: tuple[str, dict[str, Any]]) -> None:
+def test_session_left_open_by_a_dead_trainer_is_ended(said: tuple[str, dict[str, Any]]) -> None:
     assert of(said, "left_open")["equal"]
 
 
-def test_an_update_that_is_given_up_leaves_the_old_version_or_a_paused_engine(
+def test_aborted_update_leaves_the_old_version_or_a_paused_engine(
     said: tuple[str, dict[str, Any]],
 ) -> None:
     found = of(said, "aborted")
@@ -98,13 +98,13 @@ def test_an_update_that_is_given_up_leaves_the_old_version_or_a_paused_engine(
     assert found["again"]["equal"]
 
 
-def test_a_handle_of_another_gpu_is_refused_in_vllms_own_words(said: tuple[str, dict[str, Any]]) -> None:
+def test_handle_of_another_gpu_is_refused_in_vllms_own_words(said: tuple[str, dict[str, Any]]) -> None:
     found = of(said, "refused")
     assert found["status"] == 500
     assert "IPC handle not found for GPU UUID" in found["words"]
 
 
-def test_the_id_in_the_store_is_an_object_of_vllms_class(said: tuple[str, dict[str, Any]]) -> None:
+def test_id_in_the_store_is_an_object_of_vllms_class(said: tuple[str, dict[str, Any]]) -> None:
     assert of(said, "by_store") == {"class": True, "same": True, "as_pickled": True}
 
 
@@ -112,5 +112,12 @@ def test_vllms_own_producer_packs_a_bucket_as_we_do(said: tuple[str, dict[str, A
     assert of(said, "chunks") == {"same": True}
 
 
-def test_our_own_backend_fits_this_version(said: tuple[str, dict[str, Any]]) -> None:
+def test_weightcasts_backend_fits_this_version(said: tuple[str, dict[str, Any]]) -> None:
     assert of(said, "plug_in") == {"registered": True, "abstract": [], "routes": True}
+
+
+def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str, dict[str, Any]]) -> None:
+    found = of(said, "around")
+    assert found["sleep"] == [["sleep", 1], ["wake", ["weights"]]]
+    assert found["room"] == [["room", 1000]]
+    assert found["left"] == 970

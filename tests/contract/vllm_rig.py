@@ -24,13 +24,13 @@ from fastapi.testclient import TestClient
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from weightcast.comm.converse import converse
-from weightcast.comm.share import Shared, TorchMemory
-from weightcast.engines.vllm.adapter import VllmAdapter
-from weightcast.engines.vllm.envelope import stored_id
-from weightcast.engines.vllm.kind import VllmKind
+from weightcast.adapters.vllm.adapter import VllmAdapter
+from weightcast.adapters.vllm.detect import VllmKind
+from weightcast.adapters.vllm.payload import stored_id
+from weightcast.comm.run_steps import EngineRequest, converse
+from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import TargetRejected
-from weightcast.protocols import EngineRequest, Invitation
+from weightcast.protocols import Invitation
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, plan_buckets
 from weightcast.wire.messages import Close, Commit, Open, Owner
@@ -61,7 +61,7 @@ SPECS = [
 
 
 class Quiet:
-    """A stream, an event."""
+    """Stands in for a CUDA stream and an event."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -70,7 +70,7 @@ class Quiet:
 
 
 class Wire:
-    """What the trainer's head has in the broadcast, and what engines joined with."""
+    """The trainer's end of a broadcast; it also records the init infos of engines."""
 
     def __init__(self) -> None:
         self.bucket: torch.Tensor | None = None
@@ -78,7 +78,7 @@ class Wire:
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: object = None) -> None:
         assert src == 0
-        assert self.bucket is not None, "the engine enters a broadcast that nobody sends"
+        assert self.bucket is not None, "the engine enters a broadcast without a sender"
         assert tensor.dtype == torch.uint8
         assert tensor.numel() == self.bucket.numel(), f"{tensor.numel()} bytes wanted, {self.bucket.numel()} sent"
         tensor.copy_(self.bucket)
@@ -88,7 +88,7 @@ class Wire:
 
 
 class Model(torch.nn.Module):
-    """Takes what it is given."""
+    """A model that records its loads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Model(torch.nn.Module):
 
 
 class Worker(gpu_worker.Worker):
-    """vLLM's methods on a worker that has nothing else."""
+    """A worker with only vLLM's methods for weight transfer."""
 
     def __init__(self, backend: str, wire: Wire) -> None:
         self.model = Model()
@@ -223,7 +223,7 @@ class Rig:
         self.ask(self.adapter.join(invitation))
 
     def update(self, version: int, seed: int, *, pause: str = "abort") -> dict[str, Any]:
-        """One update; the same buffers for every bucket, wiped in between."""
+        """Runs one update with the same buffers for every bucket, wiped in between."""
         wanted = tensors(seed)
         broadcast = self.info.transports == ("broadcast",)
         self.open(version, pause)
@@ -269,7 +269,7 @@ _real_rebuild = torch.multiprocessing.reductions.rebuild_cuda_tensor
 
 
 def rebuild(*arguments: Any) -> torch.Tensor:
-    """The real function's parameters, by name; a tensor of this process instead of a mapping."""
+    """Takes the real function's parameters by name and returns a tensor of this process instead of a mapping."""
     given = inspect.signature(_real_rebuild).bind(*arguments).arguments
     assert given["storage_device"] == 4
     assert given["tensor_cls"] is torch.Tensor
@@ -289,7 +289,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def patch() -> None:
-    """What a machine without a GPU does not have."""
+    """Replaces the parts of torch and vLLM that need a GPU."""
     packed_tensor._get_streams = lambda device, count: tuple(Quiet() for _ in range(count))
     torch.cuda.Stream = Quiet
     torch.cuda.stream = lambda _: contextlib.nullcontext()
@@ -334,7 +334,7 @@ def ipc() -> dict[str, Any]:
 
 
 def left_open() -> dict[str, Any]:
-    """A trainer has gone in the middle of an update."""
+    """A trainer dies in the middle of an update."""
     rig = Rig("nccl")
     nccl_engine.worker_init_process_group = lambda init_info, parallel_config: rig.wire.joined.append({}) or rig.wire
     rig.worker.start_weight_update()
@@ -342,7 +342,7 @@ def left_open() -> dict[str, Any]:
 
 
 def aborted() -> dict[str, Any]:
-    """Given up before a bucket, and after one."""
+    """Aborts before a bucket, and after one."""
     rig = Rig("ipc")
     rig.worker.weight_transfer_engine.device = SimpleNamespace(index=4)
     rig.open(2)
@@ -359,7 +359,7 @@ def aborted() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """What vLLM says to a handle of another GPU."""
+    """vLLM's refusal of a handle of another GPU."""
     rig = Rig("ipc")
     rig.worker.weight_transfer_engine.device = SimpleNamespace(index=4)
     rig.open(2)
@@ -373,11 +373,11 @@ def refused() -> dict[str, Any]:
 
 
 def by_store() -> dict[str, Any]:
-    """NCCL's id as the versions read it that look into the group's store."""
+    """Reads NCCL's id as versions do that look into the group's store."""
     from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from vllm.distributed.utils import StatelessProcessGroup
 
-    from weightcast.comm.group import Rendezvous
+    from weightcast.comm.update_group import Rendezvous
 
     store = Rendezvous(host="127.0.0.1", timeout_s=20.0)
     for key, value in VllmAdapter(Rig("nccl").info).stored(UNIQUE_ID).items():
@@ -417,7 +417,7 @@ def chunks() -> dict[str, Any]:
 
 
 def plug_in() -> dict[str, Any]:
-    """Ours is a backend that this version can make, and its routes get into the server."""
+    """This version can build weightcast's backend, and the server gets its routes."""
     import importlib.util
 
     import vllm.entrypoints.openai.api_server as server
@@ -444,7 +444,56 @@ def plug_in() -> dict[str, Any]:
     }
 
 
-CASES: tuple[Callable[[], dict[str, Any]], ...] = (nccl, ipc, left_open, aborted, refused, by_store, chunks, plug_in)
+def around() -> dict[str, Any]:
+    """A worker of this version measures, sleeps and wakes with our backend, without model or device."""
+    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from weightcast.plugins.vllm.worker_hooks import wrap_worker
+
+    told: list[Any] = []
+
+    class Backend:
+        def take_room(self, worker: Any, cache_bytes: int) -> int:
+            told.append(["room", cache_bytes])
+            return cache_bytes - 30
+
+        def fall_asleep(self, level: int) -> None:
+            told.append(["sleep", level])
+
+        def wake(self, tags: Any) -> None:
+            told.append(["wake", tags])
+
+    found: dict[str, Any] = {}
+    wrap_worker(CPUWorker, Backend)
+    worker = object.__new__(CPUWorker)
+    worker.weight_transfer_engine = Backend()
+    worker.sleep(1)  # which does nothing by itself
+    worker.wake_up(["weights"])
+    found["sleep"] = [*told]
+    # A fixed cache size lets vLLM measure without a device.
+    told.clear()
+    wrap_worker(gpu_worker.Worker, Backend)
+    config = SimpleNamespace(multimodal_config=None)
+    worker = object.__new__(gpu_worker.Worker)
+    vars(worker).update(
+        weight_transfer_engine=Backend(),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=1000),
+        init_snapshot=SimpleNamespace(free_memory=5000),
+        model_config=config,
+        parallel_config=SimpleNamespace(),
+        model_runner=SimpleNamespace(profile_run=lambda **how: None),
+        vllm_config=VllmConfig(device_config=DeviceConfig(device="cpu")),
+    )
+    found["left"] = worker.determine_available_memory()
+    found["room"] = [*told]
+    return found
+
+
+CASES: tuple[Callable[[], dict[str, Any]], ...] = (
+    *(nccl, ipc, left_open, aborted, refused, by_store, chunks),
+    *(plug_in, around),
+)
 
 
 def main() -> None:

@@ -11,15 +11,15 @@ from typing import Any
 
 from tests.harness import SMALL_BUCKETS, trainer_of
 from weightcast import WeightUpdater
-from weightcast.comm.group import WorldGroup
 from weightcast.comm.http import Client
+from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import WeightcastError
 from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
-from weightcast.head import Head
 from weightcast.transports import channel
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pump
+from weightcast.update.head import Head
 
 # What each point is; a number after a colon counts from 0.
 POINTS: dict[str, Callable[[int, Callable[[], None]], None]] = {}
@@ -109,12 +109,12 @@ def opened(_: int, die: Callable[[], None]) -> None:
 def joining(_: int, die: Callable[[], None]) -> None:
     """The engines wait for the trainer in a group that it never enters."""
 
-    def stay_away(*_: Any, **__: Any) -> WorldGroup:
+    def stay_away(*_: Any, **__: Any) -> UpdateGroup:
         time.sleep(0.3)
         die()
         raise AssertionError
 
-    channel.WorldGroup = stay_away  # type: ignore[assignment,misc]
+    channel.UpdateGroup = stay_away  # type: ignore[assignment,misc]
 
 
 @point
@@ -143,7 +143,7 @@ def announced(count: int, die: Callable[[], None]) -> None:
         time.sleep(0.1)
         die()
 
-    wrap(WorldGroup, "start_broadcast", before=on_call(count, wait_then_die))
+    wrap(UpdateGroup, "start_broadcast", before=on_call(count, wait_then_die))
 
 
 @point

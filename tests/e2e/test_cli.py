@@ -229,7 +229,7 @@ def test_doctor_finds_nothing_wrong(engine):
     result = run("doctor", engine.url)
     assert result.exit_code == 0, result.output
     assert not any(line.startswith(("  fail", "  warn")) for line in result.stdout.splitlines())
-    assert "2 ranks met this process" in result.stdout
+    assert "2 ranks joined this process" in result.stdout
     assert "ipc and broadcast can be used" in result.stdout
     (found,) = json.loads(run("doctor", engine.url, "--json").stdout)["engines"]
     assert found["ok"] is True

@@ -135,7 +135,7 @@ def test_an_engine_that_cannot_start_shows_its_own_words(tmp_path):
     tiny_tokenizer(folder)
     demo = run("--steps", 1, "--model", folder, "--out", tmp_path / "out")
     assert demo.returncode == 1
-    assert "the end of what engine-1 said" in demo.stderr
-    assert "8" in demo.stderr.split("the end of what engine-1 said")[1]
+    assert "last lines of the log of engine-1" in demo.stderr
+    assert "8" in demo.stderr.split("last lines of the log of engine-1")[1]
     assert "error: engine-1 ended with exit code 1" in demo.stderr
     assert not (tmp_path / "out" / "report.json").exists()

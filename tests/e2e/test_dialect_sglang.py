@@ -13,9 +13,9 @@ import torch
 from tests.e2e.engines import Engine, engines, weightcast
 from tests.tiny import greedy, tiny_model
 from weightcast import Target, WeightUpdater
+from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.report import UpdateReport
-from weightcast.wire.digest import tensor_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -178,7 +178,7 @@ def test_siblings_that_come_to_differ_are_found(one: Engine, two: Engine, tmp_pa
 STEPS = [
     *((step, kind) for step in ("/pause_generation", "/begin_weight_update") for kind in ("refuse", "drop")),
     *(("BUCKET#2", kind) for kind in ("refuse", "drop", "lose", "half", "delay")),
-    *((step, kind) for step in ("/end_weight_update", "/flush_cache") for kind in ("refuse", "drop")),
+    *(("/end_weight_update", kind) for kind in ("refuse", "drop")),
     ("/end_weight_update", "delay"),
     ("/update_weight_version", "refuse"),
     ("/continue_generation", "lose"),

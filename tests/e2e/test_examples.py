@@ -77,7 +77,7 @@ def test_nothing_older_than_the_bound_is_trained_on(tiny, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reward_rises(name, tmp_path):
-    from weightcast.cli.demo.smollm2 import ensure_smollm2
+    from weightcast.lab.demo.smollm2 import ensure_smollm2
 
     ensure_smollm2(lambda done, total: None)
     run(name, tmp_path, "--save-every=0", timeout_s=1400)

@@ -1,4 +1,4 @@
-"""Whoever dies, stops or lies in the middle of an update: engines serve whole versions, and nobody waits for ever."""
+"""Faults in the middle of an update: engines serve whole versions, and no process waits for ever."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ from tests.harness import (
 )
 from tests.procs import is_stopped
 from tests.unit.ranks import Ranks
-from weightcast import WeightUpdater, head
+from weightcast import WeightUpdater
+from weightcast.digest.sent import SentDigests
 from weightcast.errors import ConfigError, TargetUnreachable, TrainerRankFailed, UpdateFailed, WeightcastError
 from weightcast.protocols import Invitation
 from weightcast.transports import channel, link
 from weightcast.transports.link import Link
+from weightcast.update import head
+from weightcast.update.messages import AttemptResult
 from weightcast.wire.bucket import Bucket
 
 IPC_POINTS = [
@@ -275,7 +278,7 @@ def test_what_an_earlier_attempt_did_is_reported_when_nobody_is_left(engines, fr
         if sent > total // 3:
             first.close()
 
-    def open_again(self: head.Head, *args: object) -> head.Decision:
+    def open_again(self: head.Head, *args: object) -> AttemptResult:
         opened.append(len(opened))
         if len(opened) == 2:
             second.close()
@@ -308,7 +311,7 @@ def test_a_rank_that_is_lost_after_the_switch_does_not_hide_it(engines, monkeypa
 
 
 def _sharded_and_late(url: str, version: int, late_s: float) -> str:
-    """Of one of two ranks, the second of which comes late to the update."""
+    """Runs one of two trainer ranks; the second one comes late to the update."""
     model = trainer_of(version)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with WeightUpdater.connect(model, [url], bucket_bytes=30_000, timeout_s=2.0) as updater:
@@ -367,7 +370,7 @@ def test_a_dead_engine_is_unreachable_before_anything_moves(engines, fresh):
     url = dead.url
     before = serves_whole(engines.one)
     model = trainer_of(0)
-    with connect(model, [engines.one, dead], timeout_s=5.0) as updater:
+    with connect(model, [engines.one, dead], timeout_s=60.0) as updater:
         dead.close()
         for _ in range(2):
             with pytest.raises(TargetUnreachable, match=url):
@@ -386,11 +389,11 @@ def test_a_dead_engine_is_unreachable_before_anything_moves(engines, fresh):
         assert serves_whole(engines.one) == version
         version = next_version()
     with pytest.raises(TargetUnreachable, match=url) as caught:
-        connect(trainer_of(1), [engines.one, dead], timeout_s=5.0)
+        connect(trainer_of(1), [engines.one, dead], timeout_s=60.0)
     assert caught.value.url == url
     with pytest.raises(WeightcastError, match=url):
-        connect(trainer_of(1), [dead], timeout_s=5.0, on_failure="quarantine")
-    report = push([engines.one, dead], version, timeout_s=5.0, on_failure="quarantine")
+        connect(trainer_of(1), [dead], timeout_s=60.0, on_failure="quarantine")
+    report = push([engines.one, dead], version, timeout_s=60.0, on_failure="quarantine")
     assert [row.status for row in report.targets] == ["serving", "quarantined"]
     assert serves_whole(engines.one) == version
 
@@ -411,16 +414,15 @@ def test_an_engine_killed_at_the_switch_is_named(engines, fresh, transport, when
     spare.url  # noqa: B018  known before it dies
     with pytest.raises(UpdateFailed, match=spare.url) as caught:
         # With SHA-256, for which Close is said: the answer to the last bucket does not name every tensor's.
-        push([engines.two, spare], version, transport=transport, timeout_s=5.0, digest="sha256")
+        push([engines.two, spare], version, transport=transport, timeout_s=60.0, digest="sha256")
     rows = {row.url: row for row in caught.value.report.targets}
-    assert rows[spare.url].status == "quarantined"
     now = serves_whole(engines.two)
-    if when == "close":
-        assert now == before
-        assert rows[engines.two.url].status == "untouched"
-    else:
-        assert now == version
-        assert rows[engines.two.url].status == "serving"
+    assert now == before  # it went back if it had switched
+    assert rows[engines.two.url].status == "untouched"
+    assert rows[engines.two.url].version_after == before
+    # Killed before it was told to switch, or in the middle of that: the connection says which.
+    assert rows[spare.url].status == "quarantined" or (when == "commit" and rows[spare.url].status == "unknown")
+    assert rows[spare.url].version_after is None
     monkeypatch.undo()
     push([engines.two], next_version(), transport=transport)
     serves_whole(engines.two)
@@ -431,17 +433,18 @@ def test_an_engine_killed_at_the_switch_is_named(engines, fresh, transport, when
 def test_a_bit_that_flips_on_the_way_is_caught_and_named(engines, transport, name, monkeypatch):
     chosen = [engines.one, engines.two]
     before = [serves_whole(engine) for engine in chosen]
-    add = head.SentDigests.add
+    add = SentDigests.add
 
-    def digest_then_flip(self: head.SentDigests, bucket: Bucket) -> None:
+    def digest_then_flip(self: SentDigests, bucket: Bucket) -> None:
         add(self, bucket)
         for slot in bucket.layout.slots:
             if slot.spec.name == name:
                 bucket.data[slot.offset_bytes + slot.size_bytes // 2] ^= 1
 
-    monkeypatch.setattr(head.SentDigests, "add", digest_then_flip)
+    monkeypatch.setattr(SentDigests, "add", digest_then_flip)
     version = next_version()
-    with pytest.raises(UpdateFailed, match=f"received something else than was sent: {name}") as caught:
+    # Both engines received the same, so the error blames the sender's buffer and neither of them.
+    with pytest.raises(UpdateFailed, match=f"has other bytes than the trainer ranks hold, in {name}:") as caught:
         push(chosen, version, transport=transport)
     assert [row.status for row in caught.value.report.targets] == ["untouched"] * 2
     assert [serves_whole(engine) for engine in chosen] == before
@@ -477,14 +480,14 @@ def test_what_is_kept_otherwise_than_sent_is_flipped_back(engines, monkeypatch):
 def test_a_place_to_meet_that_is_not_ours_is_an_error_and_leaves_engines_free(engines):
     before = serves_whole(engines.one)
     with pytest.raises(UpdateFailed, match=r"cannot listen at 192\.0\.2\.1") as caught:
-        push([engines.one], next_version(), transport="broadcast", rendezvous_host="192.0.2.1", timeout_s=1.0)
+        push([engines.one], next_version(), transport="broadcast", rendezvous_host="192.0.2.1", timeout_s=60.0)
     assert "rendezvous_host" in (caught.value.hint or "")
     assert engines.one.info().session_owner is None
     assert serves_whole(engines.one) == before
 
 
 def _sharded_and_doomed(urls: list[str], version: int, transport: str, victim: int, how: str) -> str:
-    """Of one rank of a sharded trainer: how its update ended."""
+    """Runs one rank of a sharded trainer and returns how its update ended."""
     model = trainer_of(version)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
@@ -560,4 +563,4 @@ def test_an_engine_that_stands_still_at_connect_is_named(engines, fresh):
     still.url  # noqa: B018  it must have started before it stops
     still.signal(signal.SIGSTOP)
     with pytest.raises(TargetUnreachable, match=still.url):
-        connect(trainer_of(1), [engines.one, still], timeout_s=1.0)
+        connect(trainer_of(1), [engines.one, still], timeout_s=5.0)

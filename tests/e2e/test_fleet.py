@@ -88,7 +88,7 @@ def test_a_target_may_get_another_key(engines, fresh):
         assert report.ok
         assert serves_whole(engines.one) == report.version
 
-    with connect(model, [engines.one], timeout_s=5.0) as updater:
+    with connect(model, [engines.one], timeout_s=60.0) as updater:
         update()
         updater.retarget([Target(engines.one.url, api_key="new")])
         update()
@@ -117,7 +117,7 @@ def test_states_follow_what_happens(engines, fresh):
     def update():
         return update_anew(updater, model)
 
-    with connect(model, [engines.one, spare], timeout_s=4.0, on_failure="quarantine") as updater:
+    with connect(model, [engines.one, spare], timeout_s=8.0, on_failure="quarantine") as updater:
         update()
         assert states(updater) == [("serving", True)] * 2
         spare.signal(signal.SIGSTOP)

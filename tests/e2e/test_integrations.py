@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.harness import SMALL_BUCKETS
 from tests.tiny import tiny_model
-from weightcast.wire.digest import model_digest, tensor_digest
+from weightcast.digest.definition import model_digest, tensor_digest
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 

@@ -268,8 +268,8 @@ def test_messages_in_the_wrong_order_are_refused(engines):
         session=session,
         owner=Owner(host="here", pid=1),
         version=version,
-        timeout_s=5.0,
-        lease_s=20.0,
+        timeout_s=5.0,  # a bucket that comes early waits so long for the one before it
+        lease_s=60.0,
         pause="abort",
         verify="resident",
         specs=info.specs,
@@ -346,7 +346,7 @@ def test_a_meeting_that_nobody_holds_ends_and_does_not_stop_an_update(engines):
         first_rank=1,
         world_size=2,
         backend="gloo",
-        timeout_s=0.5,
+        timeout_s=60.0,
     )
     status, words = engines.one.ask("POST", "/weightcast/apply", encode(join))
     assert status == 424

@@ -1,4 +1,4 @@
-"""Families that the reference engine serves: a sharded trainer updates engines, and they say what transformers says."""
+"""A sharded trainer updates reference engines of each family, and they answer as transformers does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def update(folder: str, urls: list[str], version: int) -> str:
-    """One rank of a trainer: FSDP2, and experts divided among the ranks."""
+    """Runs one rank of a trainer: FSDP2, and experts divided among the ranks."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
@@ -51,7 +51,7 @@ def update(folder: str, urls: list[str], version: int) -> str:
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.wide) for name in ("qwen2", "qwen3"))]
 )
-def test_a_sharded_trainer_s_weights_answer_as_transformers_does(family: str, tmp_path: Path) -> None:
+def test_engines_answer_as_transformers_after_a_sharded_update(family: str, tmp_path: Path) -> None:
     a, b = (tiny_model(tmp_path / name, family=family, seed=seed, **FAMILIES[family]) for seed, name in enumerate("ab"))
     tiny_tokenizer(tmp_path / "a")
     before, after = ([greedy(model, prompt, COUNT) for prompt in PROMPTS] for model in (a, b))

@@ -1,4 +1,4 @@
-"""The reference engine as a process of its own, spoken to over HTTP as its users do."""
+"""The reference engine as a process of its own, used over HTTP."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder and the model that transformers makes of it."""
+    """A model folder, and transformers' model of it."""
     folder = tmp_path_factory.mktemp("served") / "tiny"
     whole = tiny_model(folder)
     tiny_tokenizer(folder)
@@ -222,7 +222,7 @@ def test_sleep_and_wake(served, model):
     assert served.client.get("/weightcast/digests").json()["resident"] == digests
 
 
-def test_key_is_wanted_everywhere_but_for_health(served):
+def test_every_route_but_health_requires_the_key(served):
     with httpx.Client(base_url=served.url, trust_env=False) as nobody:
         assert nobody.get("/health").status_code == 200
         for method, path in [
@@ -255,7 +255,7 @@ def test_key_is_wanted_everywhere_but_for_health(served):
         ("/v1/completions", {"prompt": [1] * 256}, 400, "the context holds 256"),
         ("/v1/completions", {"prompt": "x" * 100_000}, 400, "cannot fit"),
         ("/v1/completions", {}, 400, "prompt"),
-        ("/v1/completions", {"prompt": [1], "model": "gpt-4"}, 404, "'tiny' is"),
+        ("/v1/completions", {"prompt": [1], "model": "gpt-4"}, 404, "it serves 'tiny'"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
         ("/pause", {"mode": "stop"}, 400, "mode"),
@@ -270,7 +270,7 @@ def test_mistakes_are_explained_in_openai_shape(served, path, body, status, word
     assert words in reply.json()["error"]["message"]
 
 
-def test_what_is_not_json_and_what_is_null_or_unknown(served):
+def test_invalid_json_is_refused_and_null_or_unknown_fields_are_accepted(served):
     assert served.client.post("/v1/completions", content=b"{").status_code == 400
     reply = served.complete([1], max_tokens=None, n=None, top_p=None, stop=None, user="me", best_of=1, ignore_eos=True)
     assert len(reply["choices"][0]["token_ids"]) == 255
@@ -300,7 +300,7 @@ def counters(engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_slots(served, stream):
+def test_a_disconnected_client_frees_its_slots(served, stream):
     body = {"prompt": [1], "max_tokens": None, "ignore_eos": True, "n": 128, "stream": stream}
     with socket.create_connection((served.client.base_url.host, served.client.base_url.port)) as client:
         client.sendall(raw_request("/v1/completions", body))
@@ -341,7 +341,7 @@ def test_sigterm_ends_requests_and_every_process(model):
 
 
 def lose_a_rank(engine, request=None):
-    """Kill rank 1, see requests and health fail; returns the processes of all ranks."""
+    """Kills rank 1, checks that requests and health fail, and returns the processes of all ranks."""
     ranks = engine.ranks()
     os.kill(ranks[1], signal.SIGKILL)
     if request is not None:
@@ -384,7 +384,7 @@ def test_a_rank_that_dies_while_generating_and_sigterm_afterwards(model):
         engine.close()
 
 
-def test_port_in_use_is_one_line_before_the_model_is_looked_at():
+def test_a_port_in_use_is_reported_before_the_model_is_read():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -406,6 +406,6 @@ def test_port_in_use_is_one_line_before_the_model_is_looked_at():
         ({"model_dir": "/nowhere"}, "not a model folder"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_starts(model, options, words):
+def test_unservable_models_are_refused_before_anything_starts(model, options, words):
     with pytest.raises(ConfigError, match=words):
         serve(ServeConfig(**({"model_dir": str(model[0]), "port": 0} | options)))

@@ -89,7 +89,7 @@ def server_of(url: str) -> psutil.Process:
     [keeper] = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "weightcast.ray.keeper" in (process.info["cmdline"] or ()) and port in process.info["cmdline"]
+        if "weightcast.ray.engine_supervisor" in (process.info["cmdline"] or ()) and port in process.info["cmdline"]
     ]
     [server] = keeper.children()
     return server
@@ -171,6 +171,24 @@ def test_a_dead_engine_comes_back_with_the_current_version_before_anybody_is_sen
     assert job.engines.urls == (survivor, waiting.url)
     assert versions(job.engines.urls) == [20, 20]
     assert job.trainers.recover(job.engines) is None
+
+
+def test_weights_that_have_changed_are_not_given_to_an_engine_under_the_old_version(job):
+    job.trainers.update(job.engines, version=25)
+    survivor, victim = job.engines.urls
+    server_of(victim).kill()
+    deadline = time.monotonic() + 30
+    while job.engines.urls != (survivor,):
+        assert time.monotonic() < deadline
+        job.engines.check()
+    job.trainers.call("step", 0.01)  # the next optimiser step has run
+    with pytest.raises(ConfigError, match="no longer those of version 25"):
+        job.trainers.recover(job.engines)
+    [waiting] = job.engines.waiting
+    assert job.engines.urls == (survivor,)
+    assert versions([survivor, waiting.url]) == [25, 0]
+    assert job.trainers.update(job.engines, version=26).ok
+    assert versions(job.engines.urls) == [26, 26]
 
 
 def test_an_update_starts_again_an_engine_whose_actor_was_killed(job):

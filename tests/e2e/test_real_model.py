@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.commands import context
 from tests.e2e.engines import Engine, engines, push, status, verify
-from weightcast.cli.demo.smollm2 import ensure_smollm2
+from weightcast.lab.demo.smollm2 import ensure_smollm2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -24,7 +24,7 @@ Answers = tuple[list[list[int]], str]
 
 
 def perturb(folder: Path, target: Path) -> set[str]:
-    """A copy with other weights in every matrix; the names of what differs."""
+    """Makes a copy with other weights in every matrix; returns the names of the changed tensors."""
     shutil.copytree(folder, target)
     torch.manual_seed(3)
     tensors = load_file(folder / "model.safetensors")
@@ -36,8 +36,8 @@ def perturb(folder: Path, target: Path) -> set[str]:
 
 
 def say(folder: str) -> Answers:
-    """What transformers answers greedily, in fp32: token ids for each prompt, and the text of a chat."""
-    torch.set_num_threads(1)  # several would spin for each other on a busy machine
+    """transformers' greedy answers in fp32: token ids for each prompt, and the text of a chat."""
+    torch.set_num_threads(1)  # several threads would spin for each other on a busy machine
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -52,7 +52,7 @@ def say(folder: str) -> Answers:
 
 
 def ask(engine: Engine, version: int) -> Answers:
-    """The same of the engine."""
+    """The engine's answers to the same prompts."""
     answer = engine.post(
         "/v1/completions", prompt=PROMPTS, max_tokens=COUNT, temperature=0, ignore_eos=True, return_token_ids=True
     )
@@ -65,7 +65,7 @@ def test_push_a_perturbed_smollm2_and_back(tmp_path: Path) -> None:
     a = ensure_smollm2(lambda done, total: None)
     b = tmp_path / "b"
     changed = perturb(a, b)
-    # In a process of its own, which takes its memory with it.
+    # A process of its own frees its memory when it ends.
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         said_a, said_b = pool.map(say, [str(a), str(b)])
     assert all(old != new for old, new in zip(said_a[0], said_b[0], strict=True))

@@ -1,7 +1,7 @@
-"""Weights into the reference engine, between real processes: afterwards it says what transformers says.
+"""Updates of the reference engine between real processes: afterwards it answers as transformers does.
 
-Every engine starts on checkpoint A.  A greedy answer that equals transformers' on B token for token, and
-differs from A's, leaves little room for a tensor that was forgotten, cut wrongly or put in another's place.
+Every engine starts on checkpoint A.  A greedy answer that equals transformers' on B token for token, and differs from
+A's, leaves little room for a tensor that was forgotten, cut wrongly or copied to a wrong place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A folder, the same model in this process, and what transformers answers."""
+    """A folder, its model in this process, and transformers' answers."""
 
     folder: Path
     model: Any
@@ -53,7 +53,7 @@ class Family:
 
 
 def make(root: Path, **settings: Any) -> Family:
-    """Three checkpoints with nothing in common but their shapes."""
+    """Makes three checkpoints of one shape with different values."""
     found: list[Checkpoint] = []
     for seed, name in enumerate("abc", start=1):
         folder = root / name
@@ -77,7 +77,7 @@ def serving(
 
 
 def update(model: Any, targets: Sequence[Engine], version: int, **options: Any) -> UpdateReport:
-    """A trainer in this process."""
+    """Updates engines with a trainer in this process."""
     with WeightUpdater.connect(model, [engine.url for engine in targets], **(OPTIONS | options)) as updater:
         return updater.update(version=version)
 
@@ -121,7 +121,7 @@ def test_two_engines_of_different_tp_at_once(pair: tuple[Family, list[Engine]]) 
             check_answers(engine, family.b, 1)
             info = engine.info()
             assert (info["version"], info["state"], info["tp_size"]) == (1, "serving", engine.tp)
-        # The same weights again: the same digests, whoever holds which part.
+        # The same weights give the same digests, independent of the ranks that hold them.
         again = updater.update(version=2)
     assert again.digest == report.digest
     assert {row.digest for row in (*report.targets, *again.targets)} == {report.digest}
@@ -149,7 +149,7 @@ def test_push_broadcasts_to_both(pair: tuple[Family, list[Engine]]) -> None:
 
 
 def fsdp_update(start: str, urls: list[str], versions: dict[int, str], transport: str) -> list[str]:
-    """One rank of a sharded trainer: an update for each version, with other weights each time."""
+    """Runs one rank of a sharded trainer, which updates to several versions with other weights each time."""
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -231,7 +231,7 @@ def test_bf16_engine_and_fp32_trainer(tmp_path_factory: pytest.TempPathFactory) 
             before = engine.greedy(PROMPTS, COUNT)
             report = update(checkpoint.model, [engine], version, transport=transport)
             check_report(report, [engine], transport=transport)
-            # Sums in bfloat16 break ties otherwise than transformers does, so: as good as its choice, or nearly.
+            # Sums in bfloat16 break ties otherwise than transformers does, so the choice must be nearly as likely.
             rounded = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.bfloat16).float()
             after = engine.greedy(PROMPTS, COUNT)
             assert max(shortfall(rounded, p, t) for p, t in zip(PROMPTS, after, strict=True)) < 1.0
@@ -258,7 +258,7 @@ def test_fp32_engine_and_bf16_trainer(tmp_path_factory: pytest.TempPathFactory) 
         expected = [greedy(half.float(), prompt, COUNT) for prompt in PROMPTS]
         for engine in targets:
             assert engine.greedy(PROMPTS, COUNT) == expected
-        # fp32 weights that travel in bfloat16: what is kept is what was sent, and not what the trainer has.
+        # fp32 weights that travel in bfloat16: the engine keeps the rounded values.
         report = update(family.c.model, targets, 2, transport="ipc", wire_dtype="bfloat16")
         check_report(report, targets, transport="ipc")
         half = AutoModelForCausalLM.from_pretrained(family.c.folder, dtype=torch.bfloat16).float()

@@ -30,12 +30,12 @@ from tests.harness import (
 from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
 from weightcast import Target, WeightUpdater
-from weightcast.engines.native.adapter import NativeAdapter
+from weightcast.adapters.native.adapter import NativeAdapter
+from weightcast.digest.definition import model_digest
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
-from weightcast.head import Head
-from weightcast.wire.digest import model_digest
+from weightcast.update.head import Head
 from weightcast.wire.messages import Close
 
 TRANSPORTS = ("ipc", "broadcast")
@@ -93,11 +93,11 @@ def test_the_first_bucket_fills_before_engines_are_asked_for_anything(engines, m
     version, happened = next_version(), list[str]()
     fill, open_ = ModuleExporter.fill, Head.open
 
-    def filling(self, bucket, layout, group):
+    def filling(self, bucket, layout, *args):
         happened.append(f"fill {layout.index}")
         if broken:
             raise ConfigError("this bucket cannot be filled")
-        return fill(self, bucket, layout, group)
+        return fill(self, bucket, layout, *args)
 
     def opening(self, *args):
         happened.append("open")
@@ -239,6 +239,21 @@ def test_an_engine_that_was_started_again_is_updated_again(fresh, engines):
             assert serves_whole(engine) == serves_whole(engines.one) == version
 
 
+def test_an_engine_that_was_started_again_with_the_same_process_numbers_gets_new_groups(fresh):
+    engine = fresh("--local", "--pid", "1")  # as in a container, where the engine is always process 1
+    model = trainer_of(0)
+    with connect(model, [engine], transport="broadcast", timeout_s=60.0) as updater:
+        for _ in range(2):
+            version, before = next_version(), engine.info()
+            model.set_version(version)
+            assert updater.update(version=version).ok
+            assert serves_whole(engine) == version
+            engine.close()
+            engine = fresh("--local", "--pid", "1", port=engine.port)
+            assert engine.info().ranks == before.ranks
+            assert engine.info().instance != before.instance
+
+
 def test_versions_count_up_unless_the_caller_insists(engines):
     older, newer = next_version(), next_version()
     push([engines.one], newer)
@@ -304,7 +319,7 @@ def test_weights_of_another_model_are_refused_before_anything_moves(engines, wro
 def test_a_dtype_of_another_family_is_refused(engines):
     model = ToyTrainer(toy_weights(seed=5))
     model.layers.get_submodule("0").norm.weight = nn.Parameter(torch.zeros(64, dtype=torch.int32), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"layers.0.norm.weight is int32, the engine's is float32"):
+    with pytest.raises(ConfigError, match=r"layers.0.norm.weight travels as int32 and the engine keeps float32"):
         connect(model, [engines.one])
     serves_whole(engines.one)
 
@@ -316,13 +331,17 @@ def test_a_dtype_of_another_family_is_refused(engines):
         ({"bucket_bytes": 100}, "bucket_bytes=100"),
         ({"timeout_s": 0}, "timeout_s=0"),
         ({"verify": "maybe"}, "verify='maybe'"),
-        ({"nonsense": 1}, "nonsense"),
         ({"wire_dtype": "float13"}, "float13"),
     ],
 )
 def test_options_that_cannot_work_are_refused(engines, changes, words):
     with pytest.raises(ConfigError, match=words):
         connect(trainer_of(1), [engines.one], **changes)
+
+
+def test_unknown_option_is_python_s_own_error(engines):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        connect(trainer_of(1), [engines.one], nonsense=1)
 
 
 def test_targets_that_cannot_work_are_refused(engines):
@@ -335,7 +354,7 @@ def test_targets_that_cannot_work_are_refused(engines):
         WeightUpdater.connect(model, ["127.0.0.1:8000"])
     with pytest.raises(TargetUnreachable, match=r"http://127\.0\.0\.1:9"):
         WeightUpdater.connect(model, ["http://127.0.0.1:9"], timeout_s=5)
-    with pytest.raises(WeightcastError, match="no engine that weightcast can update"):
+    with pytest.raises(WeightcastError, match="not an engine that weightcast can update"):
         WeightUpdater.connect(model, [engines.one.url + "/v1"], timeout_s=5)
 
 

@@ -24,7 +24,7 @@ SERVER = Path(__file__).with_name("forkserver.py")
 
 
 class Forked(Signals):
-    """What ``subprocess.Popen`` would be of such a process, as far as tests use it.
+    """The part of ``subprocess.Popen`` that tests use, for such a process.
 
     Attributes:
         args: The command.

@@ -56,7 +56,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def become(asked: dict[str, object], stdin: int, out: int, err: int) -> None:
-    """What ``python -m MODULE ...`` or ``python SCRIPT ...`` would be, to its end."""
+    """Runs this process as ``python -m MODULE ...`` or ``python SCRIPT ...`` would, to its end."""
     os.setsid()
     for number, standard in ((stdin, 0), (out, 1), (err, 2)):
         os.dup2(number, standard)

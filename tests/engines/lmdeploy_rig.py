@@ -43,7 +43,7 @@ class HostEvent:
 
 
 def pretend_cuda() -> None:
-    """What LMDeploy calls of CUDA on its way to the weights, on a build of torch without it."""
+    """Stands in for the parts of CUDA that LMDeploy calls during an update, on a build of torch without CUDA."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *args, **kwargs: None
@@ -147,7 +147,7 @@ class Engine:
         self.most_at_once = 0
 
     def _only_ray(self) -> None:
-        """What LMDeploy's other executors answer, in its own words; its routes make a 500 of it."""
+        """Raises the error of LMDeploy's other executors, which its routes answer with a 500."""
         if self._executor != "ray":
             raise NotImplementedError("Not Implemented.")
 

@@ -53,7 +53,7 @@ class Rig:
     client: httpx.Client = field(repr=False)
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """What LMDeploy's own model generates."""
+        """Returns the tokens that LMDeploy's own model generates."""
         return [
             self.post("/rig_generate", input_ids=list(prompt), max_tokens=count)["output_ids"] for prompt in prompts
         ]
@@ -67,7 +67,7 @@ class Rig:
         return self.client.get(self.url + path).raise_for_status().json()
 
     def calls(self) -> list[str]:
-        """What it did to events, buffers, graphs and caches since it was last asked."""
+        """Returns the calls on events, buffers, graphs and caches since the last question."""
         return self.post("/rig_calls")["calls"]
 
 

@@ -49,7 +49,7 @@ def sglang(logs: Path, *settings: tuple[Path, int, Sequence[str]]) -> Iterator[l
 
 
 def greedy_tokens(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """What it generates, greedily and past end-of-sequence tokens."""
+    """Generates tokens, greedily and past end-of-sequence tokens."""
     return [answer["output_ids"] for answer in generate(engine, prompts, count)]
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from tests.engines.lmdeploy_server import VERSIONS, Rig, rig
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
-from weightcast.cli.demo.smollm2 import ensure_smollm2
 from weightcast.errors import ConfigError, UpdateFailed
+from weightcast.lab.demo.smollm2 import ensure_smollm2
 from weightcast.report import UpdateReport
 
 pytestmark = [pytest.mark.timeout(400)]
@@ -120,7 +120,7 @@ def test_an_engine_that_was_asleep_is_left_asleep(served: Served) -> None:
 
 @pytest.mark.engine
 def test_another_pause_than_sleep_is_refused_before_anything_moves(served: Served) -> None:
-    with pytest.raises(Exception, match="cannot hold still with pause='in_place'"):
+    with pytest.raises(Exception, match="cannot be updated with pause='in_place'"):
         push(served, "second", 40, pause="in_place")
     assert served.serves("first")
 

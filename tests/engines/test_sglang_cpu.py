@@ -15,8 +15,8 @@ from tests.e2e.engines import Engine, weightcast
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
-from weightcast.cli.demo.smollm2 import ensure_smollm2
 from weightcast.errors import UpdateFailed
+from weightcast.lab.demo.smollm2 import ensure_smollm2
 from weightcast.report import UpdateReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -221,12 +221,14 @@ def test_experts_arrive_on_two_ranks(servers: list[Engine], tmp_path: Path, way:
 
 @pytest.mark.engine_full
 class TestMore:
-    """What `make test` has no time for."""
+    """Tests for which `make test` has no time."""
 
     @pytest.fixture(scope="class")
     def more(self, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
         logs = tmp_path_factory.mktemp("logs")
-        with sglang(logs, (folders["dense"], 1, ("--admin-api-key=secret",)), (folders["moe"], 1, ())) as found:
+        with sglang(
+            logs, (folders["dense"], 1, ("--admin-api-key=secret", "--disable-radix-cache")), (folders["moe"], 1, ())
+        ) as found:
             yield found
 
     @pytest.mark.parametrize("way", WAYS)

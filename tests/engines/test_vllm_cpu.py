@@ -66,7 +66,7 @@ class Served:
     said: dict[tuple[str, tuple[int, ...], int], list[int]] = field(default_factory=dict)
 
     def says(self, name: str, prompt: list[int], count: int) -> list[int]:
-        """What transformers answers with these weights, greedily."""
+        """Returns the tokens that transformers generates greedily with these weights."""
         asked = name, tuple(prompt), count
         if asked not in self.said:
             self.said[asked] = greedy(self.models[name], prompt, count)

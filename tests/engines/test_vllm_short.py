@@ -29,19 +29,19 @@ from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from weightcast import Target, WeightUpdater
-from weightcast.cli.demo.smollm2 import ensure_smollm2
-from weightcast.comm.group import Rendezvous
+from weightcast.comm.update_group import Rendezvous
 from weightcast.errors import UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.lab.demo.smollm2 import ensure_smollm2
 from weightcast.wire.messages import Join, encode
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-EXTENSION = "weightcast.plugins.vllm.extension.Extension"
+EXTENSION = "weightcast.plugins.vllm.worker_extension.Extension"
 
 
 def said_by(folder: Path) -> list[list[int]]:
-    """What transformers answers."""
+    """Returns the tokens that transformers generates."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return [greedy(model, prompt, COUNT) for prompt in PROMPTS]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,13 @@ IMPORTED = (
 
 @contextmanager
 def vllm(
-    model: Path, logs: Path, *options: str, tp: int = 1, key: str | None = None, stock: bool = False
+    model: Path,
+    logs: Path,
+    *options: str,
+    tp: int = 1,
+    key: str | None = None,
+    stock: bool = False,
+    extra: Mapping[str, str | None] | None = None,
 ) -> Iterator[Engine]:
     """Serve a folder with vLLM on the CPU, in fp32; ended on the way out.
 
@@ -45,9 +51,11 @@ def vllm(
         tp: How many ranks.
         key: Its API key.
         stock: Without our receiver, with its own routes for updates.
+        extra: More of its environment; None takes a variable away.
     """
     port = quiet_port()
     (python, *argv), environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
+    environment = {name: value for name, value in (environment | (extra or {})).items() if value is not None}
     log = logs / "vllm.log"
     with log.open("w") as output:
         process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
@@ -73,7 +81,7 @@ def vllm(
 def vllm_command(
     model: Path, logs: Path, port: int, *options: str, tp: int = 1, key: str | None = None, stock: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """What starts such a server, and in which environment; arguments as those of ``vllm``."""
+    """Returns the command and the environment of such a server; the arguments are those of ``vllm``."""
     python = engine_python("vllm-0.32.0-cpu")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
@@ -109,7 +117,7 @@ def _path() -> str:
 
 
 def greedy_tokens(engine: Engine, prompts: list[list[int]], count: int, **headers: str) -> list[list[int]]:
-    """What vLLM generates, greedily and past end-of-sequence tokens."""
+    """Generates tokens with vLLM, greedily and past end-of-sequence tokens."""
     body: dict[str, Any] = {"model": "tiny", "prompt": prompts, "max_tokens": count, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
     answer = engine.client.post(f"{engine.url}/v1/completions", json=body, headers=headers)

@@ -1,4 +1,4 @@
-"""Play the matrix, or a part of it: ``python -m tests.faults [WORD ...] [--write docs/reliability.md]``."""
+"""Runs the fault matrix or a part of it: ``python -m tests.faults [WORD ...] [--write docs/reliability.md]``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Result]:
 
 
 def play(cases: list[Case], *, deadline_s: float | None) -> Iterator[Result]:
-    """Case by case, in one world for each kind of engine; a world in which something went wrong is replaced."""
+    """Runs the cases in one world for each kind of engine; a world with an error is replaced."""
     world: World | None = None
     try:
         for number, case in enumerate(cases):
@@ -77,7 +77,7 @@ def play(cases: list[Case], *, deadline_s: float | None) -> Iterator[Result]:
             for wrong in result.wrong:
                 print(f"          WRONG {wrong}", flush=True)
             yield result
-            if result.wrong:  # what it has left may spoil the next case
+            if result.wrong:  # its leftovers may spoil the next case
                 _close(world)
                 world = None
     finally:

@@ -1,4 +1,4 @@
-"""Every fault at every step, as data."""
+"""The fault matrix: every fault at every step, as data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Literal, get_args
 from tests.faults.kinds import KINDS, Kind, Transport
 
 Step = Literal["open", "join", "first bucket", "middle bucket", "last bucket", "close", "commit", "after"]
-Subject = Literal["engine", "engine rank", "trainer head", "trainer rank", "network", "memory"]
-Fault = Literal["kill", "stop", "delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer"]
+Subject = Literal["engine", "engine rank", "trainer head", "trainer rank", "network", "memory", "gather", "replica"]
+Fault = Literal[
+    "kill", "stop", "delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer", "tear", "tear twice"
+]
 
 STEPS: tuple[Step, ...] = get_args(Step)
 OF_PROCESSES: tuple[Fault, ...] = ("kill", "stop", "delay")
+OF_SWITCHES: tuple[Fault, ...] = ("tear", "tear twice")
+IN_TRAINER: tuple[Subject, ...] = ("memory", "gather", "replica")
 OF_NETWORKS: tuple[Fault, ...] = ("delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer")
 WORDS: dict[Fault, str] = {
     "kill": "SIGKILL",
@@ -23,8 +27,10 @@ WORDS: dict[Fault, str] = {
     "refuse": "from here on every connection is reset",
     "cut": "this connection is reset before the message arrives",
     "lose answer": "the message arrives, its answer does not",
-    "flip": "one bit of the message, or of the bucket in memory, is another",
+    "flip": "one bit of the message, of the bucket in memory, of a received shard, or of one rank's replica is another",
     "flip answer": "one bit of the answer is another",
+    "tear": "its switch of weights fails half way",
+    "tear twice": "its switch of weights fails half way, and so does the way back",
 }
 
 
@@ -52,7 +58,7 @@ class Case:
 
 
 def all_cases() -> Iterator[Case]:
-    """The matrix, row by row."""
+    """Yields the cases of the matrix, row by row."""
     for kind in KINDS.values():
         for transport in kind.transports:
             for on, fault in _rows():
@@ -63,17 +69,21 @@ def all_cases() -> Iterator[Case]:
 
 
 def _makes_sense(case: Case) -> bool:
+    if case.fault in OF_SWITCHES:
+        return case.step == "commit" and KINDS[case.kind].can_tear
     if case.step == "join" and case.transport == "ipc":
-        return False  # nobody meets
+        return False  # there is no rendezvous
     if case.step == "close" and not KINDS[case.kind].stock:
-        return False  # the answer to the last bucket is that to Close as well
+        return False  # the last bucket and Close have one answer
     if case.step == "join" and KINDS[case.kind].stock and case.on.startswith("trainer"):
-        return False  # it goes on trying for half an hour, and has to be started again
-    return case.on != "memory" or case.step.endswith("bucket")
+        return False  # the engine retries for half an hour and must be restarted
+    if case.on == "replica":
+        return case.step == "middle bucket"  # it differs all the time
+    return case.on not in IN_TRAINER or case.step.endswith("bucket")
 
 
 def _is_played(kind: Kind, case: Case) -> bool:
-    """False for what another case stands for, and for what the kind cannot be asked; docs/reliability.md says why."""
+    """False for cases that another case covers or that the kind does not support; docs/reliability.md says why."""
     if case.step == "middle bucket":
         return _is_played_half_way(kind, case)
     if case.fault == "delay" and case.on != "network":
@@ -130,4 +140,7 @@ def _rows() -> Iterator[tuple[Subject, Fault]]:
             yield on, fault
     for fault in OF_NETWORKS:
         yield "network", fault
-    yield "memory", "flip"
+    for on in IN_TRAINER:
+        yield on, "flip"
+    for fault in OF_SWITCHES:
+        yield "engine rank", fault

@@ -30,9 +30,10 @@ from tests.faults.weights import LARGEST_BYTES, SIZES, Weights, llama, toy
 from tests.harness import Engine, free, wait_for
 from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast.comm.ports import quiet_port
+from weightcast.digest.definition import tensor_digest
+from weightcast.lab.dialects import routes_of
 from weightcast.receiver.executor import die_with_parent
 from weightcast.rollout.launch import ServeConfig, serve
-from weightcast.wire.digest import tensor_digest
 
 Transport = Literal["ipc", "broadcast"]
 START_S = 240.0
@@ -60,6 +61,7 @@ class Kind:
         costly: Takes so long to start that few cases may end it.
         ranks: Of a victim whose rank is struck.
         spares: How many ranks those have that are started before they are needed.
+        can_tear: One of its ranks can be told to fail in the middle of its switch of weights.
     """
 
     name: str
@@ -77,15 +79,16 @@ class Kind:
     costly: bool = False
     ranks: int = 2
     spares: tuple[int, ...] = (1, 2)
+    can_tear: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What an engine serves, as seen from outside.
+    """State of an engine, as seen from outside.
 
     Attributes:
-        version: Whose weights it has, whole; None if it is out of use.
-        wrong: What must not be, in words; empty if all is well.
+        version: Weight version that it serves as a whole; None if it is out of use.
+        wrong: Description of an error; empty if there is none.
     """
 
     version: int | None
@@ -128,7 +131,7 @@ def _start_toy(ranks: int) -> Engine:
 
 
 def _folder() -> Path:
-    """A checkpoint of version 0; gone when this process ends."""
+    """Makes a checkpoint of version 0, which is deleted when this process ends."""
     with _making:  # engines start side by side
         return _made_folder()
 
@@ -166,10 +169,13 @@ def _serve_reference(folder: str, ranks: int, dialect: str, ready: Connection) -
         threads=1,
         max_len=64,
         max_batch=4,
-        dialect=dialect,
         staging="auto" if dialect == "none" else "none",
     )
-    serve(settings, on_ready=lambda url: ready.send(int(url.rsplit(":", 1)[1])))
+    serve(
+        settings,
+        on_ready=lambda url: ready.send(int(url.rsplit(":", 1)[1])),
+        extra_routes=routes_of(dialect),
+    )
 
 
 def _start_reference(dialect: str, ranks: int = 1) -> Engine:
@@ -180,7 +186,7 @@ def _start_reference(dialect: str, ranks: int = 1) -> Engine:
 
 
 def _sglang_step(path: str, body: bytes) -> str:
-    """Of what is said at one step, the request that counts: where it is paused, closed, and let go on."""
+    """Returns the update step that a request belongs to; of several requests of a step only one counts."""
     return {
         "/pause_generation": "open",
         "/init_weights_update_group": "join",
@@ -220,7 +226,7 @@ def _lmdeploy_wake(engine: Engine) -> None:
 
 
 def _stock_standing(paused: Callable[[Engine], bool], engine: Engine, versions: Sequence[int]) -> Standing:
-    """It says nothing of versions that could be trusted: its weights have to be those of one of them, every bit."""
+    """Finds the version by comparing every bit of the weights, since the engine's own version cannot be trusted."""
 
     def settled() -> Standing | None:
         if paused(engine):
@@ -266,7 +272,7 @@ class _Vllm(Engine):
         self._launch(_become, command, environment, str(self.log), port)
 
     def ready(self) -> _Vllm:
-        """Wait until it answers."""
+        """Waits until the server answers."""
 
         def answers() -> bool:
             assert self.process.is_alive(), f"vLLM did not start:\n{self.log.read_text()[-6000:]}"
@@ -279,7 +285,7 @@ class _Vllm(Engine):
         return self
 
     def close(self) -> None:
-        """Kill its group, whoever of it is left."""
+        """Kills what is left of the server's process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
@@ -313,6 +319,7 @@ KINDS: Mapping[str, Kind] = {
             weights=toy,
             bucket_bytes=30_000,  # 15 buckets, the larger matrices cut into rows
             deadline_s=1.0,
+            can_tear=True,
         ),
         _stock("sglang", _sglang_step, _sglang_paused),
         _stock("lmdeploy", _lmdeploy_step, _lmdeploy_paused, wake=_lmdeploy_wake),
@@ -335,5 +342,5 @@ KINDS: Mapping[str, Kind] = {
 
 
 def preload() -> None:
-    """Let the process that all engines are forked from import what they need, once."""
+    """Imports the engines' modules once, in the process that all engines are forked from."""
     context.set_forkserver_preload([*PRELOAD, "tests.faults.kinds"])

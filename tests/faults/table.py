@@ -1,4 +1,4 @@
-"""The matrix as a table in a page, between two marks."""
+"""Writes the matrix as a table into a page, between two marks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
 
 
 def write_table(page: Path, results: Sequence[Result]) -> None:
-    """Replace what is between the marks."""
+    """Replaces the text between the marks."""
     text = page.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -20,7 +20,7 @@ def write_table(page: Path, results: Sequence[Result]) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One table for each kind and transport: a row for each fault, a column for each step."""
+    """Makes a table for each kind and transport: a row for each fault, a column for each step."""
     parts: list[str] = []
     for kind, transport in dict.fromkeys((result.kind, result.transport) for result in results):
         mine = [result for result in results if (result.kind, result.transport) == (kind, transport)]

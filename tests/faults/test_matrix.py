@@ -1,4 +1,4 @@
-"""A part of the matrix that differs most from each other; ``make faults`` plays all of it."""
+"""Tests of a diverse part of the fault matrix; ``make faults`` runs all of it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ CHOSEN = [
     "native, ipc: network, lose answer at commit",
     "native, ipc: network, flip at middle bucket",
     "native, broadcast: engine, kill at middle bucket",
+    "native, ipc: engine rank, tear at commit",
+    "native, broadcast: engine rank, tear twice at commit",
     "native, broadcast: network, refuse at join",
     "native, broadcast: network, flip answer at commit",
     "native, broadcast: memory, flip at last bucket",
+    "native, broadcast: gather, flip at middle bucket",
+    "native, ipc: replica, flip at middle bucket",
     "native, broadcast: trainer rank, stop at middle bucket",
     "native, ipc: trainer head, kill at last bucket",
 ]
@@ -75,6 +79,7 @@ def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
         ends = {"last bucket"} if kind.stock else {"close"}
         assert {case.step for case in mine} >= set(STEPS) - {"first bucket"} - ends
         assert {case.fault for case in mine} >= {"kill", "stop", "delay", "drop", "refuse", "flip"}
+        assert {case.on for case in mine} >= {"gather", "replica"}
     assert not any(case.step == "join" for case in CASES.values() if case.transport == "ipc")
     assert {case.step for case in CASES.values() if case.on == "memory"} == {
         *("first bucket", "middle bucket", "last bucket"),

@@ -1,23 +1,40 @@
-"""What each rank of a sharded trainer does while faults strike: update, again and again, and tell how it went."""
+"""One rank of a sharded trainer in a fault test: it runs several updates and reports how each one ended."""
 
 from __future__ import annotations
 
 import gc
+import re
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.faults.weights import Weights
 from tests.harness import ToyTrainer, num_fds
-from weightcast import Target, WeightUpdater, head
+from weightcast import Target, WeightUpdater
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.sent import SentDigests
 from weightcast.errors import WeightcastError
 from weightcast.wire.bucket import Bucket
+
+
+class Flip(NamedTuple):
+    """One bit of the first update is another.
+
+    Attributes:
+        where: ``memory``: a bucket after the head has digested it.  ``gather``: a shard that the head has received from
+            another rank.  ``replica``: a parameter of which rank 1 has a copy.
+        index: Of the bucket, or of the first one in which the head receives anything after it.
+    """
+
+    where: str
+    index: int
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +54,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def update(
-    targets: list[Target], weights: Weights, versions: list[int], options: dict[str, Any], flip: int | None
+    targets: list[Target], weights: Weights, versions: list[int], options: dict[str, Any], flip: Flip | None
 ) -> tuple[list[Told], int]:
     """Connect and update to each version.
 
@@ -46,28 +63,31 @@ def update(
         weights: Of a version.
         versions: One update each.
         options: For ``connect``.
-        flip: In the first update, one bit of this bucket changes after it was digested.
+        flip: Which bit is another in the first update; None for none.
 
     Returns:
         How each update ended, and the number of open files at the end.
     """
     model = ToyTrainer(weights(versions[0]))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if flip is None or flip.where != "replica":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     told: list[Told] = []
-    dist.barrier()  # a busy machine starts ranks seconds apart; deadlines are for what comes now
-    restore = _flip(flip) if flip is not None and dist.get_rank() == 0 else None
+    dist.barrier()  # a busy machine starts ranks seconds apart; deadlines count from here
+    restore = _FLIPS[flip.where](flip.index) if flip is not None and dist.get_rank() == 0 else None
     try:
         started = time.monotonic()
         with WeightUpdater.connect(model, targets, **options) as updater:
             for version in versions:
                 _set_weights(model, weights(version))
+                if flip is not None and flip.where == "replica" and dist.get_rank() == 1 and not told:
+                    next(model.parameters()).data.view(-1).view(torch.uint8)[1] ^= 1
                 started = time.monotonic()
                 told.append(_update(updater, version, started))
                 if restore is not None:
                     restore()
     except WeightcastError as error:
         told.append(Told(version=0, seconds=time.monotonic() - started, words=f"{type(error).__name__}: {error}"))
-    gc.collect()  # what failed is held by its own traceback
+    gc.collect()  # the traceback of a failed update keeps its objects alive
     return told, num_fds("self")
 
 
@@ -90,21 +110,48 @@ def _update(updater: WeightUpdater, version: int, started: float) -> Told:
 def _set_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mine = distribute_tensor(weights[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
+            mine = weights[name]
+            if isinstance(parameter, DTensor):
+                mine = distribute_tensor(mine, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(mine)
 
 
-def _flip(index: int) -> Any:
-    add = head.SentDigests.add
+def _flip_bucket(index: int) -> Callable[[], None]:
+    add = SentDigests.add
 
-    def digest_then_flip(self: head.SentDigests, bucket: Bucket) -> None:
+    def digest_then_flip(self: SentDigests, bucket: Bucket) -> None:
         add(self, bucket)
         if bucket.layout.index == index:
             bucket.data[bucket.layout.slots[0].offset_bytes + 1] ^= 1
 
-    head.SentDigests.add = digest_then_flip  # type: ignore[method-assign]
+    SentDigests.add = digest_then_flip  # type: ignore[method-assign]
 
     def restore() -> None:
-        head.SentDigests.add = add  # type: ignore[method-assign]
+        SentDigests.add = add  # type: ignore[method-assign]
 
     return restore
+
+
+def _flip_received(index: int) -> Callable[[], None]:
+    move, done = TrainerGroup.move, list[int]()
+
+    def move_then_flip(self: TrainerGroup, sends: Any, receives: Any, *, what: str) -> None:
+        move(self, sends, receives, what=what)
+        bucket = re.fullmatch(r"its part of bucket (\d+)", what)
+        if bucket is not None and int(bucket[1]) >= index and receives and not done:
+            receives[0].tensor.view(-1).view(torch.uint8)[1] ^= 1
+            done.append(1)
+
+    TrainerGroup.move = move_then_flip  # type: ignore[method-assign]
+
+    def restore() -> None:
+        TrainerGroup.move = move  # type: ignore[method-assign]
+
+    return restore
+
+
+_FLIPS: dict[str, Callable[[int], Callable[[], None] | None]] = {
+    "memory": _flip_bucket,
+    "gather": _flip_received,
+    "replica": lambda _: None,
+}

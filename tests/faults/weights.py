@@ -1,4 +1,4 @@
-"""The weights of a version; trainers and those who look at engines make them from its number."""
+"""Weights of a version, made from its number; the trainers send them and the tests compare engines with them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LARGEST_BYTES = SIZES["vocab_size"] * SIZES["hidden_size"] * 4  # stock engines 
 
 
 def toy(version: int) -> dict[str, torch.Tensor]:
-    """Of the toy engine."""
+    """Makes the weights of the toy engine."""
     return toy_weights(seed=version)
 
 
 def llama(version: int) -> dict[str, torch.Tensor]:
-    """Of the language model."""
+    """Makes the weights of the language model."""
     generator = torch.Generator().manual_seed(version)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A network that misbehaves when told to: a TCP proxy between the trainer and one engine.
+"""A TCP proxy between the trainer and one engine that injects network faults.
 
-It reads requests far enough to know which message of an update passes by, so that a fault strikes at a message and not
-after some milliseconds.  Answers pass as they are.
+The proxy parses requests far enough to recognise the messages of an update, so that a fault strikes at a message and
+not after some milliseconds.  Answers pass unchanged.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WireFault = Literal["delay", "drop", "refuse", "cut", "flip", "lose answer", "fl
 
 @dataclass(slots=True)
 class Trap:
-    """What happens when a message passes by.
+    """Fault to inject at a message.
 
     Attributes:
-        step: Which message; see ``StepOf``.
-        count: How many of them to let pass before.
-        fault: What the wire does with it; None if it only strikes others.
+        step: Step of the message; see ``StepOf``.
+        count: Number of messages of this step that pass before it.
+        fault: Fault of the wire itself; None if only ``strike`` acts.
         strike: Called before the message is passed on.
     """
 
@@ -79,12 +79,12 @@ class Wire:
         return f"http://127.0.0.1:{self.port}"
 
     def set_trap(self, trap: Trap | None) -> None:
-        """Messages count from here."""
+        """Sets the trap and restarts the count of messages."""
         self.seen.clear()
         self._trap = trap
 
     def heal(self) -> None:
-        """Connections that were cut off end, new ones pass."""
+        """Ends the cut connections, and lets new ones pass."""
         self.set_trap(None)
         self._loop.run(self._set("passes"))
 

@@ -26,21 +26,21 @@ from pathlib import Path
 import msgspec
 
 from tests.faults import trainer
-from tests.faults.cases import Case
+from tests.faults.cases import IN_TRAINER, OF_SWITCHES, Case
 from tests.faults.kinds import KINDS, Kind
 from tests.faults.wire import Loop, Trap, Wire, WireFault
 from tests.harness import Engine, children, next_version, num_fds
 from tests.unit.ranks import Ranks
 from weightcast import Target
-from weightcast.head import FOLLOW_DEADLINES
 from weightcast.transports.link import margin_s
+from weightcast.update.head import FOLLOW_DEADLINES
 
-PATIENCE_S = 3.0  # for a machine that does other things too: added to what a wait may last
+PATIENCE_S = 3.0  # added to the longest allowed wait, for a busy machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long things may take.
+    """Longest allowed times.
 
     Attributes:
         deadline_s: ``timeout_s`` of the updates.
@@ -50,12 +50,12 @@ class Limits:
 
     @property
     def later_s(self) -> float:
-        """An update that nothing happens to, and that waits for nobody who failed before."""
+        """Longest time of an update without a fault, when no earlier failure delays it."""
         return self.deadline_s / 2 + PATIENCE_S
 
     @property
     def struck_s(self) -> float:
-        """One that a fault happens in: at most two waits, each a little longer than a deadline."""
+        """Longest time of an update with a fault: two waits, each a little longer than a deadline."""
         return 2 * (self.deadline_s + margin_s(self.deadline_s)) + PATIENCE_S
 
     @property
@@ -65,8 +65,9 @@ class Limits:
 
 
 HANG_S = 60.0
-LEFT_ASLEEP = "it was asleep before this update, and is left so"
+LEFT_ASLEEP = "it was asleep before this update and still sleeps"
 NEVER_STRUCK = "the fault never struck"
+_NAMED = {"gather": "the gather among trainer ranks", "replica": "trainer rank 0 and trainer rank 1 hold different"}
 _TRAINER_RANKS = 2
 _WARM_UPS = 3
 _GROUP_FILES = 6
@@ -74,16 +75,16 @@ _ENGINE_FILES = 26  # an engine keeps the groups of the last four trainers, and 
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a case.
+    """Result of a case.
 
     Attributes:
-        case: Its name.
+        case: Name of the case.
         kind, transport, on, fault, step: See ``Case``.
         outcome: ``unharmed`` all updated, ``left out`` all but the victim, ``given up`` nobody, ``no trainer``.
-        seconds: How long the update took in which the fault struck, on the trainer rank that took longest.
-        later_s: The one after it, by the same trainer.
-        wrong: What should not be; empty if all is well.
-        words: What the trainer said.
+        seconds: Time of the update with the fault, on the slowest trainer rank.
+        later_s: Time of the next update by the same trainer.
+        wrong: Descriptions of errors; empty if there are none.
+        words: Error texts of the trainer.
         deadline_s: ``timeout_s`` of the updates.
     """
 
@@ -129,7 +130,7 @@ class World:
         self._lost_groups = 0
 
     def close(self) -> list[str]:
-        """End everybody; shared memory that is left even so."""
+        """Ends all processes; returns the shared memory that is left."""
         for wire in self.wires:
             wire.close()
         self._loop.close()
@@ -145,7 +146,10 @@ class World:
         return left
 
     def play(self, case: Case) -> Result:
-        """Strike, look, heal, update again; from the start if a busy machine never got as far as the fault."""
+        """Injects the fault, inspects the engines, heals the network and updates again.
+
+        The case is repeated if a busy machine never reached the fault.
+        """
         result = self._play(case)
         return self._play(case) if NEVER_STRUCK in result.wrong else result
 
@@ -159,8 +163,8 @@ class World:
         before = children()
         makers = {os.getpid(), *self.bystander.pids(), *self.victim.pids(), *self._rank_pids}
         older = _segments(makers)
-        told = self._update(case, self._next_versions(2), wrong, flip=self._index(case))
-        if case.on != "memory" and not trap.sprung.is_set():
+        told = self._update(case, self._next_versions(2), wrong, flip=self._flip(case))
+        if case.on not in IN_TRAINER and not trap.sprung.is_set():
             wrong.append(NEVER_STRUCK)
         alive = [rank for rank in range(_TRAINER_RANKS) if told[rank]]
         outcome = self._judge(case, told, wrong)
@@ -203,7 +207,7 @@ class World:
     # -- before
 
     def _warm_up(self, case: Case) -> None:
-        """Once for each transport: count buckets and open files when all is well."""
+        """Counts buckets and open files without a fault, once for each transport."""
         if case.transport in self._buckets:
             return
         for _ in range(_WARM_UPS):
@@ -234,16 +238,23 @@ class World:
             fault: WireFault = case.fault  # type: ignore[assignment]
             trap.fault = fault
             trap.delay_s = self.limits.deadline_s * 0.4
-        elif case.on != "memory":
+        elif case.on not in IN_TRAINER:
             trap.strike = self._strike(case)
         return trap
 
-    def _index(self, case: Case) -> int | None:
-        if case.on != "memory":
+    def _tear(self, rank: int, times: int) -> None:
+        status, words = self.victim.ask("POST", f"/fault/{rank}/{times}")
+        assert status == 200, words
+
+    def _flip(self, case: Case) -> trainer.Flip | None:
+        if case.on not in IN_TRAINER:
             return None
-        return self._trap(case).count
+        return trainer.Flip(case.on, self._trap(case).count)
 
     def _strike(self, case: Case) -> Callable[[], None]:
+        if case.fault in OF_SWITCHES:
+            last, times = len(self.victim.info().ranks) - 1, OF_SWITCHES.index(case.fault) + 1
+            return lambda: self._tear(last, times)
         match case.on:
             case "engine":
                 pids = self.victim.pids()
@@ -268,16 +279,16 @@ class World:
     # -- while
 
     def _update(
-        self, case: Case, versions: list[int], wrong: list[str], flip: int | None = None
+        self, case: Case, versions: list[int], wrong: list[str], flip: trainer.Flip | None = None
     ) -> dict[int, list[trainer.Told]]:
-        """What every trainer rank that lives says of its updates; nothing from one that does not."""
+        """Runs updates and returns the reports of every trainer rank that is still alive."""
         options = {
             "transport": case.transport,
             "bucket_bytes": self.kind.bucket_bytes,
             "timeout_s": self.limits.deadline_s,
             "on_failure": "quarantine",
         }
-        # A bystander of another kind says by itself what it is.
+        # A bystander of another kind is recognised by itself.
         targets = [Target(wire.url, engine=self.kind.engine) for wire in self.wires]
         self.ranks.start(trainer.update, targets, self.kind.weights, versions, options, flip)
         lost = self._lost_rank(case) if len(versions) > 1 else None
@@ -318,17 +329,23 @@ class World:
         struck = told[0][1] if case.step == "after" and len(told[0]) > 1 else told[0][0]
         if struck.status == ("serving", "serving"):
             outcome = "unharmed"
-        elif struck.status in (("serving", "quarantined"), ("serving", "untouched")):
+        elif struck.status in (("serving", "quarantined"), ("serving", "untouched"), ("serving", "unknown")):
             outcome = "left out"
         else:
             outcome = "given up"
+        if case.fault in OF_SWITCHES and outcome != "left out":
+            wrong.append(f"the engine whose switch failed did not say so: {struck.words}")
         if case.fault == "delay" and outcome != "unharmed":
             wrong.append(f"a delay below the deadline did harm: {struck.words}")
         if outcome == "left out" and self.wires[1].url not in struck.words:
             wrong.append(f"the engine that failed is not named: {struck.words}")
-        if outcome == "given up" and case.on != "memory":
+        if case.on in IN_TRAINER and outcome != "given up":
+            wrong.append(f"a flipped bit was not found: {struck.words}")
+        if case.on in _NAMED and _NAMED[case.on] not in struck.words:
+            wrong.append(f"the {case.on} is not named: {struck.words}")
+        if outcome == "given up" and case.on not in IN_TRAINER:
             wrong.append(f"nobody was updated: {struck.words}")
-        if case.on != "memory" and told[0][-1].status[:1] != ("serving",):
+        if case.on not in IN_TRAINER and told[0][-1].status[:1] != ("serving",):
             wrong.append(f"the bystander did not go on: {told[0][-1].words}")
         return outcome
 
@@ -351,7 +368,7 @@ class World:
             _wake(self._struck)
 
     def _restore(self, case: Case) -> None:
-        """What was killed is started again."""
+        """Restarts the killed processes."""
         if case.on == "network":
             if not self.victim.process.is_alive() and self._may_be_gone(case):
                 self._replace_victim(case)

@@ -1,4 +1,4 @@
-"""Throw inputs at the decoders and the engine behind them: ``python -m tests.fuzz.decoders --count 1000000``.
+"""Sends random inputs to the decoders and the engine behind them: ``python -m tests.fuzz.decoders --count 1000000``.
 
 With ``--guided`` atheris (libFuzzer) chooses inputs by the coverage that they reach in our Python code; the JSON
 decoder below is compiled, and reached by mutations that know JSON.  Without it inputs come from a seed alone, the same
@@ -19,7 +19,7 @@ SLOW_S = 5.0  # one input
 
 
 def plain(count: int, seed: int, *, target: Any = None) -> Any:
-    """So many inputs from a seed.  Returns the target that they went to."""
+    """Runs ``count`` inputs from a seed and returns the target."""
     from tests.fuzz.inputs import make
     from tests.fuzz.target import Target
 
@@ -37,7 +37,7 @@ def plain(count: int, seed: int, *, target: Any = None) -> Any:
 
 
 def guided(count: int, seed: int) -> None:
-    """So many inputs of libFuzzer's choice; ends the process."""
+    """Runs ``count`` inputs chosen by libFuzzer; ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=["weightcast"], enable_loader_override=False):

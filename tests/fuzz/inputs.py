@@ -1,4 +1,4 @@
-"""Bytes that look like messages: honest ones of every kind, and what a mutation makes of them."""
+"""Fuzz inputs: valid messages of every kind, and mutations of them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from weightcast.wire.messages import (
     RankAck,
     RankInfo,
     Readback,
+    Revert,
     encode,
 )
 
@@ -66,6 +67,7 @@ HONEST: tuple[bytes, ...] = tuple(
         Announce(session=SESSION, layout=_LAYOUT, source=BroadcastSource(group="g")),
         Close(session=SESSION, buckets=1),
         Commit(session=SESSION, expected={"embed.weight": "0" * 16}),
+        Revert(session=SESSION, reason="no"),
         Abort(session=SESSION, reason="no"),
         Leave(group="g"),
         Readback(),
@@ -147,7 +149,7 @@ def _spliced(random_: random.Random) -> bytes:
 
 
 def _changed(random_: random.Random) -> bytes:
-    """A value at a random place replaced, removed, added or doubled."""
+    """Replaces, removes, adds or doubles a value at a random place."""
     whole = json.loads(_honest(random_))
     for _ in range(random_.choice((1, 1, 1, 2, 3))):
         place = whole

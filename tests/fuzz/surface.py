@@ -1,4 +1,4 @@
-"""Throw requests at every route that ``weightcast serve`` publishes: ``python -m tests.fuzz.surface --count 200``.
+"""Sends random requests to every route of ``weightcast serve``: ``python -m tests.fuzz.surface --count 200``.
 
 Schemathesis makes requests out of our own OpenAPI document, valid ones and invalid ones.  No answer may be a server
 error, every status and content type has to be one that the document promises, and afterwards the engine keeps what it
@@ -50,7 +50,7 @@ class Surface:
         self.operations = [found.ok() for found in schema.get_all_operations()]
 
     def throw(self, operation: Any, count: int, seed: int) -> None:
-        """So many requests to one route, half of them made to be wrong."""
+        """Sends ``count`` requests to one route, half of them malformed on purpose."""
         label = f"{operation.method.upper()} {operation.path}"
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
@@ -74,7 +74,7 @@ class Surface:
                 self.failures += [f"{label}: {failure}" for failure in group.exceptions]
 
     def check(self) -> None:
-        """Nothing has changed."""
+        """Checks that nothing has changed."""
         assert self._state() == self.before
         assert self.engine.get("/health")["status"] == "ok"
 

@@ -1,4 +1,4 @@
-"""What every input must leave as it was: this process, the messages that go round, and the engine behind them."""
+"""The fuzz target: an engine behind the decoders, and the checks that no input changes it or ends this process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 
 import httpx
 
-from tests.unit.test_receiver_engine import Bench
+from tests.unit.test_receiver_session import Bench
 from weightcast.comm import http
 from weightcast.errors import WireError
 from weightcast.wire.messages import Join, Open, Readback, decode, decode_ack, decode_info, decode_rank_ack, encode
 
 _DECODERS: tuple[Callable[[bytes], Any], ...] = (decode, decode_ack, decode_rank_ack, decode_info)
-_FAR_AWAY = 1e18  # a deadline
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Target:
         self._digests = self.bench.tell(Readback()).resident
 
     def feed(self, data: bytes) -> None:
-        """One input; raises if it does what no input may do."""
+        """Runs one input; raises if it has a forbidden effect."""
         self.counts["inputs"] += 1
         for read in _DECODERS:
             try:
@@ -46,15 +45,15 @@ class Target:
                 continue
             assert read(encode(message)) == message, data
             self.counts[f"decoded {type(message).__name__}"] += 1
-            # A Join makes connections to wherever it says; it is decoded and not followed.
+            # A Join would connect to any address that it names, so it is decoded but not executed.
             if read is decode and not isinstance(message, Join):
                 self._tell(message)
         with suppress(EOFError, httpx.ReadTimeout):
-            http._read_frame(iter([data[:3], data[3:]]), _FAR_AWAY)
+            http._read_frame(iter([data[:3], data[3:]]))
         assert isinstance(http._words(data), str)
 
     def check(self) -> None:
-        """Nothing has changed, down to the bits of every parameter."""
+        """Checks that nothing has changed, including every bit of every parameter."""
         assert self.bench.engine.info() == self._before
         assert self.bench.tell(Readback()).resident == self._digests
         assert not self.bench.hooks.paused
@@ -77,7 +76,7 @@ class Target:
             engine.lease_lost(session.open.session)
 
     def end_session(self) -> None:
-        """Before a check: an open session is the one change that an input may make."""
+        """Closes the session that an input may have opened, which is the only change allowed."""
         session = self.bench.engine._session
         if session is not None:
             self.bench.engine.lease_lost(session.open.session)

@@ -32,7 +32,7 @@ class Shape:
     vocabulary: int = 151936
 
     def dense(self) -> dict[str, tuple[int, ...]]:
-        """What a layer has beside its experts."""
+        """Shapes of a layer's tensors other than its experts, by name."""
         query, key_value = self.heads * self.head_dim, self.key_value_heads * self.head_dim
         return {
             "self_attn.q_proj.weight": (query, self.hidden),

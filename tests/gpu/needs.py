@@ -1,4 +1,4 @@
-"""What a test needs of the machine."""
+"""Requirements of a GPU test on the machine; a test is skipped if one is not met."""
 
 from __future__ import annotations
 

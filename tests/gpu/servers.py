@@ -115,11 +115,11 @@ class Engine(Protocol):
     """How a kind of engine is asked."""
 
     def answers(self, server: Server) -> list[list[int]]:
-        """Greedy, one prompt after the other, so that batches are the same every time."""
+        """Returns greedy answers, one prompt at a time, so that batches are the same every time."""
         ...
 
     def checksum(self, server: Server) -> str:
-        """Of its weights, by its own reckoning; empty if it has none."""
+        """Returns the server's own checksum of its weights; empty if it has no such route."""
         ...
 
 

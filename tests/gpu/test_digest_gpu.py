@@ -10,9 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.gpu.needs import needs
-from weightcast.wire.digest import (
-    Box,
-    Piece,
+from weightcast.digest.definition import (
     RepeatedSums,
     add_partial,
     as_unsigned,
@@ -20,6 +18,8 @@ from weightcast.wire.digest import (
     sha256_digest,
     tensor_digest,
 )
+from weightcast.digest.pieces import Piece
+from weightcast.wire.box import Box
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,12 +15,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.gpu.needs import needs
 from tests.unit.ranks import Ranks, allocate_slots
-from weightcast.comm.local import TrainerGroup
-from weightcast.comm.memory import PeakMemory
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import TrainerRankFailed
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.module import ModuleExporter
+from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, plan_buckets
 
 pytestmark = [

@@ -21,7 +21,7 @@ import torch
 
 from tests.gpu.test_updates_gpu import ENVIRONMENT, digests, info, needs
 from tests.toy_engine import toy_weights
-from weightcast.wire.digest import tensor_digest
+from weightcast.digest.definition import tensor_digest
 
 pytestmark = [
     pytest.mark.gpu,

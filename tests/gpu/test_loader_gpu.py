@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.test_loader_replay import SHAPE, SPECS, update
-from weightcast.cli.measuring.synthetic import Engine, Pattern
+from weightcast.lab.bench.synthetic import Engine, Pattern
 from weightcast.receiver.loader import Loader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -22,12 +22,12 @@ from tests.gpu.test_reference_engine_gpu import serve
 from tests.gpu.test_updates_gpu import info, needs
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast import WeightUpdater
-from weightcast.comm.local import TrainerGroup
-from weightcast.comm.memory import PeakMemory
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.definition import tensor_digest
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
-from weightcast.wire.digest import tensor_digest
+from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, plan_buckets, total_bytes
 
 pytestmark = [
@@ -108,7 +108,7 @@ def time_gather(shape: Shape, fsdp: int, ep: int, kind: str) -> dict[str, Any]:
 
 
 def check_experts(exporter: Any, layouts: Any, group: TrainerGroup, model: Any, shape: Shape) -> dict[str, str]:
-    """What arrives of some experts is what ``full_tensor`` gives."""
+    """Checks that some experts arrive equal to their ``full_tensor``, and returns the digests."""
     watched = {
         f"model.layers.0.mlp.experts.{expert}.{which}_proj.weight"
         for expert in (0, shape.experts // 2 - 1, shape.experts - 1)
@@ -175,7 +175,7 @@ def answer(url: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What engines start on."""
+    """Folder of a model of zeros that the engines start from."""
     path = tmp_path_factory.mktemp("moe") / "zeros"
     zeros(path, SHAPE)
     return path

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.memory import held_bytes
-from weightcast.comm.share import SharedSlot
+from weightcast.comm.shared_buckets import SharedSlot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 

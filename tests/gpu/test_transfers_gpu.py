@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
-from weightcast.wire.digest import Box, Piece, partial_sums
-from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer
+from weightcast.digest.definition import partial_sums
+from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.transfers import RepeatedTransfers, can_transfer
+from weightcast.wire.box import Box
 
 pytestmark = [
     pytest.mark.gpu,

@@ -29,7 +29,7 @@ from tests.gpu.servers import (
     started,
 )
 from tests.gpu.test_updates_gpu import needs
-from weightcast.engines.vllm.adapter import version_of
+from weightcast.adapters.vllm.adapter import version_of
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
 FLAGS = os.environ.get("WEIGHTCAST_VLLM_FLAGS", "--attention-backend=TRITON_ATTN").split()

@@ -27,7 +27,7 @@ class Echo:
         if isinstance(message, Abort):
             match message.reason:
                 case "wait":
-                    if not self.stopped.wait(60):
+                    if not self.stopped.wait(200):
                         return RankAck(rank=self.rank, ok=False, error="nobody interrupted")
                     self.stopped.clear()
                     return RankAck(rank=self.rank, ok=False, error="interrupted")

@@ -1,17 +1,17 @@
-"""An exporter's tensors as bytes, put together from buckets."""
+"""Collects an exporter's tensors as bytes from its buckets."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.unit.ranks import allocate_slots
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import Exporter
 from weightcast.wire.layout import Packing, plan_buckets
 
 CPU = torch.device("cpu")
-# Not ``connect``: a rank of a job imports this too.
+# Not from ``connect``: the ranks of a job import this module too.
 ALONE = TrainerGroup(device=CPU, timeout_s=5)
 
 
@@ -22,7 +22,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def export(
     exporter: Exporter, group: TrainerGroup = ALONE, *, bucket_bytes: int = 1 << 20, packing: Packing | None = None
 ) -> dict[str, bytes]:
-    """Every tensor's bytes; {} on a rank that has no buckets.  Buffers start full of noise."""
+    """Every tensor's bytes; {} on a rank without buckets.  Buffers start full of noise."""
     layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=packing or Packing())
     slots = allocate_slots(CPU, bucket_bytes) if group.rank in group.receivers else None
     for slot in slots or ():

@@ -1,4 +1,4 @@
-"""Small random models of every family that has a table, and what transformers itself writes of them."""
+"""Small random models of every family that has a table, and the checkpoints that transformers writes of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-# No two widths are alike, so that a tensor that lies the wrong way has the wrong shape.
+# All widths differ, so that a transposed tensor has the wrong shape.
 _TEXT: dict[str, Any] = {
     "vocab_size": 70,
     "hidden_size": 24,
@@ -75,12 +75,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "vision_config": _VISION | {"deepstack_visual_indexes": [0]},
     },
 }
-# Transformers keeps the experts of these stacked and writes them one by one.
+# transformers stacks the experts of these models and writes them one by one.
 STACKED = ["qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"]
 
 
 def make(model_type: str, *, seed: int = 0, device: str = "cpu", **changes: Any) -> Any:
-    """A model with random weights in every tensor, float32."""
+    """Makes a float32 model with random weights in every tensor."""
     settings = dict(SETTINGS[model_type])
     for name, value in changes.items():
         settings[name] = value
@@ -97,10 +97,10 @@ def make(model_type: str, *, seed: int = 0, device: str = "cpu", **changes: Any)
 
 
 def written(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """What ``save_pretrained`` makes of a model: the oracle for names and layouts.
+    """The tensors that ``save_pretrained`` writes, the oracle for names and layouts.
 
-    But for the experts of Qwen3-VL-MoE: transformers 5 has turned them and writes them so, takes them either way, and
-    published checkpoints, like the engines that read them, have them as transformers 4 had.
+    The experts of Qwen3-VL-MoE are an exception: transformers 5 transposes them when it loads them and saves them so.
+    Published checkpoints, and the engines that read them, have the layout of transformers 4.
     """
     model.save_pretrained(folder)
     found: dict[str, torch.Tensor] = {}

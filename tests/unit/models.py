@@ -14,7 +14,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights_of(seed: int, *, heads: int = 4, experts: int = 2) -> Weights:
-    """As a trainer has them: attention, experts, a norm, an embedding, a scalar, a counter."""
+    """A trainer's weights: attention, experts, a norm, an embedding, a scalar, a counter."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def specs_of(weights: Weights) -> list[TensorSpec]:
 
 
 class FusedModel(nn.Module):
-    """One tensor-parallel rank: q, k, v fused, experts stacked, the embedding padded, a buffer of its own."""
+    """One tensor-parallel rank with fused q, k, v, stacked experts, a padded embedding and a buffer of its own."""
 
     PAD = -7.0
 
@@ -133,5 +133,5 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def differing(model: nn.Module, wanted: dict[str, torch.Tensor], but: Sequence[str] = ()) -> list[str]:
-    """Names of what is not bit for bit as wanted."""
+    """Names of the tensors that differ from the wanted ones."""
     return [name for name, tensor in state(model).items() if name not in but and not torch.equal(tensor, wanted[name])]

@@ -39,13 +39,13 @@ class Ranks:
             pipe.send((function, args))
 
     def answer(self, rank: int, timeout_s: float = 120.0) -> Any:
-        """What the function returned on one rank.  An exception there is an AssertionError here."""
+        """The result of the function on one rank.  An exception there is an AssertionError here."""
         ok, value = self._receive(rank, timeout_s)
         assert ok, f"rank {rank}:\n{value}"
         return value
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What the function returned on every rank, in order."""
+        """The results of the function on every rank, in order."""
         self.start(function, *args)
         # All of them before any complaint: an answer left behind would be taken for that of the next call.
         deadline = time.monotonic() + 120.0

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.models import Weights, fill, specs_of
 from weightcast.comm.ipc import SharedBuffer
-from weightcast.transports.digests import Sent, SentDigests, casts_of
+from weightcast.digest.sent import Sent, SentDigests, casts_of
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
 from weightcast.wire.messages import Abort, Announce, Close, Commit, IpcSource, Message, Open, Owner
@@ -61,7 +61,7 @@ class Sender:
         yield self.close()
 
     def digests(self, kept: Mapping[str, str] | None = None) -> tuple[dict[str, str], dict[str, str]]:
-        """What must be received, and what must be kept in the dtypes given (the wire's by default)."""
+        """Digests that must be received, and digests that must be kept in the dtypes given (the wire's by default)."""
         dtypes = dict(kept or {})
         specs = [msgspec.structs.replace(spec, dtype=dtypes.get(spec.name, spec.dtype)) for spec in self.open.specs]
         found = self.sent(specs)

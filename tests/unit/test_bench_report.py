@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.forking import InsteadOfSpawn
-from weightcast.cli.measuring import rig
-from weightcast.cli.measuring.case import Contender, Plan, run_case
-from weightcast.cli.measuring.rig import Layout
-from weightcast.cli.measuring.shapes import model_shape
+from weightcast.lab.bench import rig
+from weightcast.lab.bench.case import Contender, Plan, run_case
+from weightcast.lab.bench.rig import Layout
+from weightcast.lab.bench.shapes import model_shape
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -150,7 +150,7 @@ def test_the_report_says_what_the_files_say(tmp_path: Path) -> None:
     assert "- not run: absent: not installed" in text
     assert "- failed: broken: it broke" in text
     assert "loaded by others" in text
-    assert "`python benchmarks/run.py --plan cpu`" in text
+    assert "```sh\npython benchmarks/run.py --plan cpu\n```" in text
     assert "![one](results/one.svg)" in text
 
 
@@ -169,7 +169,7 @@ def test_what_the_report_expects_is_what_a_case_gives(tmp_path: Path) -> None:
     layout = Layout(model="tiny", placement="colocated", trainers=1, engines=1, device="cpu")
     table = load("peers.table")
     (naive,) = (entry for entry in table.peers(layout, bucket_bytes=(64 << 10,))[0] if "each tensor" in entry.name)
-    from weightcast.cli.measuring.contenders import ours
+    from weightcast.lab.bench.contenders import ours
 
     contenders: list[Contender] = [*ours(layout, bucket_bytes=(64 << 10,), levels=("resident",)), naive]
     real = run_case(layout, contenders, Plan(warm=0, tries=1, turns=1), not_run={"absent": "not installed"})

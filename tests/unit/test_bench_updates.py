@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from tests.forking import InsteadOfSpawn
-from weightcast.cli.measuring import rig
-from weightcast.cli.measuring.case import Contender, Plan, order_of, run_case
-from weightcast.cli.measuring.contenders import ours
-from weightcast.cli.measuring.raw import chunks
-from weightcast.cli.measuring.rig import Layout, Method
-from weightcast.cli.measuring.shapes import MODELS, model_shape
-from weightcast.cli.measuring.synthetic import Engine, Pattern, key_of
 from weightcast.errors import ConfigError
+from weightcast.lab.bench import rig
+from weightcast.lab.bench.case import Contender, Plan, order_of, run_case
+from weightcast.lab.bench.contenders import ours
+from weightcast.lab.bench.raw import chunks
+from weightcast.lab.bench.rig import Layout, Method
+from weightcast.lab.bench.shapes import MODELS, model_shape
+from weightcast.lab.bench.synthetic import Engine, Pattern, key_of
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_everybody_comes_after_everybody_else_as_often(count: int) -> None:
 def test_a_size_makes_a_model_of_about_that_size() -> None:
     for text, size_bytes in (("dense-64MiB", 64 << 20), ("dense-1GiB", 1 << 30)):
         assert model_shape(text).size_bytes == pytest.approx(size_bytes, rel=0.2)
-    with pytest.raises(ConfigError, match="no model shape"):
+    with pytest.raises(ConfigError, match="is unknown"):
         model_shape("qwen3-9b")
 
 

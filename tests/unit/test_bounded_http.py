@@ -1,4 +1,4 @@
-"""A request whose head does not end is refused before it fills memory; every other one is read as ever."""
+"""A request with an endless head is refused before it fills memory; other requests are read as usual."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 
+from tests.clock import PATIENCE_S
 from tests.harness import wait_for
 from weightcast.rollout.bounded_http import MAX_HEAD_BYTES, BoundedHttp
 
 FLOOD = 32 << 20
-pytestmark = pytest.mark.timeout(60)
 
 
 async def echo(scope, receive, send) -> None:
-    """Says how many bytes of body came."""
+    """Answers with the number of bytes in the body."""
     size, more = 0, True
     while more:
         message = await receive()
@@ -35,11 +35,11 @@ def port() -> Iterator[int]:
     wait_for(lambda: server.started, "the server")
     yield listening.getsockname()[1]
     server.should_exit = True
-    thread.join(10)
+    thread.join(PATIENCE_S)
 
 
 def send_all(end: socket.socket, parts: Iterator[bytes]) -> tuple[int, bytes]:
-    """How many bytes were taken, and what was answered."""
+    """Sends data; returns the number of bytes that the server took, and its answer."""
     sent, said = 0, b""
     try:
         for part in parts:
@@ -49,7 +49,7 @@ def send_all(end: socket.socket, parts: Iterator[bytes]) -> tuple[int, bytes]:
             said += chunk
             if said.startswith(b"HTTP/1.1 200") and len(said.partition(b"\r\n\r\n")[2]) == 8:
                 break
-    except ConnectionError:  # it hung up with bytes of ours unread
+    except ConnectionError:  # the server closed the connection with unread bytes
         pass
     return sent, said
 
@@ -64,9 +64,9 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_a_head_that_does_not_end_is_cut_off(port, name):
+def test_an_endless_head_is_refused(port, name):
     first, again = FLOODS[name]
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as end:
 
         def parts() -> Iterator[bytes]:
             yield first
@@ -79,7 +79,7 @@ def test_a_head_that_does_not_end_is_cut_off(port, name):
 
 
 def test_large_heads_and_bodies_are_read(port):
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as end:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as end:
         for size in (0, 5 << 20, 3):  # on one connection
             head = HEAD + b"a: " + b"a" * (MAX_HEAD_BYTES - 2048) + b"\r\nContent-Length: %d\r\n\r\n" % size
             _, said = send_all(end, iter([head, b"x" * size]))

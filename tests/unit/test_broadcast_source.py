@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from weightcast.comm.group import GroupFailed
+from weightcast.comm.update_group import GroupFailed
 from weightcast.errors import Refused
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType, SimpleNamespace
@@ -12,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from weightcast.comm.group import GroupFailed, WorldGroup
-from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected
+from tests.clock import PATIENCE_S, Clock, wait_until
+from weightcast.comm import update_group as group_module
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
+from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, TargetsFailed
 from weightcast.protocols import Invitation
+from weightcast.transports import blame as blame_module
+from weightcast.transports import channel as channel_module
 from weightcast.transports.channel import Channel
 from weightcast.wire.messages import GROUP_FAILED
 
@@ -29,7 +32,7 @@ def future(error: Exception) -> Future[None]:
 
 
 def culprit(meeting: Any, *, answered: int) -> BaseException:
-    """Of two engines, the first of which has refused and the second of which was lost."""
+    """Blames one of two engines, the first of which has refused and the second of which was lost."""
     links: Any = [SimpleNamespace(url=error.url) for error in (REFUSED, LOST)]
     channel = Channel(
         links, meeting=meeting, device=torch.device("cpu"), host="127.0.0.1", bucket_bytes=1, timeout_s=0.1
@@ -46,8 +49,32 @@ def test_a_stock_engine_that_refuses_after_we_gave_up_is_not_blamed(answered: in
     assert culprit("torch", answered=answered) is blamed
 
 
-def test_an_engine_of_ours_says_by_its_status_whether_it_is_to_blame() -> None:
-    assert culprit("weightcast", answered=1) is REFUSED
+def test_every_engine_of_ours_that_is_to_blame_is_named_at_once() -> None:
+    found = culprit("weightcast", answered=1)
+    assert isinstance(found, TargetsFailed)
+    assert found.failures == (REFUSED, LOST)
+    assert found.urls == ("http://a", "http://b")
+
+
+@pytest.mark.parametrize("meeting", ["weightcast", "torch"])
+def test_all_engines_that_refuse_a_bucket_are_named_at_once(meeting: Any) -> None:
+    """The second refuses a moment after the first, when the first has already ended the broadcast."""
+    group, first = Group(), threading.Event()
+    links: Any = [Refusing(f"http://{name}", group, first if name == "b" else None) for name in "abc"]
+    links[2].accepts = True
+    settings: Any = {"meeting": meeting, "device": torch.device("cpu"), "host": "127.0.0.1"}
+    channel = Channel(links, **settings, bucket_bytes=1, timeout_s=20.0)
+    channel._group = group
+    group.look = first.set
+    try:
+        with pytest.raises(TargetsFailed) as caught:
+            channel.send(bucket(0), None)
+        assert caught.value.urls == ("http://a", "http://b")
+        assert "http://a refused bucket 0" in str(caught.value)
+        assert "http://b refused bucket 0" in str(caught.value)
+    finally:
+        channel._group = None
+        channel.close()
 
 
 # -- two buckets in flight
@@ -57,6 +84,7 @@ class Group:
     """A group whose first broadcast arrives and whose second one does not."""
 
     name = "g"
+    look: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self.alive = True
@@ -71,9 +99,15 @@ class Group:
         self.entered[index].set()
         return index
 
-    def finish(self, work: int, **_: object) -> None:
+    def finish(self, work: int, *, poll: Callable[[], None] = lambda: None, **_: object) -> None:
+        while self.look is not None and not self._aborted.wait(0.01):
+            try:
+                poll()
+            except TargetRejected:
+                self.look()  # the other one refuses now
+                raise
         if work == 1:
-            assert self._aborted.wait(20)
+            assert self._aborted.wait(PATIENCE_S)
             raise GroupFailed(f"group g: {self._why}")
 
     def abort(self, why: str) -> None:
@@ -81,7 +115,7 @@ class Group:
         self._aborted.set()
 
     def wait_for_abort(self) -> None:
-        assert self._aborted.wait(20)
+        assert self._aborted.wait(PATIENCE_S)
 
 
 class Answering:
@@ -102,15 +136,33 @@ class Answering:
 
     def took_over(self) -> None: ...
 
-    def let_go(self, steps: object, **_: object) -> None: ...
+    def leave(self, group: str | None) -> None: ...
 
-    def ask(self, index: int, *, timeout_s: float) -> None:
+    def ask(self, index: int, *, timeout_s: float, bucket: int) -> None:
         if index > 0:
             self._group.wait_for_abort()
             raise TargetRejected(f"{self.url}: group failed", url=self.url, status=GROUP_FAILED)
-        assert self._answers.wait(20)
+        assert self._answers.wait(PATIENCE_S)
         if self._error is not None:
             raise self._error
+
+
+class Refusing(Answering):
+    """A target that refuses every bucket, once it is told to; or one that waits in the broadcast."""
+
+    accepts = False
+
+    def __init__(self, url: str, group: Group, told: threading.Event | None) -> None:
+        super().__init__(url, group, threading.Event())
+        self._told = told
+
+    def ask(self, index: int, *, timeout_s: float, bucket: int) -> None:
+        if self.accepts:
+            self._group.wait_for_abort()
+            raise TargetRejected(f"{self.url}: its group failed", url=self.url, status=GROUP_FAILED)
+        if self._told is not None:
+            assert self._told.wait(PATIENCE_S)
+        raise TargetRejected(f"{self.url}: unknown tensor", url=self.url, status=400)
 
 
 def bucket(index: int) -> Any:
@@ -123,18 +175,18 @@ def test_a_late_answer_is_to_blame_for_the_buckets_after_it_too() -> None:
     group, answers = Group(), threading.Event()
     links: Any = [Answering("http://a", group, answers), Answering("http://b", group, answers, LOST)]
     settings: Any = {"meeting": "weightcast", "device": torch.device("cpu"), "host": "127.0.0.1"}
-    channel = Channel(links, **settings, bucket_bytes=1, timeout_s=20.0, in_flight=2)
+    channel = Channel(links, **settings, bucket_bytes=1, timeout_s=PATIENCE_S, in_flight=2)
     channel._group = group
     try:
         channel.send(bucket(0), None)
         with ThreadPoolExecutor(2) as pool:
             second = pool.submit(channel.send, bucket(1), None)
-            assert group.entered[1].wait(20)
+            assert group.entered[1].wait(PATIENCE_S)
             third = pool.submit(channel.send, bucket(2), None)
             answers.set()
             for failed in (second, third):
                 with pytest.raises(TargetLost, match="http://b: lost at bucket 0"):
-                    failed.result(timeout=20)
+                    failed.result(timeout=PATIENCE_S)
         channel.settle()
         channel.drain()  # nothing is due any more
     finally:
@@ -153,8 +205,8 @@ class Member:
         tp: How many ranks it has.
         stray: Those of its ranks that were told something else than the others.
         told: What.
-        late_s: How long it takes to come.
-        gives_up_s: When it leaves the meeting again.
+        after: What has to happen before it comes.
+        gives_up: Set when it is to leave the meeting again.
     """
 
     def __init__(
@@ -164,35 +216,35 @@ class Member:
         tp: int = 1,
         stray: tuple[int, ...] = (),
         told: Mapping[str, Any] = MappingProxyType({"token": "another"}),
-        late_s: float = 0.0,
-        gives_up_s: float | None = None,
+        after: threading.Event | None = None,
+        gives_up: threading.Event | None = None,
     ) -> None:
         self.url = f"http://{name}"
         self.session = ""
         self.group_rank = 0
         self.info = SimpleNamespace(tp_size=tp)
         self.adapter = SimpleNamespace(join=lambda invitation: invitation, leave=lambda group: None)
-        self._stray, self._told, self._late_s, self._gives_up_s = stray, dict(told), late_s, gives_up_s
-        self._groups: list[WorldGroup] = []
+        self._stray, self._told, self._after, self._gives_up = stray, dict(told), after, gives_up
+        self.refused = threading.Event()
+        self._groups: list[UpdateGroup] = []
 
     def ask(self, invitation: Invitation, *, timeout_s: float) -> None:
-        time.sleep(self._late_s)
+        if self._after is not None:
+            assert self._after.wait(PATIENCE_S)
         with ThreadPoolExecutor(self.info.tp_size) as pool:
             joins = [pool.submit(self._join, rank, invitation) for rank in range(self.info.tp_size)]
         for join in joins:
             error = join.exception()
             if error is not None:
+                self.refused.set()
                 hint = getattr(error, "hint", None)
                 raise TargetRejected(f"{self.url} refused: {error}", url=self.url, status=GROUP_FAILED, hint=hint)
 
-    def let_go(self, steps: object, **_: object) -> None:
+    def leave(self, group: str | None) -> None:
         while self._groups:
             self._groups.pop().close()
 
     def _join(self, rank: int, invitation: Invitation) -> None:
-        gives_up = threading.Event()
-        if self._gives_up_s is not None:
-            threading.Timer(self._gives_up_s, gives_up.set).start()
         told = {
             "host": invitation.host,
             "port": invitation.port,
@@ -203,73 +255,127 @@ class Member:
             "timeout_s": invitation.timeout_s,
         }
         told |= self._told if rank in self._stray else {}
-        self._groups.append(WorldGroup.join(**told, device=torch.device("cpu"), cancelled=gives_up))
+        self._groups.append(UpdateGroup.join(**told, device=torch.device("cpu"), cancelled=self._gives_up))
 
 
-Connect = Callable[..., None]
+TIMEOUT_S = 30.0  # on the clock that stands still; torch's store, which has its own, keeps trying as long
 
 
 @pytest.fixture
-def meet() -> Iterator[Connect]:
-    made: list[Channel] = []
+def clock() -> Iterator[Clock]:
+    """The clock of everybody who waits for others to come."""
+    with Clock().within(group_module, channel_module, blame_module) as clock:
+        yield clock
 
-    def connect(*members: Member, timeout_s: float) -> None:
+
+class Meet:
+    """Makes channels to members and connects them."""
+
+    def __init__(self) -> None:
+        self.channels: list[Channel] = []
+
+    def __call__(self, *members: Member) -> None:
         links: Any = members
         settings: Any = {"meeting": "weightcast", "device": torch.device("cpu"), "host": "127.0.0.1"}
-        made.append(Channel(links, **settings, bucket_bytes=1, timeout_s=timeout_s))
-        made[-1].connect()
+        self.channels.append(Channel(links, **settings, bucket_bytes=1, timeout_s=TIMEOUT_S))
+        self.channels[-1].connect()
 
-    yield connect
-    for channel in made:
+    def is_over(self) -> bool:
+        """True if the head has given the last meeting up and listens no more."""
+        store = self.channels[-1]._store
+        return store is not None and store._store is None
+
+
+@pytest.fixture
+def meet(clock: Clock) -> Iterator[Meet]:
+    meet = Meet()
+    yield meet
+    clock.move(2 * TIMEOUT_S)  # for those still on their way
+    for channel in meet.channels:
         channel.close()
 
 
-def test_those_who_come_meet(meet: Connect) -> None:
-    meet(Member("a"), Member("b", tp=2), Member("c"), timeout_s=20.0)
+@pytest.fixture
+def meet_in_vain(meet: Meet, clock: Clock) -> Callable[..., TargetError]:
+    """Lets everybody come to where they were told to, then the deadline pass; the error."""
+
+    def connect(*members: Member) -> TargetError:
+        everybody = 1 + sum(member.info.tp_size for member in members)
+        with ThreadPoolExecutor(1) as pool:
+            meeting = pool.submit(meet, *members)
+            # Threads of one group have one name, so count those that wait and not their names.
+            wait_until(lambda: clock.polling >= everybody or meeting.done(), "everybody to wait for the others")
+            clock.move(TIMEOUT_S + 1.0)
+            with pytest.raises(TargetError) as caught:
+                meeting.result()
+        return caught.value
+
+    return connect
+
+
+def test_those_who_come_meet(meet: Meet) -> None:
+    meet(Member("a"), Member("b", tp=2), Member("c"))
 
 
 @pytest.mark.parametrize("strays", ["b", "ac", "abc"])
-def test_all_who_do_not_come_are_named_at_once(meet: Connect, strays: str) -> None:
+def test_all_who_do_not_come_are_named_at_once(meet_in_vain: Callable[..., TargetError], strays: str) -> None:
     members = [Member(name, tp=2, stray=(0, 1) if name in strays else ()) for name in "abc"]
-    with pytest.raises(TargetError) as caught:
-        meet(*members, timeout_s=1.0)
-    error = caught.value
-    assert (error.url, *error.also) == tuple(f"http://{name}" for name in strays)
+    error = meet_in_vain(*members)
+    named = error.urls if isinstance(error, TargetsFailed) else (error.url,)
+    assert named == tuple(f"http://{name}" for name in strays)
     for member in members:
         said = f"{member.url}: ranks 0, 1 did not come to weightcast-"
-        assert (said in str(error)) == (member.url in (error.url, *error.also))
+        assert (said in str(error)) == (member.url in named)
     assert "GLOO_SOCKET_IFNAME" in (error.hint or "")
 
 
-def test_a_single_rank_that_does_not_come_is_told_from_the_others(meet: Connect) -> None:
-    with pytest.raises(TargetError, match="http://b: rank 1 did not come") as caught:
-        meet(Member("a"), Member("b", tp=3, stray=(1,)), timeout_s=1.0)
-    assert (caught.value.url, caught.value.also) == ("http://b", ())
+def test_a_single_rank_that_does_not_come_is_told_from_the_others(meet_in_vain: Callable[..., TargetError]) -> None:
+    error = meet_in_vain(Member("a"), Member("b", tp=3, stray=(1,)))
+    assert "http://b: rank 1 did not come" in str(error)
+    assert error.url == "http://b"
+    assert not isinstance(error, TargetsFailed)
 
 
 @pytest.mark.parametrize("told", [{"world_size": 7}, {"world_size": 2}, {"rank": 3}, {"port": 1}])
-def test_whatever_an_engine_got_wrong_of_an_invitation_it_is_the_one_that_is_named(meet: Connect, told: Any) -> None:
-    with pytest.raises(TargetError, match="http://a: rank 0 did not come") as caught:
-        meet(Member("a", stray=(0,), told=told), Member("b"), Member("c"), timeout_s=1.0)
-    assert (caught.value.url, caught.value.also) == ("http://a", ())
+def test_the_engine_that_got_an_invitation_wrong_is_the_one_that_is_named(
+    meet_in_vain: Callable[..., TargetError], told: Any
+) -> None:
+    error = meet_in_vain(Member("a", stray=(0,), told=told), Member("b"), Member("c"))
+    assert "http://a: rank 0 did not come" in str(error)
+    assert error.url == "http://a"
+    assert not isinstance(error, TargetsFailed)
 
 
-def test_the_only_engine_is_named_too(meet: Connect) -> None:
-    with pytest.raises(TargetError, match="http://a: rank 0 did not come to weightcast-") as caught:
-        meet(Member("a", stray=(0,)), timeout_s=1.0)
-    assert caught.value.url == "http://a"
+def test_the_only_engine_is_named_too(meet_in_vain: Callable[..., TargetError]) -> None:
+    error = meet_in_vain(Member("a", stray=(0,)))
+    assert "http://a: rank 0 did not come to weightcast-" in str(error)
+    assert error.url == "http://a"
 
 
-def test_who_cannot_come_is_named_at_once_and_not_those_on_their_way(meet: Connect) -> None:
-    started = time.monotonic()
-    with pytest.raises(TargetError, match="nothing to meet at") as caught:
-        meet(Member("a", late_s=1.0), Member("b", stray=(0,), told={"port": 1}), Member("c"), timeout_s=20.0)
-    assert (caught.value.url, caught.value.also) == ("http://b", ())
+def test_an_engine_that_cannot_come_is_named_at_once_and_not_those_on_their_way(meet: Meet) -> None:
+    """The clock stands still, so nobody is named because of a deadline."""
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        members = Member("a", after=over), Member("b", stray=(0,), told={"port": 1}), Member("c", after=over)
+        meeting = pool.submit(meet, *members)
+        wait_until(lambda: members[1].refused.is_set() and meet.is_over(), "the head to give up because of http://b")
+        over.set()
+        with pytest.raises(TargetError, match="cannot reach the rendezvous at") as caught:
+            meeting.result()
+    assert not isinstance(caught.value, TargetsFailed)
+    assert caught.value.url == "http://b"
     assert "http://a" not in str(caught.value)
     assert "open TCP 1 " in (caught.value.hint or "")
-    assert time.monotonic() - started < 10.0
 
 
-def test_nobody_is_blamed_where_one_came_and_left_again(meet: Connect) -> None:
-    with pytest.raises((GroupFailed, DeadlineExceeded)):
-        meet(Member("a", late_s=1.0), Member("b", gives_up_s=0.3), timeout_s=20.0)
+def test_nobody_is_blamed_where_one_came_and_left_again(meet: Meet, clock: Clock) -> None:
+    gives_up, over = threading.Event(), threading.Event()
+    members = Member("a", after=over), Member("b", gives_up=gives_up)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(meet, *members)
+        wait_until(lambda: clock.polling >= 2, "the head and http://b to wait for http://a")
+        gives_up.set()
+        wait_until(meet.is_over, "the head to give up because of http://b")
+        over.set()
+        with pytest.raises((GroupFailed, DeadlineExceeded)):
+            meeting.result()

@@ -122,9 +122,9 @@ def test_wrong_usage_is_one_line_and_a_hint(args, says):
         (["push", "x", "--to", "http://a:1", "--version", "-1"], "-1"),
         (["push", "x", "--to", "http://a:1", "--version", "1", "--dtype", "int8"], "--dtype int8"),
         (["push", "x", "--to", "http://a:1", "--version", "1", "--device", "tpu"], "--device tpu"),
-        (["push", "x", "--to", "http://a:1", "--version", "1", "--api-key", "a", "--api-key", "b"], "2 keys for 1"),
+        (["push", "x", "--to", "http://a:1", "--version", "1", "--api-key", "a", "--api-key", "b"], "2 API keys"),
         (["plan", "x", "--engine", "abacus"], "abacus"),
-        (["plan", "x", "--targets", "0"], "at least one"),
+        (["plan", "x", "--targets", "0"], "at least 1"),
         (["plan", "x", "--link-gb-per-s", "0"], "positive"),
         (["plan", "x"], "x does not exist"),
         (["demo", "--modes", "sideways"], "sideways"),
@@ -133,9 +133,9 @@ def test_wrong_usage_is_one_line_and_a_hint(args, says):
         (["serve", "x", "--port", "70000"], "70000"),
         (["serve", "x", "--tp", "0"], "tp=0"),
         (["serve", "x", "--executor", "beam"], "choose one of auto, local, mp, ray"),
-        (["serve", "x", "--bundles", "1,0"], "are for --executor ray"),
+        (["serve", "x", "--bundles", "1,0"], "need --executor ray"),
         (["serve", "x", "--executor", "ray", "--bundles", "1,0"], "placement group"),
-        (["serve", "x", "--executor", "ray", "--placement-group", "mine"], "in a namespace only"),
+        (["serve", "x", "--executor", "ray", "--placement-group", "mine"], "finds a name only in its namespace"),
         (["serve", "x", "--executor", "ray", "--placement-group", "my/own", "--bundles", "1,x"], "1,x"),
         (["serve", "x", "--staging", "attic"], "attic"),
         (["serve", "nowhere", "--port", "0"], "nowhere"),
@@ -183,7 +183,7 @@ def test_status_of_nobody(closed_port):
 
 def test_status_of_another_server(other_server):
     result = run("status", other_server)
-    assert "no engine that weightcast can update" in one_error(result)
+    assert "not an engine that weightcast can update" in one_error(result)
 
 
 def test_doctor_of_nobody(closed_port):
@@ -206,7 +206,7 @@ def test_keys_go_to_their_engines():
     assert [target.api_key for target in targets(["http://a:1", "http://b:1"], ["one"])] == ["one", "one"]
     assert [target.api_key for target in targets(["http://a:1", "http://b:1"], ["one", "two"])] == ["one", "two"]
     assert [target.api_key for target in targets(["http://a:1"], None)] == [None]
-    with pytest.raises(ConfigError, match="3 keys for 2 engines"):
+    with pytest.raises(ConfigError, match="3 API keys were given for 2 engines"):
         targets(["http://a:1", "http://b:1"], ["one", "two", "three"])
 
 

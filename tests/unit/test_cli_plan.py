@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from tests.unit import families
 from weightcast.cli.app import app
 from weightcast.cli.plan import make_plan, model_at, specs_of
-from weightcast.comm.memory import PeakMemory
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
+from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
 
 
@@ -125,7 +125,7 @@ def test_plan_says_everything_about_a_config(tmp_path):
     path = tmp_path / "config.json"
     shown = run("plan", path, "--bucket-bytes", "2KiB", "--trainer-ranks", "4")
     assert shown.exit_code == 0, shown.output
-    assert "names: those of a checkpoint, by the table 'deepseek-v3'" in shown.stdout
+    assert "names: a checkpoint's names, from the table 'transformers'" in shown.stdout
     assert "not covered: lm_head.weight: tied to model.embed_tokens.weight, sent once" in shown.stdout
     assert "not covered: 1 draft (MTP) layer: transformers' model has none" in shown.stdout
     assert "B float32" in shown.stdout  # the router's correction

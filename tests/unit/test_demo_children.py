@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from tests.procs import gone, wait_until_gone
-from weightcast.cli.demo.children import ChildFailed, Children
 from weightcast.errors import DeadlineExceeded, EngineFailure
+from weightcast.lab.demo.children import ChildFailed, Children
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 PARENT = (
@@ -95,7 +95,7 @@ def test_if_the_demo_itself_is_killed_its_children_end(tmp_path):
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from weightcast.cli.demo.children import Children\n"
+        "from weightcast.lab.demo.children import Children\n"
         f"children = Children(Path({str(tmp_path)!r}))\n"
         f"child = children.start('engine-0', [sys.executable, '-c', {SLEEPER!r}], env={{}}, piped=True)\n"
         "children.read_line(child, waiting_for='it', timeout_s=60.0)\n"

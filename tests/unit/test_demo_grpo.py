@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightcast.cli.demo.grpo import Group, clipped_loss, group_advantages, pack_groups, token_logprobs
+from weightcast.lab.demo.grpo import Group, clipped_loss, group_advantages, pack_groups, token_logprobs
 
 VOCABULARY = 97
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.cli.demo.placement import place
-from weightcast.cli.demo.settings import DemoConfig
 from weightcast.errors import ConfigError
+from weightcast.lab.demo.placement import place
+from weightcast.lab.demo.settings import DemoConfig
 
 
 @pytest.mark.parametrize("mode", ["colocated", "disaggregated"])

@@ -1,4 +1,4 @@
-"""What a demo leaves behind: numbers, a picture, words."""
+"""Tests of the demo's report, plot and summary."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from weightcast.cli.demo import report as reporting
-from weightcast.cli.demo import table
-from weightcast.cli.demo.records import Answer, ModeRecord, Sample, StepRecord, reward_gain
+from weightcast.lab.demo import report as reporting
+from weightcast.lab.demo import table
+from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, reward_gain
 
 
 def step(version, *, reward, matched=4):

@@ -1,4 +1,4 @@
-"""What the demo asks engines for, and what it makes of the answer."""
+"""Tests of the demo's completion requests and of the parsing of answers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from weightcast.cli.demo.rollouts import completion_request, parse_completions
 from weightcast.errors import TargetRejected
+from weightcast.lab.demo.rollouts import completion_request, parse_completions
 
 
 def reply(**changes):
@@ -51,5 +51,5 @@ def test_an_engine_that_does_not_tell_the_version_with_its_answer_is_asked_for_i
     del silent["weight_version"]
     [completion] = parse_completions(json.dumps(silent).encode(), url="http://engine", version=3)
     assert completion.version == 3
-    with pytest.raises(TargetRejected, match="does not tell"):
+    with pytest.raises(TargetRejected, match="has no weight version"):
         parse_completions(json.dumps(silent).encode(), url="http://engine")

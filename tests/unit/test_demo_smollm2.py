@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightcast.cli.demo import smollm2
 from weightcast.errors import ConfigError
+from weightcast.lab.demo import smollm2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from weightcast.cli.demo.task import CAPITALS, Question, questions, reward
+from weightcast.lab.demo.task import CAPITALS, Question, questions, reward
 
 FRANCE = Question(country="France", capital="Paris")
 

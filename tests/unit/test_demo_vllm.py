@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.cli.demo import vllm_engine
-from weightcast.cli.demo.settings import DemoConfig
 from weightcast.errors import ConfigError
+from weightcast.lab.demo import vllm_engine
+from weightcast.lab.demo.settings import DemoConfig
 
 ROOT = Path(__file__).parents[2]
 

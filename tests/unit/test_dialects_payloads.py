@@ -1,4 +1,4 @@
-"""What dialects read from strangers: pickles that are never obeyed, and tables that must fit together."""
+"""Tests of the payloads that dialects read: pickles are never executed, and inconsistent tables are refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.comm import opcodes
+from weightcast.comm import pickle_writer
 from weightcast.errors import WireError
-from weightcast.rollout.dialects.live import cut, table
-from weightcast.rollout.dialects.unpickled import Called, Named, read
+from weightcast.lab.dialects.live_weights import cut, table
+from weightcast.lab.dialects.unpickled import Called, Named, read
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20) | st.binary(max_size=20),
@@ -63,17 +63,17 @@ def test_broken_pickles_are_refused(payload: bytes) -> None:
 
 
 def test_what_is_written_by_hand_is_read_by_pickle() -> None:
-    content = opcodes.mapping(
+    content = pickle_writer.mapping(
         [
-            ("numbers", opcodes.integers((0, -1, 127, 128, 255, 1 << 40))),
-            ("nothing", opcodes.listing([])),
-            ("words", opcodes.listing([opcodes.text("ä"), opcodes.raw(b"\0x"), opcodes.NONE])),
-            ("truth", opcodes.sequence([opcodes.boolean(True), opcodes.boolean(False)])),
-            ("dtype", opcodes.name("torch", "bfloat16")),
-            ("entry", opcodes.namespace([("name", opcodes.text("w"))])),
+            ("numbers", pickle_writer.integers((0, -1, 127, 128, 255, 1 << 40))),
+            ("nothing", pickle_writer.listing([])),
+            ("words", pickle_writer.listing([pickle_writer.text("ä"), pickle_writer.raw(b"\0x"), pickle_writer.NONE])),
+            ("truth", pickle_writer.sequence([pickle_writer.boolean(True), pickle_writer.boolean(False)])),
+            ("dtype", pickle_writer.name("torch", "bfloat16")),
+            ("entry", pickle_writer.namespace([("name", pickle_writer.text("w"))])),
         ]
     )
-    assert pickle.loads(opcodes.pickled(content)) == {
+    assert pickle.loads(pickle_writer.pickled(content)) == {
         "numbers": (0, -1, 127, 128, 255, 1 << 40),
         "nothing": [],
         "words": ["ä", b"\0x", None],

@@ -9,12 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.wire import digest
-from weightcast.wire.digest import (
-    SEED_A,
-    SEED_B,
-    Box,
-    Piece,
+from weightcast.digest import coefficients, definition
+from weightcast.digest.coefficients import SEED_A, SEED_B, splitmix64
+from weightcast.digest.definition import (
     add_partial,
     as_signed,
     as_unsigned,
@@ -24,9 +21,10 @@ from weightcast.wire.digest import (
     model_digest,
     partial_sums,
     sha256_digest,
-    splitmix64,
     tensor_digest,
 )
+from weightcast.digest.pieces import Piece
+from weightcast.wire.box import Box
 
 DTYPES = (
     torch.bfloat16,
@@ -118,12 +116,13 @@ def test_small_blocks_change_nothing(shape, monkeypatch):
     # Tensors this small fit one block; smaller blocks bring the loops of big tensors into play.
     tensor = random_tensor(shape, torch.float32, seed=3)
     expected = sum_by_definition(tensor)
-    monkeypatch.setattr(digest, "_BLOCK_WORDS", 1000)
-    monkeypatch.setattr(digest, "_SPAN", 100)
+    monkeypatch.setattr(definition, "_BLOCK_WORDS", 1000)
+    monkeypatch.setattr(definition, "SPAN", 100)
+    monkeypatch.setattr(coefficients, "SPAN", 100)
     assert sums(whole(tensor)) == [expected]
     backwards = tuple(reversed(range(len(shape))))
     assert sums(whole(tensor.permute(backwards).contiguous().permute(backwards))) == [expected]
-    monkeypatch.setattr(digest._Coefficients, "_MAX_KEPT", 64)
+    monkeypatch.setattr(coefficients.Coefficients, "_MAX_KEPT", 64)
     assert sums(whole(tensor)) == [expected]
 
 

@@ -1,4 +1,4 @@
-"""What the GPU's kernel is told to do, done here word by word: every byte arrives, and every sum is the digest's."""
+"""The jobs of the GPU's kernel, carried out in Python: every byte arrives, and every sum is the digest's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.wire.digest import SEED_A, SEED_B, Box, Piece, partial_sums, splitmix64
-from weightcast.wire.digest_jobs import ALIGNED, COLS, NARROW, Job, Plan, can_transfer, plans_of_transfers
-from weightcast.wire.transfers import Transfer
+from weightcast.digest.coefficients import SEED_A, SEED_B, splitmix64
+from weightcast.digest.definition import partial_sums
+from weightcast.digest.jobs import ALIGNED, COLS, NARROW, Job, Plan, plans_of_transfers
+from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.transfers import can_transfer
+from weightcast.wire.box import Box
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.float64, torch.complex64)
 
 
 def play(plans: Sequence[Plan], count: int) -> list[int]:
-    """What the kernel does with jobs and tiles, in Python."""
+    """The kernel's work on jobs and tiles, in Python."""
     totals = [0] * count
     for plan in plans:
         word = ctypes.c_int8 if plan.word_bytes == 1 else ctypes.c_int16

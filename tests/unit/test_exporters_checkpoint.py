@@ -1,4 +1,4 @@
-"""Checkpoints on disk give the bytes that the safetensors library gives, and broken ones are refused by name."""
+"""Checkpoints on disk give the same bytes as the safetensors library, and broken ones are refused by name."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.unit.ranks import allocate_slots
-from weightcast.comm.local import TrainerGroup
-from weightcast.comm.memory import PeakMemory
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import safetensors_file
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -79,7 +79,7 @@ def write_sharded(folder, extra=None, **index):
     return path
 
 
-# -- good ones
+# -- valid checkpoints
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.float32])
@@ -118,7 +118,7 @@ def test_any_tensor_is_read_whole_through_any_chunk(tmp_path, monkeypatch, shape
     assert got["t"] == raw(want)
 
 
-def test_shards_are_read_one_by_one_in_the_dtype_of_the_disk(single):
+def test_shards_are_read_one_by_one_in_the_dtype_of_the_file(single):
     with CheckpointExporter(single, wire_dtype=torch.bfloat16) as exporter:
         shards = {shard.spec.name: shard for shard in exporter.shards()}
     for name, tensor in tensors().items():
@@ -167,7 +167,7 @@ def test_memory_is_the_buckets_and_a_chunk(tmp_path, wire_dtype):
     assert peak.extra_bytes < 8 * MIB
 
 
-# -- broken ones
+# -- broken checkpoints
 
 
 def header(fields, data: bytes = b"", *, length: int | None = None) -> bytes:
@@ -223,7 +223,7 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, case):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_file_is_refused_or_still_makes_sense(tmp_path, data):
+def test_a_damaged_file_is_refused_or_still_valid(tmp_path, data):
     whole = header({"a": one(), "b": one("BF16", (2, 2), (8, 16))}, bytes(range(16)))
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -239,7 +239,7 @@ def test_a_damaged_file_is_refused_or_still_makes_sense(tmp_path, data):
         assert sum(map(len, export(exporter).values())) == 16
 
 
-def test_wrong_paths(tmp_path):
+def test_wrong_paths_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         CheckpointExporter(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):
@@ -253,7 +253,7 @@ def test_wrong_paths(tmp_path):
         CheckpointExporter(tmp_path)
 
 
-def test_a_folder_in_place_of_a_file(tmp_path):
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(ConfigError, match="cannot be opened"):
         CheckpointExporter(tmp_path)
@@ -264,24 +264,24 @@ def test_a_folder_in_place_of_a_file(tmp_path):
     [
         ({"ids": "model-00003-of-00002.safetensors"}, "not beside it"),
         ({"ids": "../model.safetensors"}, "not beside it"),
-        ({"missing": "model-00001-of-00002.safetensors"}, "puts missing into"),
-        ({"ids": "model-00001-of-00002.safetensors"}, "puts ids into"),
+        ({"missing": "model-00001-of-00002.safetensors"}, "lists missing in"),
+        ({"ids": "model-00001-of-00002.safetensors"}, "lists ids in"),
     ],
 )
-def test_an_index_that_does_not_fit_its_files(tmp_path, change, words):
+def test_an_index_that_does_not_match_its_files_is_refused(tmp_path, change, words):
     write_sharded(tmp_path, **change)
     with pytest.raises(ConfigError, match=words):
         CheckpointExporter(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "{"])
-def test_an_index_that_is_none(tmp_path, text):
+def test_an_invalid_index_is_refused(tmp_path, text):
     write_sharded(tmp_path).write_text(text)
     with pytest.raises(ConfigError, match="index"):
         CheckpointExporter(tmp_path)
 
 
-def test_a_shard_that_is_truncated(tmp_path):
+def test_a_truncated_shard_is_refused(tmp_path):
     write_sharded(tmp_path)
     path = tmp_path / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -289,7 +289,7 @@ def test_a_shard_that_is_truncated(tmp_path):
         CheckpointExporter(tmp_path)
 
 
-def test_a_file_that_shrinks_afterwards(single):
+def test_a_file_that_shrinks_later_is_an_error(single):
     with CheckpointExporter(single) as exporter:
         [layout] = plan_buckets(exporter.specs(), bucket_bytes=1 << 20, packing=Packing())
         os.truncate(single / "model.safetensors", 500)
@@ -297,15 +297,15 @@ def test_a_file_that_shrinks_afterwards(single):
             exporter.fill(Bucket(layout, torch.zeros(1 << 20, dtype=torch.uint8)), layout, ALONE)
 
 
-def test_another_checkpoints_layout(single, tmp_path_factory):
+def test_another_checkpoints_layout_is_refused(single, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     save_file({"a": torch.ones(3)}, other / "model.safetensors")
     with CheckpointExporter(single) as exporter, CheckpointExporter(other) as stranger:
         [layout] = plan_buckets(stranger.specs(), bucket_bytes=1 << 20, packing=Packing())
-        with pytest.raises(ConfigError, match="does not have so"):
+        with pytest.raises(ConfigError, match=r"carries a \[3\], and .* (has it as|does not have it)"):
             exporter.fill(Bucket(layout, torch.zeros(1 << 20, dtype=torch.uint8)), layout, ALONE)
 
 
-def test_a_dtype_that_needs_scales(single):
+def test_a_checkpoint_wire_dtype_that_needs_scales_is_refused(single):
     with pytest.raises(ConfigError, match="cast"):
         CheckpointExporter(single, wire_dtype=torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Expert-parallel models, on any mesh, give the bytes of the unsharded model; real gloo ranks."""
+"""Expert-parallel models on any mesh give the bytes of the unsharded model; with real gloo ranks."""
 
 import math
 from types import SimpleNamespace
@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.unit.exports import ALONE, CPU, export
 from tests.unit.ranks import Ranks
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
-from weightcast.exporters import gather
+from weightcast.exporters import gather_plan
+from weightcast.exporters.local_shard import experts_over
 from weightcast.exporters.module import ModuleExporter
-from weightcast.exporters.sharding import experts_over
 from weightcast.wire.layout import Packing
 
 
 @pytest.fixture(scope="module")
 def jobs():
-    """Trainer jobs of any size, one at a time, so that eight ranks are the most there are."""
+    """Trainer jobs of any size, one at a time, so that at most eight ranks run."""
     started: list[Ranks] = []
 
     def job(world_size: int) -> Ranks:
@@ -41,7 +41,7 @@ def jobs():
 
 
 class Experts(nn.Module):
-    """Stacked, as transformers 5 keeps them."""
+    """Stacked experts, as in transformers 5."""
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def place(owner: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> No
 
 
 def shard(model: Model, case: dict) -> dict:
-    """Shard a model as a trainer would; the options of its exporter."""
+    """Shards a model as a trainer would, and returns the options of its exporter."""
     mesh = mesh_of(case["fsdp"], case["ep"])
     rank = mesh["ep"].get_local_rank()
     options = {}
@@ -104,10 +104,10 @@ def shard(model: Model, case: dict) -> dict:
             for name, dims in (("gate_up_proj", case["dims"][:2]), ("down_proj", case["dims"][2:])):
                 place(experts, name, mesh, [Replicate() if dim is None else Shard(dim) for dim in dims])
             continue
-        if case["how"] == "fsdp2":  # FSDP2 over expert parallel, which DTensor knows
+        if case["how"] == "fsdp2":  # FSDP2 over expert parallelism that DTensor describes
             for name in ("gate_up_proj", "down_proj"):
                 place(experts, name, mesh["ep"], [Shard(0)])
-        else:  # FSDP2 over experts that are plain tensors, of which DTensor knows only this rank's
+        else:  # FSDP2 over experts that are plain tensors, so that DTensor describes only this rank's
             options["shard_of"] = experts_over(rank, case["ep"], total=case["experts"])
             chunk = -(-case["experts"] // case["ep"])
             for name in ("gate_up_proj", "down_proj"):
@@ -115,7 +115,7 @@ def shard(model: Model, case: dict) -> dict:
                 setattr(experts, name, nn.Parameter(mine, requires_grad=False))
         if case["fsdp"] > 1 or case["how"] == "fsdp2":
             fully_shard(experts, mesh=mesh["fsdp"])
-    # The rest is sharded over all ranks, whatever they do for experts.
+    # All other parameters are sharded over all ranks.
     everybody = mesh._flatten("all") if math.prod(mesh.shape) > 1 else mesh["fsdp"]
     for layer in model.layers:
         fully_shard(layer, mesh=everybody, ignored_params=set(layer.mlp.experts.parameters()))
@@ -124,11 +124,11 @@ def shard(model: Model, case: dict) -> dict:
 
 
 def export_case(case: dict) -> list[str]:
-    """Names of what is not as the unsharded model has it; checks the rest here."""
+    """Names of the tensors that differ from the unsharded model; checks everything else itself."""
     model = Model(case)
     want = export(ModuleExporter(model, wire_dtype=case["wire_dtype"]), ALONE, packing=case["packing"])
     options = shard(model, case)
-    gather.MIN_SCRATCH_BYTES = case["scratch_bytes"]
+    gather_plan.MIN_SCRATCH_BYTES = case["scratch_bytes"]
     exporter = ModuleExporter(model, wire_dtype=case["wire_dtype"], **options)
     receivers = tuple(rank for rank in case["receivers"] if rank < dist.get_world_size()) or (0,)
     group = group_of(receivers)
@@ -171,7 +171,7 @@ def cases(draw, worlds) -> dict:
     }
 
 
-# A failure leaves ranks that wait for each other until a deadline, so none is shrunk.
+# No shrinking: after a failure, ranks wait for each other until a deadline.
 ONCE = (Phase.explicit, Phase.generate)
 
 
@@ -198,7 +198,7 @@ def test_any_number_of_ranks_gives_the_bytes_of_the_unsharded_model(jobs, world_
 
 
 def refuse() -> str:
-    """Ranks that hold other experts than they say."""
+    """Exports from ranks that hold other experts than they say."""
     model = nn.Module()
     model.experts = nn.Module()
     model.experts.gate_up_proj = nn.Parameter(torch.ones(2, 4, 3))
@@ -211,7 +211,7 @@ def refuse() -> str:
     return "accepted"
 
 
-def test_experts_that_nobody_holds_are_named_on_every_rank(jobs):
+def test_experts_that_no_rank_holds_are_named_on_every_rank(jobs):
     for text in jobs(2).run(refuse):
         assert text.startswith("experts.gate_up_proj [4, 4, 3]: the trainer ranks hold [2, 4, 3] at [0, 0, 0]")
 
@@ -225,7 +225,7 @@ def test_a_rank_with_the_wrong_number_of_experts_is_refused():
 
 
 def placed_halves() -> list[tuple]:
-    """What each rank says it holds, without communication."""
+    """Each rank's shards, without communication."""
     case = {"seed": 0, "model_type": "qwen3_moe", "experts": 4, "width": 3, "hidden": 5}
     model = Model(case | {"hidden": 5})
     mesh = mesh_of(1, 2)

@@ -11,14 +11,14 @@ from torch.distributed.fsdp import fully_shard
 from tests.unit import families
 from tests.unit.exports import ALONE, CPU, export
 from tests.unit.ranks import Ranks
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.lora import AdapterExporter
 from weightcast.exporters.module import ModuleExporter
 
 peft = pytest.importorskip("peft")
 
-# PEFT asks transformers for what it calls deprecated.
+# PEFT uses deprecated parts of transformers.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed"),
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def adapted(dtype: torch.dtype = torch.float32, **options) -> nn.Module:
-    """A model with adapters that change something."""
+    """Makes a model with adapters that change its outputs."""
     model = families.make("qwen3").to(dtype)
     options = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj", "lm_head"]} | options
     model = peft.get_peft_model(model, peft.LoraConfig(**options))
@@ -58,7 +58,7 @@ def check(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], plain: di
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}], ids=str)
-def test_what_is_sent_is_what_peft_merges(dtype, options):
+def test_merged_weights_equal_pefts_merge(dtype, options):
     model = adapted(dtype, **options)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     got = tensors_of(ModuleExporter(model), bucket_bytes=5000)
@@ -99,12 +99,37 @@ def test_modules_that_were_trained_whole_keep_their_names():
     ],
     ids=["dora", "bias", "embedding"],
 )
-def test_what_is_not_a_product_added_is_refused_by_name(options, words):
+def test_adapters_that_are_not_a_product_are_refused_by_name(options, words):
     with pytest.raises(ConfigError, match=words):
         ModuleExporter(adapted(**options))
 
 
-def test_adapters_by_themselves_are_what_peft_saves(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"]), r"q_proj has an .*with oft_R"),
+        (lambda: peft.LoHaConfig(r=4, target_modules=["q_proj"]), r"q_proj has an .*with hada_w1_a"),
+        (lambda: peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), r"q_proj has an .*with ia3_l"),
+        (lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9), r"q_proj has an .*with lora_E"),
+        (
+            lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+            r"embed_tokens has an adapter.*trainable_tokens_delta",
+        ),
+        (
+            lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+            r"the model has an adapter.*with prompt_encoder",
+        ),
+    ],
+    ids=["oft", "loha", "ia3", "adalora", "tokens", "prompt"],
+)
+def test_other_adapters_are_refused_by_name(config, words):
+    model = peft.get_peft_model(families.make("qwen3"), config())
+    with pytest.raises(ConfigError, match=words) as caught:
+        ModuleExporter(model)
+    assert "merge_and_unload" in (caught.value.hint or "")
+
+
+def test_exported_adapters_equal_pefts_files(tmp_path):
     model = adapted()
     exporter = AdapterExporter(model)
     model.save_pretrained(tmp_path, save_embedding_layers=False)
@@ -118,7 +143,7 @@ def test_adapters_by_themselves_are_what_peft_saves(tmp_path):
 
 
 def sharded() -> None:
-    """Every rank merges the rows that it has."""
+    """Exports a sharded model, where every rank merges its own rows."""
     want = adapted().merge_and_unload().state_dict()
     plain = families.make("qwen3").state_dict()
     model = adapted()

@@ -1,4 +1,4 @@
-"""Modules of any sharding give the bytes of the plain module; real gloo ranks."""
+"""Modules of any sharding give the bytes of the plain module; with real gloo ranks."""
 
 import gc
 import itertools
@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.unit.exports import ALONE, CPU, export, raw
 from tests.unit.ranks import Ranks, allocate_slots
-from weightcast.comm.local import TrainerGroup
-from weightcast.comm.memory import PeakMemory
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError, TrainerRankFailed
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
+from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
-# torch.compile imports parts of torch that other parts of torch call deprecated.
+# torch.compile imports deprecated parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
@@ -48,7 +48,7 @@ def jobs():
         ranks.close()
 
 
-# -- what is collected, and in which order the bytes come; no processes needed
+# -- names, order and bytes, without processes
 
 
 class Tiny(nn.Module):
@@ -97,7 +97,7 @@ def test_plain_module_lists_what_a_checkpoint_has():
     assert got == want
 
 
-def test_it_reads_the_weights_of_now():
+def test_every_update_reads_the_current_weights():
     model = Tiny()
     exporter = ModuleExporter(model)
     before = export(exporter)
@@ -181,7 +181,7 @@ def with_parameter(tensor: torch.Tensor) -> nn.Module:
     ],
     ids=["meta", "lazy", "sparse", "complex", "nine", "empty"],
 )
-def test_what_cannot_be_sent_is_refused_by_name(make, words):
+def test_tensors_that_cannot_be_sent_are_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):
         ModuleExporter(make())
 
@@ -205,7 +205,7 @@ def test_shards_of_a_plain_module_are_its_own_memory():
 def test_another_models_layout_is_refused():
     layouts = plan_buckets(ModuleExporter(Tiny()).specs(), bucket_bytes=1 << 20, packing=Packing())
     other = ModuleExporter(nn.Linear(3, 3))
-    with pytest.raises(ConfigError, match="does not have so"):
+    with pytest.raises(ConfigError, match="and the exporter"):
         other.fill(
             Bucket(layouts[0], torch.empty(1 << 20, dtype=torch.uint8)),
             layouts[0],
@@ -287,7 +287,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def group_of(receivers: tuple[int, ...]) -> TrainerGroup:
-    """One group for a whole job, unless it failed."""
+    """One group for a whole job, unless it failed before."""
     if () not in _groups or _groups[()]._failure is not None:
         _groups[()] = TrainerGroup.connect(CPU, timeout_s=60)
     _groups[()].receivers = receivers
@@ -297,7 +297,7 @@ def group_of(receivers: tuple[int, ...]) -> TrainerGroup:
 def check_export(model: nn.Module, want: dict[str, bytes], receivers, wire_dtype, bucket_bytes, packing=None) -> None:
     exporter = ModuleExporter(model, wire_dtype=wire_dtype)
     group = group_of(receivers)
-    for _ in range(2):  # the second time the plan is there already
+    for _ in range(2):  # the second time uses the cached plan
         got = export(exporter, group, bucket_bytes=bucket_bytes, packing=packing)
         if group.rank not in receivers:
             assert got == {}
@@ -353,12 +353,12 @@ def export_tiny(how: str, receivers, wire_dtype, bucket_bytes: int) -> None:
     ],
 )
 def test_fsdp2_gives_the_bytes_of_the_plain_module(jobs, world_size, how, receivers, wire_dtype):
-    # Buckets so small that tensors are cut between rows and rows between ranks.
+    # The buckets are so small that tensors are cut between rows, and rows between ranks.
     jobs(world_size).run(export_tiny, how, receivers, wire_dtype, 512)
 
 
 def after_a_forward() -> None:
-    """FSDP2 leaves the root's parameters gathered after a forward pass without gradients."""
+    """Exports after a forward pass without gradients, when FSDP2 leaves the root's parameters gathered."""
     model = Tiny().eval()
     want, tokens = expected(model), [1, 5, 12, 3]
     log_p = reference_logprobs(model, tokens)
@@ -397,7 +397,7 @@ def train_a_step() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)
 
 
-def test_what_an_optimizer_wrote_is_sent(jobs):
+def test_values_that_an_optimizer_wrote_are_sent(jobs):
     jobs(2).run(train_a_step)
 
 
@@ -413,7 +413,7 @@ def shards_cover_the_model() -> list[tuple]:
     return held
 
 
-def test_shards_are_where_they_say_and_cover_everything(jobs):
+def test_shards_have_the_right_boxes_and_cover_everything(jobs):
     boxes: dict[str, set] = {}
     shapes = {}
     for name, shape, offset, extent in itertools.chain(*jobs(4).run(shards_cover_the_model)):
@@ -462,9 +462,9 @@ def cases(draw) -> dict:
 
 
 def export_case(case: dict) -> None:
-    from weightcast.exporters import gather
+    from weightcast.exporters import gather_plan
 
-    gather.MIN_SCRATCH_BYTES = case["scratch_bytes"]  # small enough to make several waves
+    gather_plan.MIN_SCRATCH_BYTES = case["scratch_bytes"]  # small enough to make several waves
     mesh = mesh_of(case["mesh"])
     torch.manual_seed(case["seed"])
     plain, model = nn.Module(), nn.Module()
@@ -476,7 +476,7 @@ def export_case(case: dict) -> None:
         model.register_parameter(f"t{number}", nn.Parameter(placed, requires_grad=False))
     want = expected(plain, case["wire_dtype"])
     check_export(model, want, case["receivers"], case["wire_dtype"], case["bucket_bytes"], case["packing"])
-    gather.MIN_SCRATCH_BYTES = 1 << 20
+    gather_plan.MIN_SCRATCH_BYTES = 1 << 20
 
 
 @settings(max_examples=60, deadline=None, database=None)
@@ -488,7 +488,7 @@ def test_any_mesh_and_placement_gives_the_bytes_of_the_plain_tensor(jobs, case):
 
 
 def replicated() -> None:
-    """Every rank has the whole model, as under DDP: nothing needs to move to a rank that has a bucket."""
+    """Exports a model that every rank has whole, as under DDP, so that nothing moves to a rank with a bucket."""
     model = Tiny()
     want = expected(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -496,7 +496,7 @@ def replicated() -> None:
         check_export(wrapped, want, receivers, None, 512)
 
 
-def test_a_replicated_model_is_sent_from_where_it_is(jobs):
+def test_a_replicated_model_is_sent_without_moves(jobs):
     jobs(2).run(replicated)
 
 
@@ -523,7 +523,7 @@ def test_a_dtype_that_changes_on_one_rank_is_an_error_on_all(jobs):
     assert first.startswith("trainer rank 1 gave up: ConfigError: weight is torch.float64")
 
 
-# -- what is refused when sharded
+# -- refusals of sharded models
 
 
 def refuse(what: str) -> str:
@@ -605,14 +605,14 @@ MIB = 1 << 20
 
 
 def measure(how: str, wire_dtype) -> tuple[int, int]:
-    """Peak of extra memory, and the two buckets' part in it, in bytes, for a model of ten or five buckets."""
+    """Peak of extra memory and the size of the two buckets, in bytes, for a model of ten or five buckets."""
     world = dist.get_world_size()
     bucket_bytes, rows = 16 * MIB, 1024
     model = nn.Module()
     mesh = mesh_of((world,))
     num_bytes = 0
     for number in range(20):
-        # Not created whole: what the test itself allocates and frees must not hide what the exporter takes.
+        # Not created whole: memory that the test allocates and frees must not hide the exporter's.
         if how == "columns":
             local, placement = torch.ones(rows, 2048 // world), Shard(1)
         else:
@@ -643,11 +643,11 @@ def test_memory_beside_the_buckets_is_one_bucket_by_ranks(jobs, how, wire_dtype)
             assert extra < slots + 16 * MIB / world_size + 6 * MIB
 
 
-# -- what is worked out once
+# -- cached plans
 
 
 class _Memory(bytearray):
-    """Can be watched."""
+    """A tensor holder that supports weak references."""
 
 
 def _on(values: torch.Tensor) -> tuple[torch.Tensor, "weakref.ref[_Memory]"]:

@@ -1,4 +1,4 @@
-"""Block-quantised exports, bit for bit those of a reference that is written another way; real gloo ranks."""
+"""Block-quantised exports equal an independent reference bit for bit; with real gloo ranks."""
 
 import math
 
@@ -14,14 +14,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.unit import families
 from tests.unit.exports import ALONE, CPU, export, raw
 from tests.unit.ranks import Ranks
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
 
 
 def reference(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block by block, one after the other."""
+    """Quantises one block after the other."""
     x = x.float()
     rows, columns = x.shape
     q = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
@@ -59,7 +59,7 @@ def test_a_model_is_quantised_as_the_reference_does(tmp_path):
     assert [name for name in got if got[name] != want[name]] == []
 
 
-def test_nothing_is_quantised_unless_asked_for():
+def test_nothing_is_quantised_by_default():
     specs = ModuleExporter(families.make("qwen3")).specs()
     assert {spec.dtype for spec in specs} == {"float32"}
 
@@ -81,7 +81,7 @@ def test_values_come_back_within_the_format_s_precision():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_whole_blocks_are_read_where_they_lie(dtype):
+def test_whole_blocks_are_read_in_place(dtype):
     torch.manual_seed(1)
     wholes = {
         "plain": torch.randn(16, 24),
@@ -165,7 +165,7 @@ def cases(draw, mesh_shapes) -> dict:
     }
 
 
-# A failure leaves ranks that wait for each other until a deadline, so none is shrunk.
+# No shrinking: after a failure, ranks wait for each other until a deadline.
 ONCE = (Phase.explicit, Phase.generate)
 
 

@@ -1,4 +1,4 @@
-"""Only who completed the fleet's version counts, whatever happened before and in whatever order."""
+"""Only a target that completed the fleet's version is active, after any order of events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def serving(*urls: str, version: int = 1) -> Fleet:
     return fleet
 
 
-def test_an_answer_alone_makes_nobody_active():
+def test_answer_to_a_probe_makes_no_target_active():
     fleet = Fleet([A, B])
     assert [row.state for row in fleet.report()] == ["gone", "gone"]
     fleet.answered(A, version=7, incarnation=1)
@@ -36,7 +36,7 @@ def test_an_answer_alone_makes_nobody_active():
     assert fleet.state("http://nobody:1") == "gone"
 
 
-def test_who_is_left_behind_is_not_active():
+def test_target_left_behind_is_not_active():
     fleet = serving(A, B)
     for url in (A, B):
         fleet.opened(url)
@@ -57,14 +57,40 @@ def test_who_is_left_behind_is_not_active():
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_who_comes_back_waits_for_an_update(version):
+def test_restarted_target_waits_for_an_update(version):
     fleet = serving(A)
     fleet.answered(A, version=version, incarnation="other processes")
     assert (fleet.state(A), fleet.active) == ("joining", ())
     assert fleet.report()[0].reason == "came back"
 
 
-def test_whom_somebody_else_has_updated_waits_for_an_update():
+def test_engine_that_no_longer_reports_its_version_has_restarted():
+    fleet = serving(A)
+    fleet.answered(A, version=None, incarnation=A)
+    assert (fleet.state(A), fleet.active) == ("joining", ())
+    assert fleet.report()[0].version is None
+    assert "no longer says that it serves version 1" in fleet.report()[0].reason
+    fleet.opened(A)
+    fleet.committed(A, version=2)
+    assert fleet.active == (A,)
+
+
+def test_engine_without_version_stays_active_if_a_restart_would_show():
+    fleet = serving(A)
+    fleet.answered(A, version=None, incarnation=A, tells_version=False)
+    assert (fleet.active, fleet.report()[0].version) == ((A,), 1)
+    fleet.answered(A, version=None, incarnation="another start", tells_version=False)
+    assert (fleet.state(A), fleet.active) == ("joining", ())
+
+
+def test_engine_that_shows_neither_version_nor_restart_is_inactive_after_a_probe():
+    fleet = serving(A)
+    fleet.answered(A, version=None, incarnation=A, tells_version=False, shows_restart=False)
+    assert (fleet.state(A), fleet.active) == ("joining", ())
+    assert "cannot say whether it has restarted" in fleet.report()[0].reason
+
+
+def test_target_updated_by_another_trainer_waits_for_an_update():
     fleet = serving(A)
     fleet.answered(A, version=12, incarnation=A)
     assert (fleet.state(A), fleet.active) == ("joining", ())
@@ -80,7 +106,7 @@ def test_members_come_and_go():
     assert fleet.state(A) == "gone"  # who knows what became of it meanwhile
 
 
-def test_what_cannot_be_is_an_error_of_ours():
+def test_impossible_event_fails_an_assertion():
     fleet = Fleet([A])
     with pytest.raises(AssertionError, match="opened while gone"):
         fleet.opened(A)
@@ -89,7 +115,7 @@ def test_what_cannot_be_is_an_error_of_ours():
     fleet.kept(A)  # harmless: nothing was open
 
 
-def test_nobody_serves_but_by_a_commit():
+def test_only_a_commit_leads_to_serving():
     ways = [(state, event) for state, moves in NEXT.items() for event, to in moves.items() if to == "serving"]
     assert sorted(ways) == [("serving", "answered"), ("updating", "committed")]
     assert {event for event, to in NEXT["quarantined"].items() if to not in ("quarantined", "gone")} == {
@@ -99,7 +125,7 @@ def test_nobody_serves_but_by_a_commit():
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Beside the real engines: who holds which version whole, and who has only been heard of."""
+    """A model of the real engines: which versions they hold whole, and which have only answered a probe."""
 
     urls = st.sampled_from([A, B, C])
 

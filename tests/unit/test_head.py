@@ -1,4 +1,4 @@
-"""What the head says of an update to come."""
+"""The head's choices and its decisions about failed targets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import msgspec
 import pytest
 import torch
 
+from weightcast.adapters.registry import adapter_for
+from weightcast.comm.ipc import host_id
+from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.config import Target, UpdateConfig
-from weightcast.head import Head
-from weightcast.kinds import adapter_for
+from weightcast.errors import ConfigError
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome
+from weightcast.transports.preflight import check_places
+from weightcast.transports.registry import spec_of
+from weightcast.transports.spec import Placement
+from weightcast.update.head import Head, _open_message  # pyright: ignore[reportPrivateUsage]
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo
 
@@ -43,10 +49,8 @@ def info(kind: str) -> EngineInfo:
     ("kinds", "told"), [(("native",), ((32,), (16,))), (("native", "vllm"), ()), (("sglang",), ())]
 )
 def test_bucket_runs_are_told_only_where_no_answer_is_waited_for_before_the_next_broadcast(kinds, told):
-    head: Any = object.__new__(Head)
-    head._config = UpdateConfig()
-    head._links = [SimpleNamespace(adapter=adapter_for(info(kind))) for kind in kinds]
-    assert head._open_message(1, SPECS, ((32,), (16,))).bucket_runs == told
+    links: Any = [SimpleNamespace(adapter=adapter_for(info(kind))) for kind in kinds]
+    assert _open_message(UpdateConfig(), links, 1, SPECS, ((32,), (16,))).bucket_runs == told
 
 
 URL = "http://e"
@@ -81,12 +85,13 @@ def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
 
 
 def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the head decides of an engine that has switched and proved what it keeps."""
+    """Returns the head's result for an engine that has switched and proved its weights."""
     link = Link(client=head._roster.client(URL), adapter=adapter_for(info("native")), info=info("native"))
     head._links, head._outcomes = [link], {URL: Outcome(info=link.info)}
+    head._plan._transport = spec_of("broadcast")
     outcome = head._outcomes[URL]
     outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
-    monkeypatch.setattr("weightcast.head.converse", lambda *_, **__: theirs)
+    monkeypatch.setattr("weightcast.update.verify.converse", lambda *_, **__: theirs)
     return head.compare([5, 6, 7], mine)
 
 
@@ -98,7 +103,7 @@ def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytes
 def test_who_answers_otherwise_does_not_serve_the_new_version(theirs, mine, on_failure, monkeypatch):
     head = head_of({URL: info("native")}, on_failure=on_failure, verify="behaviour")
     decision = scored(head, theirs, mine, monkeypatch)
-    assert decision.error == "UpdateFailed"
+    assert decision.failure.error == "UpdateFailed"
     assert not decision.report.ok
     assert [(row.status, row.proof) for row in decision.report.targets] == [("quarantined", "none")]
     assert "answers otherwise" in decision.report.targets[0].message
@@ -109,14 +114,96 @@ def test_who_answers_otherwise_does_not_serve_the_new_version(theirs, mine, on_f
 def test_who_answers_alike_has_proved_it(monkeypatch):
     head = head_of({URL: info("native")}, verify="behaviour")
     decision = scored(head, [-1.0, -2.0], [-1.0, -2.01], monkeypatch)
-    assert (decision.error, decision.report.ok, decision.report.targets[0].proof) == ("", True, "behaviour")
+    assert (decision.failure, decision.report.ok, decision.report.targets[0].proof) == (None, True, "behaviour")
 
 
 def test_who_was_away_when_the_buckets_were_planned_is_asked_whether_they_fit():
     away = info("native")
     away = msgspec.structs.replace(away, specs=(TensorSpec(name="other", dtype="float32", shape=(8,)),))
     head = head_of({URL: info("native"), "http://late": away}, on_failure="quarantine", transport="broadcast")
-    head._name = "broadcast"
+    head._plan._transport = spec_of("broadcast")
     links = head._make_links(head._roster.infos)
     assert [link.url for link in links] == [URL]
     assert "missing other" in str(head._outcomes["http://late"].failed)
+
+
+def sglang(tp_size: int, instance: str) -> EngineInfo:
+    ranks = tuple(RankInfo(rank=rank, pid=0, device="cpu") for rank in range(tp_size))
+    changes: dict[str, Any] = {"tp_size": tp_size, "ranks": ranks, "instance": instance, "staging": "none"}
+    changes |= {"host_id": host_id(), "transports": ("ipc", "broadcast")}
+    return msgspec.structs.replace(info("sglang"), **changes)
+
+
+def test_an_engine_that_has_restarted_with_more_ranks_gets_an_adapter_that_knows_them():
+    head = head_of({URL: sglang(2, "a")}, transport="ipc")
+    before = head._plan.link(URL, sglang(2, "a"))
+    before.adapter._has_sessions = False
+    before.mixed = True
+    assert head._plan.link(URL, sglang(2, "a")) is before
+    after = head._plan.link(URL, sglang(4, "b"))
+    assert (after is before, after.mixed, after.adapter._has_sessions) == (False, False, None)
+    memory = tuple(TorchMemory(kind="shm", device="cpu", size_bytes=1, handle=b"x") for _ in range(4))
+    assert len(after.adapter._memory_of_ranks([Shared(torch=memory)])) == 4
+
+
+def test_an_engine_that_says_something_new_keeps_its_adapter_which_hears_of_it():
+    head = head_of({URL: sglang(2, "a")}, transport="ipc")
+    link = head._plan.link(URL, sglang(2, "a"))
+    link.mixed = True
+    assert head._plan.link(URL, msgspec.structs.replace(sglang(2, "a"), version=7)) is link
+    assert (link.mixed, link.adapter._ack().version) == (True, 7)
+
+
+def test_an_engine_that_restarts_as_it_was_is_updated_without_being_planned_anew_by_hand():
+    head = head_of({URL: sglang(2, "a")}, transport="ipc")
+    assert head.choose().opens == 2
+    links = head._make_links({URL: sglang(2, "b")})
+    assert [len(range(8)[link.opens]) for link in links] == [2]
+    with pytest.raises(ConfigError, match="another engine than the buckets were planned for"):
+        head._make_links({URL: sglang(4, "c")})
+
+
+def test_a_pause_that_an_engine_cannot_keep_is_refused_before_anything_moves():
+    refusing = msgspec.structs.replace(sglang(1, "a"), no_pause={"retract": "a reason; do this instead"})
+    with pytest.raises(ConfigError, match="pause='retract': a reason; do this instead"):
+        head_of({URL: refusing}, pause="retract", transport="broadcast").choose()
+    assert head_of({URL: refusing}, pause="abort", transport="broadcast").choose().transport == "broadcast"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "places", "fine"),
+    [
+        ((1,), ["g0"], True),
+        ((1, 1), ["g0"], True),  # both on the one GPU
+        ((2,), ["g0", "g1"], True),
+        ((1, 1), ["g0", "g1"], False),
+        ((1,), ["g0", "g1"], False),
+        ((2,), ["g0"], False),
+        ((2, 2), ["g0", "g1", "g2", "g3"], False),
+    ],
+)
+def test_engines_that_do_not_say_where_they_run_are_colocated_only_where_there_is_no_doubt(sizes, places, fine):
+    engines = {
+        f"http://e{number}": msgspec.structs.replace(
+            info("sglang"),
+            tp_size=size,
+            ranks=tuple(RankInfo(rank=rank, pid=0, device="cuda") for rank in range(size)),
+        )
+        for number, size in enumerate(sizes)
+    }
+    device = torch.device("cuda")
+    placement = Placement(infos=engines, device=device, places=places)
+    if fine:
+        check_places(spec_of("ipc"), placement)
+    else:
+        with pytest.raises(ConfigError, match="does not say on which GPUs it runs") as caught:
+            check_places(spec_of("ipc"), placement)
+        assert "devices=" in str(caught.value.hint)
+    check_places(spec_of("broadcast"), placement)
+    told = {
+        url: msgspec.structs.replace(
+            engine, ranks=tuple(RankInfo(rank=rank.rank, pid=0, device=f"g{rank.rank}") for rank in engine.ranks)
+        )
+        for url, engine in engines.items()
+    }
+    check_places(spec_of("ipc"), Placement(infos=told, device=device, places=places))

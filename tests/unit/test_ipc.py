@@ -44,7 +44,7 @@ def test_a_mapping_shows_what_the_owner_writes_without_a_copy(buffer):
     assert mapping.data.numel() == 0
 
 
-def test_who_maps_cannot_write_into_the_owners_memory(buffer):
+def test_mapping_process_cannot_write_into_the_owners_memory(buffer):
     mapping = Mapping(buffer.handle())
     mapping.data.fill_(99)
     assert 99 not in buffer.data[:50].tolist()
@@ -94,7 +94,7 @@ def test_another_process_maps_it(buffer):
     ],
     ids=str,
 )
-def test_what_is_not_what_the_handle_says_is_refused(buffer, changes):
+def test_buffer_that_differs_from_its_handle_is_refused(buffer, changes):
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(MappingFailed):
         Mapping(changed(buffer.handle(), **changes))
@@ -145,9 +145,9 @@ def test_nothing_is_left_behind():
 
 
 def test_a_size_that_cannot_be_is_refused_in_words():
-    with pytest.raises(ConfigError, match="no shared buffer of"):
+    with pytest.raises(ConfigError, match="cannot allocate a shared buffer of"):
         SharedBuffer(1 << 62, CPU)
-    with pytest.raises(ConfigError, match="no shared buffer of 0 bytes"):
+    with pytest.raises(ConfigError, match="cannot allocate a shared buffer of 0 bytes"):
         SharedBuffer(0, CPU)
 
 

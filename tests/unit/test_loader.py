@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.unit.models import FusedModel, ScalingModel, buckets_of, differing, fill, specs_of, state, weights_of
+from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, Refused
-from weightcast.receiver.fold import fold_resident
 from weightcast.receiver.loader import Loader, residents_of
+from weightcast.receiver.rank_answers import fold_resident
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import tensor_digest
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import RankAck
 
@@ -79,7 +79,7 @@ def test_nothing_is_seen_before_the_commit_and_an_undone_commit_never_was(place)
     assert not loader.touched
     loader.commit()
     assert differing(model, before)
-    loader.commit()
+    loader.undo()
     assert differing(model, before) == []
 
 
@@ -103,10 +103,9 @@ def test_what_no_weight_writes_stays_as_it_is_and_is_named(place):
         update(loader, weights_of(10 + number))
         assert model.requests_served.tolist() == [124 + number]
         assert model.embed[10:].unique().tolist() == [FusedModel.PAD]
-        loader.commit() if place != "none" else None
+        loader.undo()
         assert model.requests_served.tolist() == [124 + number]
         assert model.embed[10:].unique().tolist() == [FusedModel.PAD]
-        loader.commit() if place != "none" else None
 
 
 def test_without_staging_live_parameters_are_touched_at_once():
@@ -243,7 +242,7 @@ def test_what_does_not_fit_is_named_all_of_it():
         "missing norm.weight",
         "unknown to this model: extra.weight",
         r"o.weight has shape (8, 9)",
-        "steps is float32, the model's is int64",
+        "steps travels as float32 and the engine keeps int64",
     ):
         assert words in str(caught.value)
     with pytest.raises(Refused, match="twice"):
@@ -388,3 +387,110 @@ def test_memory_that_is_shared_is_never_torn_apart(how):
 def test_buffers_that_are_not_persistent_are_no_residents():
     assert "cache" not in residents_of(FusedModel())
     assert "steps" in residents_of(FusedModel())
+
+
+# -- tensors that the loader skips
+
+
+class Skipping(nn.Module):
+    """Keeps ``w``; skips what it has no layer for, and a head that it ties."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "w":
+                self.w.data.copy_(tensor)
+
+
+def test_a_tensor_that_the_loader_skips_may_come_or_stay_away():
+    specs = specs_of({"w": torch.zeros(4, 3), "mtp.fc": torch.zeros(2, 3)})
+    model = Skipping()
+    loader = Loader(model, load_weights=model.load_weights, expected=specs)
+    loader.stage("device")
+    assert loader.skipped == {"mtp.fc"}
+    loader.check(specs)
+    loader.check(specs[:1])
+    for fresh in ({"w": torch.randn(4, 3)}, {"w": torch.randn(4, 3), "mtp.fc": torch.randn(2, 3)}):
+        loader.check(specs_of(fresh))
+        update(loader, fresh)
+        assert torch.equal(model.w, fresh["w"])
+        digests = fold_resident([RankAck(rank=0, held=tuple(loader.held()))]).digests
+        assert digests == {"w": tensor_digest(fresh["w"])}
+    with pytest.raises(Refused, match="missing w"):
+        loader.check(specs[1:])
+
+
+def test_a_loader_that_changes_its_source_changes_nothing_of_the_trainers():
+    class Zeroing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:  # as gpt-oss does on every rank but the first
+                tensor.zero_()
+                self.bias.data.copy_(tensor)
+
+    model = Zeroing()
+    weights = {"bias": torch.randn(3)}
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(weights))
+    assert loader.computed == {"bias"}
+    loader.stage("none")
+    loader.begin()
+    for bucket in buckets_of(weights, bucket_bytes=100):
+        before = bucket.data.clone()
+        loader.load(bucket)
+        assert torch.equal(bucket.data, before)
+    loader.commit()
+    assert torch.equal(model.bias, torch.zeros(3))
+
+
+# -- views of what is written
+
+
+class Absorbing(nn.Module):
+    """Keeps views of a projection as parameters, as vLLM's latent attention does, and another matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv_b = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.up = nn.Parameter(self.kv_b.data.t()[:, 2:], requires_grad=False)
+        self.own = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.kv_b.data.copy_(tensor)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_view_of_a_parameter_is_updated_with_it_where_contents_are_exchanged(place):
+    model = Absorbing()
+    weights = {"kv_b": torch.randn(6, 4)}
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(weights))
+    assert loader.not_updated == ("own",)
+    assert "share memory" in loader.unstaged_because()
+    assert loader.unstaged_because(keep_storage=True) == ""
+    loader.stage(place, keep_storage=True)
+    update(loader, weights)
+    assert torch.equal(model.kv_b, weights["kv_b"])
+    assert torch.equal(model.up, weights["kv_b"].t()[:, 2:])
+
+
+def test_two_parameters_with_an_element_in_common_are_never_exchanged():
+    class Crossing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            flat = torch.zeros(6)
+            self.a = nn.Parameter(flat[:4], requires_grad=False)
+            self.b = nn.Parameter(flat[3:], requires_grad=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(tensor)
+
+    model = Crossing()
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of({"a": torch.ones(4), "b": torch.ones(3)}))
+    assert loader.unstaged_because(keep_storage=True) == "a and b share memory"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weightcast.cli.measuring.shapes import model_shape
-from weightcast.cli.measuring.synthetic import Engine, Pattern, key_of
+from weightcast.lab.bench.shapes import model_shape
+from weightcast.lab.bench.synthetic import Engine, Pattern, key_of
 from weightcast.receiver.loader import Loader
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets

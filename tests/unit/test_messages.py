@@ -33,6 +33,7 @@ from weightcast.wire.messages import (
     RankAck,
     RankInfo,
     Readback,
+    Revert,
     decode,
     decode_ack,
     decode_info,
@@ -82,6 +83,7 @@ EXAMPLES = {
     "announce broadcast": Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
     "close": Close(session=SESSION, buckets=0, by_name=True),
     "commit": Commit(session=SESSION, expected={"a": "f" * 16, "b": "0" * 64}),
+    "revert": Revert(session=SESSION, reason="another engine failed"),
     "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
     "readback": Readback(),
 }

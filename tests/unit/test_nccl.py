@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weightcast.comm.group import GroupFailed
 from weightcast.comm.nccl import UNIQUE_ID_BYTES, NcclGroup, new_unique_id
+from weightcast.comm.update_group import GroupFailed
 from weightcast.errors import ConfigError, DeadlineExceeded
 from weightcast.transports.channel import Channel
 
@@ -117,12 +117,12 @@ def test_members_meet_by_an_id_and_get_what_rank_0_broadcasts() -> None:
         groups[0].start_broadcast(torch.zeros(1, dtype=torch.uint8))
 
 
-def test_who_does_not_come_is_not_waited_for() -> None:
+def test_absent_nccl_member_is_not_waited_for() -> None:
     with pytest.raises(DeadlineExceeded, match="all 2 members"):
         join(new_unique_id(), 0, timeout_s=0.1)
 
 
-def test_a_meeting_can_be_given_up() -> None:
+def test_nccl_rendezvous_can_be_cancelled() -> None:
     cancelled = threading.Event()
     threading.Timer(0.05, cancelled.set).start()
     with pytest.raises(GroupFailed, match="cancelled"):
@@ -161,7 +161,7 @@ def test_a_refusal_that_is_seen_while_waiting_is_raised() -> None:
     first.close()
 
 
-def test_what_nccl_does_not_take_is_said_in_its_words() -> None:
+def test_error_has_the_words_of_nccl() -> None:
     first, _ = together()
     first._lane.pointer = 78  # the library knows one stream
     with pytest.raises(GroupFailed, match=r"a broadcast of 8 bytes: InvalidArgument \(4\): invalid argument"):
@@ -176,10 +176,10 @@ def test_a_cut_id_is_refused_by_the_library() -> None:
 
 def test_without_the_binding_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl.core", None)
-    with pytest.raises(ConfigError, match="nccl4py cannot be used") as caught:
+    with pytest.raises(ConfigError, match="nccl4py cannot be imported") as caught:
         new_unique_id()
     assert "weightcast[nccl]" in str(caught.value.hint)
-    with pytest.raises(ConfigError, match="nccl4py cannot be used"):  # before an engine has been asked for anything
+    with pytest.raises(ConfigError, match="nccl4py cannot be imported"):  # before an engine has been asked for anything
         Channel([], meeting="nccl-id", device=CPU, host="127.0.0.1", bucket_bytes=1, timeout_s=1.0)
 
 
@@ -188,7 +188,7 @@ def test_an_nccl_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyP
         raise RuntimeError('Failure finding "libnccl.so.2"')  # as the binding's loader does
 
     monkeypatch.setattr("nccl.bindings.nccl.get_version", missing)
-    with pytest.raises(ConfigError, match="no NCCL library"):
+    with pytest.raises(ConfigError, match="NCCL library was not found"):
         new_unique_id()
     monkeypatch.setattr("nccl.bindings.nccl.get_version", lambda: 22105)
     with pytest.raises(ConfigError, match="22105 is too old"):

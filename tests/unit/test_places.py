@@ -11,9 +11,9 @@ import torch
 
 from tests.unit.models import FusedModel, Weights, differing, fill, specs_of, state, weights_of
 from tests.unit.sessions import Sender
-from weightcast.comm.group import GroupFailed
+from weightcast.comm.update_group import GroupFailed
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.fold import fold_resident
+from weightcast.receiver.rank_answers import fold_resident
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Announce, BroadcastSource, RankAck

@@ -1,23 +1,25 @@
-"""What stands in vLLM's API server, without vLLM: its ranks are threads here, its engine client a few coroutines."""
+"""Our part of vLLM's API server, without vLLM: its ranks are threads here, its engine client a few coroutines."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from tests.unit.echo import Echo
-from weightcast.errors import DeadlineExceeded, EngineFailure
-from weightcast.plugins.vllm import executor as meeting
-from weightcast.plugins.vllm.executor import VllmExecutor
-from weightcast.plugins.vllm.hooks import VllmHooks
-from weightcast.plugins.vllm.words import Hello, meeting_place
+from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+from weightcast.plugins.vllm import rank_sockets as meeting
+from weightcast.plugins.vllm.engine_hooks import VllmHooks
+from weightcast.plugins.vllm.rank_protocol import Hello, socket_path
+from weightcast.plugins.vllm.rank_sockets import VllmExecutor
+from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver import executor as module
 from weightcast.receiver.executor import serve_messages
 from weightcast.wire.layout import TensorSpec
@@ -26,7 +28,7 @@ from weightcast.wire.messages import Abort, Commit, Leave, Message, RankAck, Rea
 pytestmark = pytest.mark.timeout(60)
 
 SESSION = "ab" * 16
-JOIN_S = 20.0
+JOIN_S = 120.0
 SPECS = tuple(TensorSpec(name=name, dtype="float32", shape=(4,)) for name in "ab")
 
 
@@ -45,7 +47,7 @@ class Rank(Echo):
         return super().apply(message)
 
     def listen(self, folder: str) -> None:
-        listener = Listener(meeting_place(folder, self.rank), family="AF_UNIX")
+        listener = Listener(socket_path(folder, self.rank), family="AF_UNIX")
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
 
     def _serve(self, listener: Listener) -> None:
@@ -59,7 +61,15 @@ class Rank(Echo):
         if self.manner == "rude":
             return
         if self.manner != "mute":
-            greeting = Hello(rank=self.rank, pid=os.getpid(), device="cpu", staging="host", specs=SPECS, places=("a",))
+            greeting = Hello(
+                rank=self.rank,
+                pid=os.getpid(),
+                device="cpu",
+                staging="host",
+                staging_bytes=8,
+                specs=SPECS,
+                places=("a",),
+            )
             connection.send_bytes(encode(greeting))
         if self.manner == "deaf":
             self.over.wait(3 * JOIN_S)
@@ -95,7 +105,7 @@ def meet(workers: list[Rank], on_main: Callable[[float], None] = lambda timeout_
         LookupError("it is out of order"),
     ],
 )
-def test_answers_that_nobody_waited_for_are_never_taken_for_others(workers, error):
+def test_late_answers_are_never_taken_for_later_ones(workers, error):
     made = workers()
 
     def fail(timeout_s: float) -> None:
@@ -103,19 +113,19 @@ def test_answers_that_nobody_waited_for_are_never_taken_for_others(workers, erro
 
     executor = meet(made, fail)
     with pytest.raises(EngineFailure, match=r"finish_weight_update|out of order") as caught:
-        executor.apply(Commit(session=SESSION), timeout_s=5)
+        executor.apply(Commit(session=SESSION), timeout_s=JOIN_S)
     assert caught.value.ranks == (0, 1)
     for worker in made:
         worker.been.set()  # the main thread comes after all, and the answers to the commit with it
     for message in (Abort(session=SESSION), Leave()):
         with pytest.raises(EngineFailure, match=r"finish_weight_update|out of order") as caught:
-            executor.apply(message, timeout_s=5)
+            executor.apply(message, timeout_s=JOIN_S)
         assert caught.value.hint == "restart the engine"
     executor.close()
 
 
-def test_a_rank_that_reads_nothing_is_given_up_and_holds_nobody_up(workers, monkeypatch):
-    monkeypatch.setattr(module, "_SEND_S", 1)
+def test_rank_that_reads_nothing_is_lost_and_blocks_no_other(workers, monkeypatch):
+    monkeypatch.setattr(module, "_SEND_S", 3)
     executor = meet(workers("deaf"))
     failed: list[EngineFailure] = []
 
@@ -134,7 +144,7 @@ def test_a_rank_that_reads_nothing_is_given_up_and_holds_nobody_up(workers, monk
     interrupting.join(JOIN_S)
     asking.join(JOIN_S)
     assert (interrupting.is_alive(), asking.is_alive()) == (False, False)
-    assert "rank 1 did not take a message within 1 s" in str(failed[0])
+    assert "rank 1 did not take a message within 3 s" in str(failed[0])
     assert failed[0].ranks == (1,)
     executor.close()
 
@@ -149,25 +159,25 @@ def test_after_the_end_nothing_is_asked(workers):
     executor = meet(made, go)
     for message in (Readback(), Commit(session=SESSION), Abort(session=SESSION)):
         name = type(message).__name__
-        acks = executor.apply(message, timeout_s=5)
-        assert [(ack.rank, ack.error, ack.unproven) for ack in acks] == [(0, name, ("b",)), (1, name, ("b",))]
+        acks = executor.apply(message, timeout_s=JOIN_S)
+        assert [(ack.rank, ack.error, ack.unproven) for ack in acks] == [(0, name, ()), (1, name, ())]
     assert executor.pids() == (os.getpid(),) * 2
     executor.close()
     executor.close()
     with pytest.raises(EngineFailure, match="shutting down"):
-        executor.apply(Readback(), timeout_s=5)
+        executor.apply(Readback(), timeout_s=JOIN_S)
 
 
 @pytest.mark.parametrize(
     ("manner", "words"), [("rude", "rank 1 is gone during its greeting"), ("mute", "rank 1 did not give its greeting")]
 )
-def test_who_was_met_is_let_go_when_another_does_not_greet(workers, monkeypatch, manner, words):
-    monkeypatch.setattr(meeting, "_MEET_S", 0.3)
+def test_connections_are_closed_when_a_rank_does_not_greet(workers, monkeypatch, manner, words):
+    monkeypatch.setattr(meeting, "_MEET_S", 3.0)
     made = workers(manner)
     with pytest.raises(EngineFailure, match=words) as caught:
         meet(made)
     # The error is still held here, and with it all that its frames hold.
-    assert made[0].alone.wait(5)
+    assert made[0].alone.wait(JOIN_S)
     assert caught.value.ranks == (1,)
 
 
@@ -176,14 +186,34 @@ class Client:
 
     def __init__(self) -> None:
         self.refusals = 0
+        self.held = False
+        self.said: list[str] = []
 
-    async def pause_generation(self, **how: Any) -> None:
-        pass
+    async def is_paused(self) -> bool:
+        return self.held
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.said.append(f"pause {mode} {clear_cache}")
+        self.held = True
 
     async def resume_generation(self) -> None:
         self.refusals -= 1
         if self.refusals >= 0:
             raise RuntimeError("not now")
+        self.said.append("resume")
+        self.held = False
+
+    async def reset_encoder_cache(self) -> None:
+        self.said.append("encoders" if self.held else "encoders, while it runs")
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.said.append(f"sleep {level} {mode}")
+        self.held = True
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.said.append(f"wake {tags}")
+        if tags is None or "kv_cache" in tags:
+            self.held = False  # vLLM resumes by itself
 
 
 @pytest.fixture
@@ -207,3 +237,105 @@ def test_an_engine_that_did_not_resume_is_still_paused(loop):
     assert hooks.paused
     hooks.resume()
     assert not hooks.paused
+
+
+@pytest.mark.parametrize(
+    ("mode", "encoders", "said"),
+    [
+        ("in_place", True, ["pause keep False", "encoders", "resume"]),
+        ("in_place", False, ["pause keep False", "resume"]),
+        ("retract", True, ["pause keep True", "resume"]),  # vLLM drops all its caches as it pauses
+    ],
+)
+def test_encoder_outputs_of_old_weights_are_dropped(loop, mode, encoders, said):
+    client = Client()
+    hooks = VllmHooks(client, loop, prefix_caching=False, encoders=encoders)
+    hooks.pause(mode, 5.0)
+    hooks.drop_caches()
+    hooks.resume()
+    assert client.said == said
+
+
+def test_operators_pause_outlasts_an_update(loop):
+    client = Client()
+    client.held = True
+    hooks = VllmHooks(client, loop, prefix_caching=True)
+    hooks.pause("retract", 5.0)
+    hooks.resume()
+    assert (client.held, hooks.paused) == (True, False)
+    client.held = False
+    hooks.pause("retract", 5.0)
+    hooks.pause("abort", 5.0)  # quarantined: the pause that it finds is its own
+    hooks.resume()
+    assert (client.held, hooks.paused) == (False, False)
+
+
+def test_a_half_woken_engine_is_neither_paused_again_nor_resumed(loop):
+    client = Client()
+    hooks = VllmHooks(client, loop, prefix_caching=True, encoders=True)
+    hooks.fell_asleep()
+    hooks.woke(["weights"])
+    assert hooks.paused
+    hooks.pause("abort", 5.0)
+    hooks.drop_caches()
+    hooks.resume()
+    assert client.said == []
+    hooks.woke(["weights", "kv_cache"])  # vLLM ignores a call that names what is awake
+    assert hooks.asleep == {"kv_cache"}
+    hooks.woke(["kv_cache"])
+    assert not hooks.paused
+
+
+class Session:
+    """As much of ``SessionHandler`` as sleep asks."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.state = "serving"
+
+    @contextmanager
+    def between_updates(self) -> Iterator[None]:
+        if self.busy:
+            raise Refused("being updated by process 1", hint="wait for it to finish, or end it")
+        yield
+
+    def discarded(self, why: str) -> None:
+        self.state = "quarantined"
+
+
+def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
+    client, session = Client(), Session()
+    hooks = VllmHooks(client, loop, prefix_caching=True)
+    guard_sleep(client, loop, session, hooks)  # type: ignore[arg-type]
+
+    def ask(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(20)
+
+    session.busy = True
+    for work in (client.sleep(1), client.wake_up()):
+        with pytest.raises(HTTPException) as caught:
+            ask(work)
+        assert (caught.value.status_code, "being updated" in caught.value.detail) == (409, True)
+    assert client.said == []
+    session.busy = False
+
+    ask(client.sleep(0))  # a pause, by another name: nothing is given up
+    assert hooks.asleep == frozenset()
+    ask(client.sleep(1, "keep"))
+    assert (session.state, hooks.asleep) == ("serving", {"weights", "kv_cache"})
+    ask(client.wake_up())
+    assert client.said == ["sleep 0 abort", "sleep 1 keep", "wake None"]
+    assert not client.held
+
+    client.said.clear()
+    ask(client.sleep(level=2))
+    assert session.state == "quarantined"
+    ask(client.wake_up(["weights"]))
+    ask(client.wake_up(["kv_cache"]))
+    # Requests that came meanwhile are dropped before vLLM resumes, and it is paused as soon as it has.
+    aborts = "pause abort True"
+    assert client.said == ["sleep 2 abort", "wake ['weights']", aborts, "wake ['kv_cache']", aborts]
+    assert (client.held, hooks.paused) == (True, True)
+    hooks.pause("abort", 5.0)  # the update that ends the quarantine
+    hooks.resume()
+    assert not client.held

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from weightcast.transports.pump import Pump
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
@@ -36,7 +37,7 @@ class Way:
             self.begun.append(index)
             self._inside += 1
             self.most = max(self.most, self._inside)
-        assert self.gates[index].wait(10)
+        assert self.gates[index].wait(PATIENCE_S)
         with self._guard:
             self._inside -= 1
         if index in self.failing:
@@ -44,7 +45,7 @@ class Way:
 
 
 def eventually(is_so) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < until
         time.sleep(0.001)
@@ -66,7 +67,7 @@ def test_as_many_as_allowed_in_order(in_flight):
         last = min(index + in_flight, len(BUCKETS))
         eventually(lambda last=last: len(way.begun) == last)
         gate.set()
-    putting.join(10)
+    putting.join(PATIENCE_S)
     assert not putting.is_alive()
     pump.close()
     assert sorted(way.begun) == list(range(len(BUCKETS)))
@@ -87,7 +88,7 @@ def test_put_returns_when_the_bucket_before_may_be_filled_again():
     eventually(lambda: len(way.begun) == 2)
     assert not returned.wait(0.05)
     way.gates[0].set()
-    assert returned.wait(10)
+    assert returned.wait(PATIENCE_S)
     way.gates[1].set()
     pump.close()
 

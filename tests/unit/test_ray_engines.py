@@ -32,7 +32,7 @@ def test_command_lines():
 
 def keeper(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "weightcast.ray.keeper", sys.executable, "-c", code],
+        [sys.executable, "-m", "weightcast.ray.engine_supervisor", sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -103,7 +103,7 @@ def report(version: int, *statuses: str) -> UpdateReport:
     )
 
 
-def test_who_may_be_asked_after_an_update():
+def test_urls_after_an_update_are_the_engines_that_serve_it():
     engines = group("serving", "waiting", "dead", "serving")
     engines.admit(report(4, "serving", "serving", "serving", "quarantined"))
     assert engines.urls == ("http://0", "http://1")  # the restarted one too; the dead stays dead

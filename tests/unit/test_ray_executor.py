@@ -78,7 +78,7 @@ def test_an_actor_that_was_killed_between_two_steps_is_named_at_the_next(short):
 def test_an_actor_that_stands_still_is_named_at_the_deadline(short):
     executor = RayExecutor(Echo, 2)
     os.kill(executor.pids()[1], signal.SIGSTOP)
-    with pytest.raises(EngineFailure, match=r"rank 1 did not give the answer to Leave within 0\.6 s"):
-        executor.apply(Leave(), timeout_s=0.1)
+    with pytest.raises(EngineFailure, match=r"rank 1 did not give the answer to Leave within 4 s"):
+        executor.apply(Leave(), timeout_s=3.5)
     os.kill(executor.pids()[1], signal.SIGCONT)
     broken_stays_broken(executor, "rank 1 did not give the answer to Leave")

@@ -60,7 +60,7 @@ def test_addresses_are_sorted_as_numbers_and_neighbours_keep_their_order():
 def test_bundles_on_the_command_line():
     assert parse_place(None, None) == EnginePlace()
     assert parse_place("jobs/mine", "3,1") == EnginePlace(group="mine", namespace="jobs", indices=(3, 1))
-    with pytest.raises(ConfigError, match="placement group of yours"):
+    with pytest.raises(ConfigError, match="need the placement group"):
         parse_place(None, "1,0")
 
 

@@ -1,4 +1,4 @@
-"""What the receiver offers engines that others wrote: weights beside the model, padding, checks, a lane of its own."""
+"""The receiver's services to engines that others wrote: weights beside the model, padding, checks, its own lane."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.clock import PATIENCE_S
 from weightcast.errors import EngineFailure
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.coverage import uncovered
@@ -68,7 +69,7 @@ def test_a_flip_keeps_storage_if_asked(keep_storage: bool) -> None:
     staging.flip()
     assert torch.equal(live, torch.full((2, 3), 7.0))
     assert torch.equal(view, live.view(-1)) is keep_storage
-    staging.flip()
+    staging.undo()
     assert torch.equal(live, torch.arange(6.0).reshape(2, 3))
 
 
@@ -117,7 +118,7 @@ class Remembers:
 
     def apply(self, message: Message) -> RankAck:
         if isinstance(message, Readback):
-            assert self.interrupted.wait(10)
+            assert self.interrupted.wait(PATIENCE_S)
         return RankAck(rank=3)
 
     def interrupt(self, reason: str) -> None:
@@ -136,12 +137,12 @@ def test_interrupts_overtake_messages(asked: bool) -> None:
     ours.send_bytes(b"A" + encode(Leave()))
     ours.send_bytes(b"I" + b"enough")
     for _ in range(2):
-        assert ours.poll(10)
+        assert ours.poll(PATIENCE_S)
         assert msgspec.json.decode(ours.recv_bytes(), type=RankAck) == RankAck(rank=3)
     assert worker.reasons == ["enough"]
     if asked:
         ours.send_bytes(b"C")
     ours.close()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert ended == [asked]
     theirs.close()

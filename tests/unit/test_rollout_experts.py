@@ -1,4 +1,4 @@
-"""A mixture of experts in the reference model equals transformers, whole or cut."""
+"""A mixture of experts in the reference model equals transformers, whole or sharded."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -51,7 +51,7 @@ def test_two_ranks_together_equal_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_it_expects_what_an_exporter_sends_and_fills_every_element_once(tmp_path, size):
+def test_the_model_expects_an_exporters_tensors_and_fills_every_element_once(tmp_path, size):
     whole = tiny_model(tmp_path, **MOE)
     for rank in range(size):
         part = build_model(tmp_path, tp_rank=rank, tp_size=size)

@@ -1,4 +1,4 @@
-"""The reference model equals transformers, whole or cut, and its loader is views and copies alone."""
+"""The reference model equals transformers, whole or sharded, and its loader uses only views and copies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny import VOCAB, greedy, tiny_config, tiny_model
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure
-from weightcast.receiver import agent
+from weightcast.receiver import rank as rank_module
 from weightcast.receiver.executor import LocalExecutor
-from weightcast.rollout import commands, reduce
+from weightcast.rollout import all_reduce, commands
+from weightcast.rollout.batch import Limits
 from weightcast.rollout.checkpoint import check_config
 from weightcast.rollout.model import build_model
 from weightcast.rollout.requests import GenerationRequest
-from weightcast.rollout.scheduler import Limits, Scheduler
+from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.worker import WorkerSettings, make_worker
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
@@ -74,8 +75,8 @@ def test_biases_in_every_projection(tmp_path):
     assert [a.tokens for a in answers] == [greedy(model, p, 12) for p in prompts()]
 
 
-def test_slots_are_reused_without_traces(tmp_path):
-    # Two slots for five requests of different lengths: every one of them is moved or put where another was.
+def test_reused_slots_keep_no_trace(tmp_path):
+    # Five requests share two slots, so each is moved or reuses a slot.
     model = tiny_model(tmp_path)
     worker = make_worker(0, 1, "", settings=settings(tmp_path, max_batch=2))
     answers = generate(LocalExecutor(worker), prompts(), max_batch=2)
@@ -83,7 +84,7 @@ def test_slots_are_reused_without_traces(tmp_path):
 
 
 def greedy_by_ranks(worker, chosen, rows, count):
-    """One rank's side of a batch; rank 0's choices reach the others through `chosen`."""
+    """Runs one rank's side of a batch; `chosen` gives rank 0's choices to the others."""
     zeros = [0.0] * len(rows)
     order = commands.Sampling(
         temperature=zeros, top_k=[0] * len(rows), top_p=[1.0] * len(rows), uniform=zeros, top_logprobs=[0] * len(rows)
@@ -102,9 +103,9 @@ def greedy_by_ranks(worker, chosen, rows, count):
     [("llama", 2, True), ("qwen2", 3, True), ("qwen3", 2, True), ("llama", 3, False)],
 )
 def test_ranks_together_equal_transformers(tmp_path, monkeypatch, family, size, shared_memory):
-    # Ranks are threads here, which saves starting processes; the server's tests have them as processes.
+    # Ranks are threads here, which start faster; the server's tests use processes.
     if not shared_memory:
-        monkeypatch.setattr(reduce.platform, "machine", lambda: "some-other-cpu")
+        monkeypatch.setattr(all_reduce.platform, "machine", lambda: "some-other-cpu")
     changes = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     model = tiny_model(tmp_path, family=family, tie_word_embeddings=family == "qwen3", **changes)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -127,11 +128,11 @@ def test_ranks_together_equal_transformers(tmp_path, monkeypatch, family, size, 
 
 
 @pytest.mark.parametrize("places", [("device", "none"), ("host", "device"), ("none", "host")])
-def test_every_rank_stages_where_the_one_with_the_least_room_does(tmp_path, monkeypatch, places):
+def test_every_rank_stages_in_the_place_of_the_rank_with_least_memory(tmp_path, monkeypatch, places):
     tiny_model(tmp_path)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     mine = threading.local()
-    monkeypatch.setattr(agent, "choose_place", lambda asked, **_: mine.place)
+    monkeypatch.setattr(rank_module, "choose_place", lambda asked, **_: mine.place)
 
     def rank(number):
         mine.place = places[number]
@@ -148,8 +149,8 @@ def test_every_rank_stages_where_the_one_with_the_least_room_does(tmp_path, monk
 
 
 def test_sums_larger_than_a_chunk_and_of_other_dtypes(tmp_path):
-    segment = mmap.mmap(-1, reduce.SharedMemoryReduce.segment_bytes(3))
-    ranks = [reduce.SharedMemoryReduce(segment, rank=rank, size=3, timeout_s=60) for rank in range(3)]
+    segment = mmap.mmap(-1, all_reduce.SharedMemoryReduce.segment_bytes(3))
+    ranks = [all_reduce.SharedMemoryReduce(segment, rank=rank, size=3, timeout_s=60) for rank in range(3)]
     for dtype in (torch.float32, torch.bfloat16):
         parts = [torch.randn(700_001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
         expected = sum(part.double() for part in parts)
@@ -162,12 +163,12 @@ def test_sums_larger_than_a_chunk_and_of_other_dtypes(tmp_path):
         assert torch.equal(parts[0], parts[2])
 
 
-def test_a_sum_whose_peer_is_gone_ends():
-    segment = mmap.mmap(-1, reduce.SharedMemoryReduce.segment_bytes(2))
-    alone = reduce.SharedMemoryReduce(segment, rank=0, size=2, timeout_s=0.2)
+def test_a_sum_with_a_dead_peer_fails():
+    segment = mmap.mmap(-1, all_reduce.SharedMemoryReduce.segment_bytes(2))
+    alone = all_reduce.SharedMemoryReduce(segment, rank=0, size=2, timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match="engine rank 1"):
         alone(torch.ones(4))
-    waiting = reduce.SharedMemoryReduce(segment, rank=0, size=2, timeout_s=60)
+    waiting = all_reduce.SharedMemoryReduce(segment, rank=0, size=2, timeout_s=60)
     waiting.interrupt("the engine is shutting down")
     waiting._round = 1000
     with pytest.raises(EngineFailure, match="shutting down"):
@@ -224,7 +225,7 @@ def test_unknown_names_and_wrong_shapes_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("size", [4, 5, 24])
-def test_degree_that_does_not_divide_is_refused_with_those_that_do(size):
+def test_a_degree_that_does_not_divide_is_refused_with_degrees_that_do(size):
     with pytest.raises(ConfigError) as caught:
         check_config(tiny_config(), tp_size=size)
     assert caught.value.hint == "degrees that work for this model: 1, 2, 3, 6"
@@ -247,7 +248,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
         build_model(tmp_path)
 
 
-def test_sliding_window_is_refused_where_it_matters():
+def test_a_context_beyond_the_sliding_window_is_refused():
     config = tiny_config("mistral", sliding_window=32)
     with pytest.raises(ConfigError, match="sliding window"):
         check_config(config, tp_size=1, max_len=64)

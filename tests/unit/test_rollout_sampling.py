@@ -1,4 +1,4 @@
-"""Sampling draws from the distribution it is asked for and never outside of it."""
+"""Sampling draws from the requested distribution and never outside of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logits(seed=0, scale=2.0):
 
 
 def frequencies(row, rows=4000, **settings):
-    # Evenly spread uniforms make the counts exact to one draw: no test statistics are needed.
+    # Evenly spread uniforms make the counts exact to one draw.
     chosen = choose(row.expand(rows, -1).contiguous(), sampling(rows, **settings))
     return torch.bincount(torch.tensor(chosen.tokens), minlength=len(row)) / rows, chosen
 
@@ -44,7 +44,7 @@ def test_frequencies_are_the_probabilities(temperature):
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.6, 0.97])
-@pytest.mark.parametrize("scale", [0.1, 2.0])  # 0.1: more than a thousand tokens make the mass
+@pytest.mark.parametrize("scale", [0.1, 2.0])  # 0.1 needs more than a thousand tokens
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, scale):
     row = logits(scale=scale)
     seen, _ = frequencies(row, top_p=top_p)
@@ -65,7 +65,7 @@ def test_top_p_is_a_share_of_what_top_k_leaves():
 
 
 @pytest.mark.parametrize("top_p", [0.5, 0.9])
-def test_top_p_is_a_share_of_a_top_k_that_reaches_past_the_first_look(top_p):
+def test_top_p_is_a_share_of_a_top_k_beyond_the_first_candidates(top_p):
     row = logits(scale=1.0)
     seen, _ = frequencies(row, top_k=1400, top_p=top_p)
     ordered, order = row.softmax(-1).sort(descending=True)
@@ -123,7 +123,7 @@ def test_rows_of_one_batch_do_not_disturb_each_other():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.5, "top_logprobs": 2}])
-def test_rows_that_are_not_finite_are_told_apart(bad, settings):
+def test_rows_that_are_not_finite_are_marked(bad, settings):
     rows = torch.stack([logits(), logits(1)])
     rows[0, 1000] = bad
     chosen = choose(rows, sampling(2, **settings))
@@ -134,7 +134,7 @@ def test_rows_that_are_not_finite_are_told_apart(bad, settings):
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-6, 1e-40, 5e-324])
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.5}])
-def test_next_to_no_temperature_takes_the_likeliest(temperature, settings):
+def test_a_tiny_temperature_takes_the_likeliest(temperature, settings):
     row = logits(scale=8.0)
     chosen = choose(row.expand(20, -1).contiguous(), sampling(20, temperature=temperature, **settings))
     assert chosen.tokens == [int(row.argmax())] * 20

@@ -1,4 +1,4 @@
-"""Every pause mode does what it says, answers say which version they came from, and nothing hangs."""
+"""Pause modes keep their promises, answers have the right weight versions, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from tiny import VOCAB, greedy, tiny_model
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.executor import LocalExecutor
 from weightcast.rollout import commands
+from weightcast.rollout.batch import Limits
 from weightcast.rollout.requests import GenerationRequest
-from weightcast.rollout.scheduler import Limits, Scheduler
+from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.worker import WorkerSettings, make_worker
 
 PROMPTS = [[5, 6, 7], [100, 200, 300, 400, 17], [9], [33, 44], [55, 66, 77, 88]]
@@ -21,7 +23,7 @@ TOKENS = 20
 
 
 class Gate:
-    """A real executor whose prefill and decode steps happen when the test says so."""
+    """A real executor whose prefill and decode steps wait for the test."""
 
     def __init__(self, executor):
         self._executor = executor
@@ -45,12 +47,12 @@ class Gate:
         return self._executor.run(command)
 
     def steps(self, count):
-        """Let `count` steps through; return when the one after them is at the gate."""
+        """Lets `count` steps through and returns when the next one is at the gate."""
         for _ in range(count):
-            assert self.at_gate.wait(20)
+            assert self.at_gate.wait(PATIENCE_S)
             self.at_gate.clear()
             self._allowed.release()
-        assert self.at_gate.wait(20)
+        assert self.at_gate.wait(PATIENCE_S)
 
     def open(self):
         self._open = True
@@ -84,12 +86,12 @@ class Rig:
         ]
 
     def load(self, model):
-        """What an update does between pause and resume."""
+        """Loads weights as an update does between pause and resume."""
         self.worker._model.load_weights(model.state_dict().items())
 
     @contextmanager
-    def paused(self, mode, *, timeout_s=20.0):
-        """Pause while a step is at the gate, as it happens in life: the pause takes effect after the step."""
+    def paused(self, mode, *, timeout_s=PATIENCE_S):
+        """Pauses while a step is at the gate, so that the pause takes effect after the step."""
         pausing = threading.Thread(target=self.scheduler.pause, args=(mode, timeout_s))
         pausing.start()
         while pausing.is_alive():
@@ -129,18 +131,18 @@ def small(models):
 
 @pytest.fixture
 def free(models):
-    """No gate: runs at full speed."""
+    """A rig without a gate, which runs at full speed."""
     rig = Rig(models[0], gated=False)
     yield rig
     rig.close()
 
 
-def test_abort_ends_running_and_waiting_and_holds_new_ones(small, models):
+def test_abort_ends_all_requests_and_new_ones_wait(small, models):
     _, old, new = models
     answers = small.submit()
     small.gate.steps(4)
     with small.paused("abort"):
-        done = [answer.result(20) for answer in answers]
+        done = [answer.result(PATIENCE_S) for answer in answers]
         assert [answer.finish_reason for answer in done] == ["abort"] * 5
         assert all(len(answer.tokens) >= 4 for answer in done[:3])
         assert [answer.tokens for answer in done[3:]] == [[], []]
@@ -153,11 +155,11 @@ def test_abort_ends_running_and_waiting_and_holds_new_ones(small, models):
         assert late.answer.finish_reason is None
         assert small.scheduler.stats().state == "paused"
     small.gate.open()
-    assert late.result(20).tokens == greedy(new, [1, 2, 3], TOKENS)
+    assert late.result(PATIENCE_S).tokens == greedy(new, [1, 2, 3], TOKENS)
     assert late.answer.spans == [(7, TOKENS)]
 
 
-def test_retract_keeps_tokens_and_computes_them_anew(small, models):
+def test_retract_keeps_tokens_and_recomputes_their_cache(small, models):
     _, old, new = models
     answers = small.submit()
     small.gate.steps(4)
@@ -170,9 +172,9 @@ def test_retract_keeps_tokens_and_computes_them_anew(small, models):
         small.scheduler.set_version(7)
     small.gate.open()
     for prompt, answer, count in zip(PROMPTS, answers, kept, strict=True):
-        result = answer.result(20)
+        result = answer.result(PATIENCE_S)
         begun = greedy(old, prompt, TOKENS)[:count]
-        # Exactly what the new weights say after the tokens of the old ones: nothing of the old cache is left.
+        # The new weights recompute the old tokens, so nothing of the old cache is left.
         assert result.tokens == begun + greedy(new, prompt + begun, TOKENS - count)
         assert result.finish_reason == "length"
         assert result.spans == ([(0, count)] if count else []) + [(7, TOKENS - count)]
@@ -191,10 +193,10 @@ def test_in_place_keeps_the_cache_too(rig, models):
         rig.scheduler.drop_caches()
         rig.scheduler.set_version(7)
     rig.gate.open()
-    results = [answer.result(20) for answer in answers]
+    results = [answer.result(PATIENCE_S) for answer in answers]
     assert rig.gate.prefilled == before
     assert [answer.spans for answer in results] == [[(0, count), (7, TOKENS - count)] for count in kept]
-    # The old cache under new weights is not what new weights alone would say.
+    # The new weights with the old cache choose other tokens than alone.
     assert any(
         answer.tokens[count:] != greedy(new, prompt + answer.tokens[:count], TOKENS - count)
         for prompt, answer, count in zip(PROMPTS, results, kept, strict=True)
@@ -209,10 +211,10 @@ def test_a_pause_without_an_update_changes_nothing(rig, models, mode):
         with rig.paused(mode):
             rig.scheduler.drop_caches()
     rig.gate.open()
-    assert [a.result(20).tokens for a in answers] == [greedy(models[1], p, TOKENS) for p in PROMPTS]
+    assert [a.result(PATIENCE_S).tokens for a in answers] == [greedy(models[1], p, TOKENS) for p in PROMPTS]
 
 
-def test_wait_lets_running_ones_finish_and_keeps_the_rest(small, models):
+def test_wait_lets_running_requests_finish_and_keeps_waiting_ones(small, models):
     _, old, new = models
     answers = small.submit()
     small.gate.steps(2)
@@ -222,23 +224,23 @@ def test_wait_lets_running_ones_finish_and_keeps_the_rest(small, models):
         small.load(new)
         small.scheduler.set_version(7)
     small.gate.open()
-    results = [answer.result(20) for answer in answers]
+    results = [answer.result(PATIENCE_S) for answer in answers]
     expected = [greedy(old, p, TOKENS) for p in PROMPTS[:3]] + [greedy(new, p, TOKENS) for p in PROMPTS[3:]]
     assert [answer.tokens for answer in results] == expected
     assert [answer.version for answer in results] == [0, 0, 0, 7, 7]
 
 
-def test_wait_that_takes_too_long_says_who_is_running_and_goes_on(small, models):
+def test_wait_that_times_out_counts_running_requests_and_does_not_pause(small, models):
     answers = small.submit()
     small.gate.steps(2)
     with pytest.raises(DeadlineExceeded, match="3 running requests to finish"):
         small.scheduler.pause("wait", 0.05)
     assert not small.scheduler.paused
     small.gate.open()
-    assert [a.result(20).tokens for a in answers] == [greedy(models[1], p, TOKENS) for p in PROMPTS]
+    assert [a.result(PATIENCE_S).tokens for a in answers] == [greedy(models[1], p, TOKENS) for p in PROMPTS]
 
 
-def test_everybody_who_pauses_has_to_resume(free):
+def test_every_holder_of_a_pause_must_resume(free):
     free.scheduler.pause("abort", 20, holder="operator")
     free.scheduler.pause("abort", 20)
     free.scheduler.resume()
@@ -248,24 +250,24 @@ def test_everybody_who_pauses_has_to_resume(free):
     with pytest.raises(DeadlineExceeded):
         answer.result(0.1)
     free.scheduler.resume(holder="operator")
-    assert len(answer.result(20).tokens) == TOKENS
+    assert len(answer.result(PATIENCE_S).tokens) == TOKENS
 
 
-def test_wait_is_refused_where_requests_are_held_in_place(rig):
+def test_wait_is_refused_while_requests_are_paused_in_place(rig):
     rig.submit()
     rig.gate.steps(1)
-    with rig.paused("in_place"), pytest.raises(Refused, match="5 requests are held in place"):
+    with rig.paused("in_place"), pytest.raises(Refused, match="5 requests are paused in place"):
         rig.scheduler.pause("wait", 20, holder="operator")
 
 
-def test_one_request_is_aborted_and_the_others_do_not_notice(small, models):
+def test_aborting_one_request_does_not_affect_the_others(small, models):
     answers = small.submit()
     small.gate.steps(3)
     small.scheduler.abort(answers[0].request.request_id)
     small.scheduler.abort(answers[4].request.request_id)
     small.scheduler.abort("nobody")
     small.gate.open()
-    results = [answer.result(20) for answer in answers]
+    results = [answer.result(PATIENCE_S) for answer in answers]
     assert [answer.finish_reason for answer in results] == ["abort", "length", "length", "length", "abort"]
     for prompt, answer in list(zip(PROMPTS, results, strict=True))[1:4]:
         assert answer.tokens == greedy(models[1], prompt, TOKENS)
@@ -278,7 +280,7 @@ def test_a_failed_rank_fails_every_request_and_every_later_one(small):
     small.gate.open()
     for answer in answers:
         with pytest.raises(EngineFailure, match="killed by signal 9"):
-            answer.result(20)
+            answer.result(PATIENCE_S)
     assert small.scheduler.stats().state == "failed"
     for call in (
         lambda: small.submit([[1]]),
@@ -297,22 +299,22 @@ def test_seeded_tokens_do_not_depend_on_the_batch_or_on_being_retracted(rig, mod
     with rig.paused("retract"):
         pass
     rig.gate.open()
-    together = [answer.result(20).tokens for answer in answers]
-    alone = [rig.submit([prompt], **settings)[0].result(20).tokens for prompt in PROMPTS]
+    together = [answer.result(PATIENCE_S).tokens for answer in answers]
+    alone = [rig.submit([prompt], **settings)[0].result(PATIENCE_S).tokens for prompt in PROMPTS]
     assert together == alone
-    other = rig.submit([PROMPTS[0]], **(settings | {"seed": 12}))[0].result(20).tokens
+    other = rig.submit([PROMPTS[0]], **(settings | {"seed": 12}))[0].result(PATIENCE_S).tokens
     assert other != alone[0]
 
 
 def test_samples_of_one_prompt_are_computed_once(rig, models):
-    rig.scheduler.pause("in_place", 20)  # so that all of them are there when the first prefill is put together
+    rig.scheduler.pause("in_place", 20)  # so that all of them are in the first prefill
     answers = rig.submit([[7, 8, 9]] * 4 + [[3, 2]])
     rig.scheduler.resume()
     rig.gate.steps(1)
     assert rig.gate.prefilled == 5
     rig.gate.open()
     expected = [greedy(models[1], [7, 8, 9], TOKENS)] * 4 + [greedy(models[1], [3, 2], TOKENS)]
-    assert [answer.result(20).tokens for answer in answers] == expected
+    assert [answer.result(PATIENCE_S).tokens for answer in answers] == expected
 
 
 def test_sleep_frees_the_cache_and_wake_serves_the_same_weights(free, models):
@@ -326,27 +328,27 @@ def test_sleep_frees_the_cache_and_wake_serves_the_same_weights(free, models):
     with pytest.raises(Refused, match="asleep"):
         free.scheduler.score([1, 2])
     free.scheduler.wake()
-    assert answer.result(20).tokens == greedy(models[1], PROMPTS[0], TOKENS)
+    assert answer.result(PATIENCE_S).tokens == greedy(models[1], PROMPTS[0], TOKENS)
     for name, parameter in free.worker._model.named_parameters():
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
     with pytest.raises(ConfigError, match="in_place"):
         free.scheduler.sleep("in_place")
 
 
-def test_waking_in_the_middle_of_falling_asleep_leaves_nothing_asleep(free, models, monkeypatch):
+def test_wake_during_sleep_cancels_the_sleep(free, models, monkeypatch):
     def woken_before_the_weights_move(*args, **settings):
         pause(*args, **settings)
         free.scheduler.wake()
 
     pause = free.scheduler.pause
     monkeypatch.setattr(free.scheduler, "pause", woken_before_the_weights_move)
-    with pytest.raises(Refused, match="woken while it was falling asleep"):
+    with pytest.raises(Refused, match="woken before its weights had moved"):
         free.scheduler.sleep()
     assert free.scheduler.stats().state == "serving"
-    assert free.submit()[0].result(20).tokens == greedy(models[1], PROMPTS[0], TOKENS)
+    assert free.submit()[0].result(PATIENCE_S).tokens == greedy(models[1], PROMPTS[0], TOKENS)
 
 
-def test_sleep_that_is_refused_in_the_end_lets_go(free, models):
+def test_a_refused_sleep_ends_its_pause(free, models):
     @contextmanager
     def taken():
         raise Refused("an update has begun")
@@ -355,28 +357,28 @@ def test_sleep_that_is_refused_in_the_end_lets_go(free, models):
     with pytest.raises(Refused, match="an update has begun"):
         free.scheduler.sleep(alone=taken)
     assert free.scheduler.stats().state == "serving"
-    assert free.submit()[0].result(20).tokens == greedy(models[1], PROMPTS[0], TOKENS)
+    assert free.submit()[0].result(PATIENCE_S).tokens == greedy(models[1], PROMPTS[0], TOKENS)
 
 
-def test_what_a_rank_in_this_process_raises_reaches_who_asked(free, monkeypatch):
+def test_an_error_of_a_rank_in_this_process_reaches_the_caller(free, monkeypatch):
     def full(command):
         raise ConfigError("there is no memory for it")
 
     monkeypatch.setattr(free.worker, "run", full)
     with pytest.raises(ConfigError, match="no memory for it"):
-        free.scheduler.score([1, 2], timeout_s=5)
+        free.scheduler.score([1, 2], timeout_s=PATIENCE_S)
     with pytest.raises(EngineFailure, match="no memory for it"):
-        free.submit()[0].result(20)
+        free.submit()[0].result(PATIENCE_S)
 
 
 def test_tokens_are_stamped_with_the_version_that_made_them(rig):
     answer = rig.submit([PROMPTS[0]])[0]
     for version, step in ((7, 0), (8, 1)):  # the first prefills, the second decodes
         rig.gate.steps(step)
-        assert rig.gate.at_gate.wait(20)
+        assert rig.gate.at_gate.wait(PATIENCE_S)
         rig.scheduler.set_version(version)
     rig.gate.open()
-    assert answer.result(20).spans == [(0, 1), (7, 1), (8, TOKENS - 2)]
+    assert answer.result(PATIENCE_S).spans == [(0, 1), (7, 1), (8, TOKENS - 2)]
 
 
 def test_score_equals_transformers_also_while_paused(free, models):
@@ -387,7 +389,7 @@ def test_score_equals_transformers_also_while_paused(free, models):
     assert free.scheduler.score(tokens) == pytest.approx(expected, abs=1e-4)
     free.scheduler.pause("abort", 20)
     assert free.scheduler.score(tokens) == pytest.approx(expected, abs=1e-4)
-    with pytest.raises(Refused, match="an update holds"):
+    with pytest.raises(Refused, match="paused by an update"):
         free.scheduler.score(tokens, during_update=False)
     free.scheduler.pause("abort", 20, holder="operator")
     free.scheduler.resume()
@@ -395,7 +397,7 @@ def test_score_equals_transformers_also_while_paused(free, models):
 
 
 def test_logprobs_are_those_of_the_chosen_tokens(free, models):
-    answer = free.submit([PROMPTS[1]], temperature=0.7, seed=3, top_logprobs=2)[0].result(20)
+    answer = free.submit([PROMPTS[1]], temperature=0.7, seed=3, top_logprobs=2)[0].result(PATIENCE_S)
     scored = free.scheduler.score(PROMPTS[1] + answer.tokens)[len(PROMPTS[1]) - 1 :]
     assert answer.logprobs == pytest.approx(scored, abs=1e-4)
     assert [len(top) for top in answer.top] == [2] * TOKENS
@@ -411,21 +413,21 @@ def test_weights_that_are_not_finite_end_requests_and_not_the_engine(free, model
     free.scheduler.set_version(3)
     free.scheduler.resume()
     with pytest.raises(EngineFailure, match="version 3 gives logits that are not finite"):
-        free.submit([list(range(2, 40))])[0].result(20)
+        free.submit([list(range(2, 40))])[0].result(PATIENCE_S)
     free.scheduler.pause("abort", 20)
     free.load(old)
     free.scheduler.resume()
-    # Not even the slot of the request that failed keeps a trace, although nobody dropped the cache.
-    assert [a.result(20).tokens for a in free.submit()] == [greedy(old, p, TOKENS) for p in PROMPTS]
+    # The slot of the failed request keeps no trace, although the cache was not dropped.
+    assert [a.result(PATIENCE_S).tokens for a in free.submit()] == [greedy(old, p, TOKENS) for p in PROMPTS]
 
 
 def test_answers_end_at_stop_tokens_and_at_the_end_of_the_context(free, models):
     expected = greedy(models[1], PROMPTS[0], TOKENS)
     stop = expected[5]
-    answer = free.submit([PROMPTS[0]], stop_token_ids=frozenset([stop]))[0].result(20)
+    answer = free.submit([PROMPTS[0]], stop_token_ids=frozenset([stop]))[0].result(PATIENCE_S)
     assert answer.tokens == expected[: expected.index(stop) + 1]
     assert answer.finish_reason == "stop"
-    long = free.submit([list(range(2, 52))], max_tokens=None)[0].result(20)
+    long = free.submit([list(range(2, 52))], max_tokens=None)[0].result(PATIENCE_S)
     assert (len(long.tokens), long.finish_reason) == (14, "length")
 
 
@@ -450,6 +452,6 @@ def test_closing_ends_everything(small):
     small.gate.open()
     small.scheduler.close()
     small.scheduler.close()
-    assert all(answer.result(20).finish_reason in ("abort", "length") for answer in answers)
+    assert all(answer.result(PATIENCE_S).finish_reason in ("abort", "length") for answer in answers)
     with pytest.raises(EngineFailure, match="shutting down"):
         small.submit()

@@ -1,4 +1,4 @@
-"""What the reference engine's routes promise beside the text: who may move the weights, and whose numbers come back."""
+"""The reference engine's routes: sleep and updates exclude each other, and scores are of one version."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from fastapi.testclient import TestClient
 
 from tests.unit.sessions import Sender
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
-from weightcast.receiver.engine import EngineFacts, ReceiverEngine
+from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor
+from weightcast.receiver.session import SessionHandler
 from weightcast.rollout import commands
+from weightcast.rollout.batch import Limits
+from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.requests import GenerationRequest
-from weightcast.rollout.scheduler import Limits, Scheduler
-from weightcast.rollout.server import RolloutEngine, build_app
+from weightcast.rollout.scheduler import Scheduler
+from weightcast.rollout.server import build_app
 from weightcast.rollout.text import Text
 from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.wire.messages import Commit, Readback
@@ -27,7 +30,7 @@ SOON_S = 20.0
 
 
 class Held:
-    """A real executor that stands still before generating, and in the middle of a commit, while a test says so."""
+    """A real executor that a test can stop before a step and in the middle of a commit."""
 
     def __init__(self, executor):
         self._executor = executor
@@ -83,13 +86,13 @@ class Served:
             transports=("ipc",),
             specs=tuple(worker._model.expected_weights()),
         )
-        self.receiver = ReceiverEngine(self.ranks, self.scheduler, facts)
+        self.receiver = SessionHandler(self.ranks, self.scheduler, facts)
         text = Text.load(folder, max_len=64)
         engine = RolloutEngine(scheduler=self.scheduler, text=text, model="m", receiver=self.receiver)
         self.http = TestClient(build_app(engine), raise_server_exceptions=False)
 
     def send(self, model):
-        """A session with everything in and not yet committed."""
+        """Sends a complete session without its commit."""
         sender = Sender(dict(model.state_dict()), bucket_bytes=1 << 20, timeout_s=SOON_S)
         for message in sender.transfer():
             assert self.receiver.apply(message).ok
@@ -142,18 +145,18 @@ def test_scores_are_of_one_version(served, models, pool):
         assert served.ranks.arrived.wait(SOON_S)
         half_way = served.score()
     assert (half_way.status_code, commit.result(SOON_S).ok) == (409, True)
-    assert "an update holds the engine still" in half_way.text
+    assert "the engine is paused by an update" in half_way.text
     assert served.score().json()["logprobs"] == logprobs(new)
 
 
-def test_who_is_quarantined_does_not_score(served):
-    served.receiver._quarantine("half an update")
-    served.scheduler.resume()  # even if nothing held it still
+def test_a_quarantined_engine_does_not_score(served):
+    served.receiver._engine.quarantine("half an update")
+    served.scheduler.resume()  # even if it is not paused
     assert served.score().status_code == 409
     assert "quarantined" in served.score().text
 
 
-def test_sleep_that_waits_for_requests_keeps_no_trainer_out(served, models, pool):
+def test_sleep_that_waits_for_requests_does_not_block_an_update(served, models, pool):
     _, old, new = models
     with served.ranks.held(served.ranks.generate):
         answer = served.scheduler.submit(GenerationRequest(request_id="a", prompt=(5, 6), max_tokens=4, temperature=0))
@@ -166,7 +169,7 @@ def test_sleep_that_waits_for_requests_keeps_no_trainer_out(served, models, pool
     assert answer.result(SOON_S).tokens == greedy(old, [5, 6], 4)
     refused = sleep.result(SOON_S)
     assert (refused.status_code, "being updated" in refused.text) == (409, True)
-    # Its hold is gone with it: the update goes in, and the engine generates with it.
+    # The pause has ended with the sleep, so the update succeeds and the engine generates.
     assert served.receiver.apply(sender.commit()).ok
     assert served.http.get("/health").json()["state"] == "serving"
     reply = served.http.post(
@@ -192,7 +195,7 @@ def test_sleep_during_an_update_ends_no_request(served, models):
         ("/v1/chat/completions", b'"chat_template_kwargs": {"messages": 1}', "refuses these messages"),
     ],
 )
-def test_what_is_wrong_with_a_prompt_is_said(served, path, body, words):
+def test_a_bad_prompt_is_refused_with_the_reason(served, path, body, words):
     if "chat" in path:
         body = b'{"messages": [{"role": "user", "content": "hi"}], ' + body + b"}"
     reply = served.http.post(path, content=body, headers={"content-type": "application/json"})

@@ -1,4 +1,4 @@
-"""Streams give out whole characters, never part of a stop string, and in sum what was generated."""
+"""Streams yield whole characters, never part of a stop string, and add up to the whole text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_half_characters(text, words):
 
 
 @given(words=st.text(alphabet="abc", max_size=30), stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4)))
-def test_stop_strings_cut_where_they_first_end(text, words, stops):
+def test_text_is_cut_at_the_first_stop_string(text, words, stops):
     stream = TextStream(text, stops)
     given_out = ""
     for token in text.encode(words):
@@ -69,7 +69,7 @@ def test_chat_template_and_its_refusals(text):
         text.chat([{"role": "user", "content": "hi"}], messages=[])
 
 
-def test_what_is_no_text_is_refused(text):
+def test_invalid_unicode_is_refused(text):
     with pytest.raises(ConfigError, match=r"not text.*ud800"):
         text.encode("one \ud800 two")
     with pytest.raises(ConfigError, match="refuses these messages"):
@@ -88,12 +88,12 @@ def test_what_is_no_text_is_refused(text):
         {"self": 1},
     ],
 )
-def test_how_a_chat_template_is_applied_is_not_for_requests_to_say(text, settings):
+def test_requests_cannot_set_how_a_chat_template_is_applied(text, settings):
     with pytest.raises(ConfigError, match=rf"chat_template_kwargs: .*{max(settings)} cannot be set"):
         text.chat([{"role": "user", "content": "hi"}], **settings)
 
 
-def test_what_is_for_templates_reaches_them(text):
+def test_template_settings_reach_the_template(text):
     messages = [{"role": "user", "content": "hi"}]
     seen = {}
 
@@ -110,7 +110,7 @@ def test_what_is_for_templates_reaches_them(text):
     assert {name: seen[name] for name in meant} == meant
 
 
-def test_folder_without_tokenizer(tmp_path):
+def test_a_folder_without_tokenizer_gives_none(tmp_path):
     assert Text.load(tmp_path, max_len=64) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be loaded"):

@@ -1,4 +1,4 @@
-"""Who gets in, what is refused before memory is taken, and what a second trainer can do to a first one: nothing."""
+"""Keys, size limits, shared memory, certificates, and a second trainer that must not disturb the first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from starlette.types import Message as AsgiMessage
 from tests.certificates import Authority
 from tests.unit.models import weights_of
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_engine import Bench, meeting
+from tests.unit.test_receiver_session import Bench, meeting
 from weightcast.cli.options import targets
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer
@@ -36,10 +36,11 @@ from weightcast.comm.tls import client_context, server_context
 from weightcast.config import Target
 from weightcast.errors import ConfigError, Refused, TargetLost, TargetUnreachable, WeightcastError, WireError
 from weightcast.receiver import server as routes
-from weightcast.receiver.keys import Keys
+from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.sources.broadcast import BroadcastSource as GroupsOfARank
-from weightcast.rollout.server import RolloutEngine, build_app
+from weightcast.rollout.engine import RolloutEngine
+from weightcast.rollout.server import build_app
 from weightcast.wire.layout import MAX_GAP_BYTES, BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import (
     MAX_GROUP,
@@ -62,7 +63,7 @@ KEY = "k-0123456789"
 
 
 class Call:
-    """One request, straight into an application: what it read of the body is known."""
+    """One request to an ASGI application; it records how much of the body was read."""
 
     def __init__(self, app: Any, method: str, path: str, body: list[bytes], headers: dict[str, str]) -> None:
         self.status = 0
@@ -116,7 +117,7 @@ def app(made: Bench) -> FastAPI:
 
 
 class _Quiet:
-    """As much of a scheduler as routes need to be built."""
+    """The part of a scheduler that the routes need."""
 
     failure = None
     version = 0
@@ -144,7 +145,7 @@ def test_only_the_whole_key_is_admitted(given, keys):
     assert not any(ring.admit(wrong) for wrong in (b"", b"Bearer", b"Bearer ", f"Basic {keys[0]}".encode()))
 
 
-def test_no_key_admits_everybody():
+def test_server_without_a_key_admits_every_request():
     assert Keys(()).admit(b"")
     assert not Keys(())
 
@@ -160,7 +161,7 @@ def test_every_route_but_health_asks_for_the_key(keyed, given):
     assert Call(keyed, "GET", "/weightcast/info", [], {"authorization": f"Bearer {KEY}"}).status == 200
 
 
-def test_a_key_that_no_header_can_carry_is_refused_and_none_is_printed():
+def test_key_that_no_header_can_carry_is_refused_and_not_printed():
     for key in ("", "a b", "a\nb", "é"):
         with pytest.raises(ConfigError) as caught:
             Target("http://h:1", api_key=key)
@@ -171,7 +172,7 @@ def test_a_key_that_no_header_can_carry_is_refused_and_none_is_printed():
     assert "secret" not in str(caught.value)
 
 
-def test_web_pages_are_refused(app):
+def test_requests_from_web_pages_are_refused(app):
     for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
         assert Call(app, "POST", "/weightcast/apply", [encode(Leave())], headers).status == 403
         assert Call(app, "GET", "/weightcast/info", [], headers).status == 403
@@ -181,7 +182,7 @@ def test_web_pages_are_refused(app):
 # -- sizes
 
 
-def test_a_body_is_refused_when_it_is_known_to_be_too_large(app, monkeypatch):
+def test_body_is_refused_once_it_is_too_large(app, monkeypatch):
     monkeypatch.setattr(routes, "_SPARE_BYTES", 10_000)
     monkeypatch.setattr(routes, "MAX_SCORE_BYTES", 10_000)
     for path in ("apply", "open", "score"):
@@ -192,8 +193,8 @@ def test_a_body_is_refused_when_it_is_known_to_be_too_large(app, monkeypatch):
         assert drips.chunks_read < 30
 
 
-def test_the_limit_leaves_room_for_every_honest_message(monkeypatch):
-    # As large as they come: every tensor in one bucket, the longest numbers.
+def test_body_limit_admits_the_largest_valid_message(monkeypatch):
+    # The largest valid message: every tensor in one bucket, the longest numbers.
     monkeypatch.setattr(routes, "_SPARE_BYTES", 4096)
     specs = tuple(TensorSpec(name=f"t{index}", dtype="bfloat16", shape=(1 << 20,)) for index in range(2000))
     slots = tuple(
@@ -215,7 +216,7 @@ def test_the_limit_leaves_room_for_every_honest_message(monkeypatch):
     assert len(encode(open_)) < limit
 
 
-def test_scores_are_bounded(app):
+def test_score_requests_are_bounded(app):
     for tokens, status in (([1, 2], 200), ([1], 400), ([-1, 2], 400), ([1, 1 << 40], 400), ([1] * 5000, 400)):
         assert Call(app, "POST", "/weightcast/score", [msgspec.json.encode({"token_ids": tokens})], {}).status == status
 
@@ -241,13 +242,13 @@ def _bucket(*slots: tuple[int, int], size: int, names: str = "abc") -> BucketLay
         (_bucket((0, 8), (8, 8), size=16, names="aa"), "twice"),
     ],
 )
-def test_a_bucket_is_no_larger_than_what_it_carries(layout, word):
+def test_bucket_larger_than_its_tensors_is_refused(layout, word):
     message = Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))
     with pytest.raises(WireError, match=word):
         decode(encode(message))
 
 
-def test_a_bucket_with_the_largest_gap_is_fine():
+def test_bucket_with_the_largest_allowed_gap_is_accepted():
     layout = _bucket((MAX_GAP_BYTES, 8), size=2 * MAX_GAP_BYTES + 8)
     assert decode(encode(Announce(session="0" * 32, layout=layout, source=BroadcastSource(group="g"))))
 
@@ -284,13 +285,13 @@ def _info(**changes: Any) -> EngineInfo:
     ],
     ids=str,
 )
-def test_what_an_engine_says_of_itself_is_bounded(changes):
+def test_engine_info_is_bounded(changes):
     assert decode_info(encode(_info())) == _info()
     with pytest.raises(WireError):
         decode_info(encode(_info(**changes)))
 
 
-def test_words_of_others_cannot_move_a_terminal():
+def test_control_characters_from_engines_are_not_shown():
     assert shown("a\x1b[2Jb\r\nc\x9bd") == "a [2Jb  c d"
     assert shown("ü 漢") == "ü 漢"
 
@@ -309,7 +310,7 @@ def _memory(size: int, seals: bool = True) -> tuple[MemoryHandle, int]:
     return MemoryHandle(kind="shm", device="cpu", size_bytes=size, token=token, pid=os.getpid(), fd=file), file
 
 
-def test_memory_that_could_be_cut_short_is_not_mapped():
+def test_memory_that_could_be_truncated_is_not_mapped():
     handle, file = _memory(4096, seals=False)
     with pytest.raises(MappingFailed, match="not sealed"):
         Mapping(handle)
@@ -321,7 +322,7 @@ def test_memory_that_could_be_cut_short_is_not_mapped():
     buffer.close()
 
 
-def test_memory_has_no_name_in_the_file_system_and_another_token_does_not_open_it():
+def test_memory_has_no_file_name_and_needs_its_token():
     buffer = SharedBuffer(4096, torch.device("cpu"))
     other = SharedBuffer(4096, torch.device("cpu"))
     for made in (buffer, other):
@@ -337,19 +338,19 @@ def test_memory_has_no_name_in_the_file_system_and_another_token_does_not_open_i
 # -- a second trainer
 
 
-def test_a_second_trainer_cannot_take_a_session_over(made):
+def test_second_trainer_cannot_take_over_a_session(made):
     first, second = Sender(weights_of(1)), Sender(weights_of(2), version=2, owner=Owner(host="there", pid=2))
     made.tell(first.open)
     made.tell(first.announce(0))
     assert first.session not in encode(made.engine.info()).decode()
     assert "already being updated by process 1 on here" in made.refuse(second.open)
-    # It may know all that the engine says of the first, and copy its owner: the session's id is what counts.
+    # The second trainer may copy the first one's owner; only the id of the session counts.
     copied = Sender(weights_of(2), version=2)
     assert "already being updated" in made.refuse(copied.open)
     for message in (second.announce(0), second.announce(1), second.close(), second.commit(), meeting()):
         made.refuse(message)
     made.refuse(meeting(session=second.session))
-    made.tell(second.abort())  # of a session that is not: nothing happens
+    made.tell(second.abort())  # an unknown session: nothing happens
     made.engine.lease_lost(second.session)
     for index in range(1, len(first.layouts)):
         made.tell(first.announce(index))
@@ -358,19 +359,19 @@ def test_a_second_trainer_cannot_take_a_session_over(made):
     assert made.serves(1)
 
 
-def test_groups_of_an_update_are_not_for_others_to_leave(made):
+def test_other_trainers_cannot_make_an_engine_leave_a_group(made):
     sender = Sender(weights_of(1))
     made.tell(sender.open)
     layout = sender.layouts[0]
     announce = Announce(session=sender.session, layout=layout, source=BroadcastSource(group="mine"))
-    assert not made.engine.apply(announce).ok  # nobody joined; but from now on the name is this session's
+    assert not made.engine.apply(announce).ok  # no rank has joined, but the name belongs to this session now
     assert "uses the group mine" in made.refuse(Leave(group="mine"))
     made.tell(Leave(group="theirs"))
     made.tell(sender.abort())
     made.tell(Leave(group="mine"))
 
 
-def test_a_living_group_cannot_be_replaced():
+def test_living_group_cannot_be_replaced():
     groups = GroupsOfARank(torch.device("cpu"), threading.Event())
 
     class Living:
@@ -389,7 +390,7 @@ def test_a_living_group_cannot_be_replaced():
     groups.close()
 
 
-def test_a_group_is_no_larger_than_it_says_and_than_there_are_gpus():
+def test_size_of_a_group_is_bounded():
     groups = GroupsOfARank(torch.device("cpu"), threading.Event())
     with pytest.raises(Refused, match="no rank 3"):
         groups.join(meeting(first_rank=2, world_size=3), rank=1)
@@ -399,7 +400,7 @@ def test_a_group_is_no_larger_than_it_says_and_than_there_are_gpus():
     groups.close()
 
 
-def test_owners_are_shown_harmlessly(made):
+def test_owners_are_shown_without_control_characters(made):
     sender = Sender(weights_of(1), owner=Owner(host="a\x1b[2J\nb", pid=1))
     made.tell(sender.open)
     assert "a [2J b" in (made.engine.info().session_owner or "")
@@ -436,8 +437,8 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Papers
 
 
-def test_a_connection_that_breaks_is_not_blamed_on_certificates(papers):
-    # The server trusts this client, and breaks down over its request.
+def test_broken_connection_is_not_reported_as_a_certificate_error(papers):
+    # The server trusts this client and fails at its request.
     context = server_context(cert_file=papers.server, key_file=None, client_ca_file=papers.ca)
     with serving(context) as port, pytest.raises(TargetLost) as caught:
         ask(port, path="/broken", ca_file=papers.ca, cert_file=papers.trainer)
@@ -500,7 +501,7 @@ def ask(port: int, path: str = "/hello", **settings: Any) -> bytes:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_each_way_to_distrust_is_one_clear_line(papers, server, client_ca, settings, words, hint):
+def test_each_certificate_error_has_its_message_and_hint(papers, server, client_ca, settings, words, hint):
     context = None
     if server is not None:
         context = server_context(
@@ -519,14 +520,14 @@ def test_each_way_to_distrust_is_one_clear_line(papers, server, client_ca, setti
     assert hint in (caught.value.hint or "")
 
 
-def test_plain_http_to_a_server_that_speaks_tls_says_so(papers):
+def test_plain_http_to_a_tls_server_is_reported(papers):
     context = server_context(cert_file=papers.server, key_file=None, client_ca_file=None)
     with serving(context) as port, pytest.raises(WeightcastError) as caught:
         ask(port, scheme="http")
     assert "https://" in (caught.value.hint or "")
 
 
-def test_files_that_cannot_be_used_are_named_before_anything_is_sent(papers, tmp_path):
+def test_unusable_certificate_files_are_named_before_anything_is_sent(papers, tmp_path):
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("nothing")
     for settings in (
@@ -547,7 +548,7 @@ def test_files_that_cannot_be_used_are_named_before_anything_is_sent(papers, tmp
             server_context(**arguments)
 
 
-def test_certificates_without_https_are_a_mistake(papers):
+def test_certificates_without_https_are_refused(papers):
     with pytest.raises(ConfigError, match="https"):
         Target("http://h:1", ca_file=papers.ca)
     with pytest.raises(ConfigError, match="certificate"):
@@ -567,8 +568,8 @@ def test_certificates_and_host_names_are_always_checked(papers):
 # -- no pickle
 
 
-def test_our_wire_has_no_pickle():
-    # Other people's engines demand some: those are written opcode by opcode, and read without doing what they say.
+def test_own_wire_has_no_pickle():
+    # Stock engines demand pickles; weightcast writes them opcode by opcode and never executes one.
     here = Path(routes.__file__).parents[1]
     found = [
         f"{path.relative_to(here)}: {line}"
@@ -580,7 +581,7 @@ def test_our_wire_has_no_pickle():
     assert not found
 
 
-def test_an_open_session_is_never_named_by_the_engine(made):
+def test_engine_does_not_reveal_the_id_of_an_open_session(made):
     sender = Sender(weights_of(1))
     answers = [made.tell(sender.open), made.tell(sender.announce(0)), made.engine.info()]
     answers.append(made.engine.apply(Sender(weights_of(2)).open))
@@ -595,7 +596,7 @@ def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
     app = FastAPI()
     endpoints.attach_router(app)
     path = "/weightcast/info"
-    assert Call(app, "GET", path, [], {}).status == 503  # it is still starting, and has nothing to tell
+    assert Call(app, "GET", path, [], {}).status == 503  # the engine is still starting
     monkeypatch.setenv("VLLM_API_KEY", "other")
     monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
     asyncio.run(endpoints.init_state(None, None, Namespace(api_key=[KEY])))
@@ -613,7 +614,7 @@ def test_another_user_cannot_open_a_buffer_and_the_same_user_can():
     path = f"/proc/{os.getpid()}/fd/{buffer.handle().fd}"
     code = f"open({path!r}, 'r+b')"
     same = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    # The interpreter of a virtual environment may lie where another user cannot go.
+    # Another user may have no access to the interpreter of a virtual environment.
     other = subprocess.run(
         ["/bin/sh", "-c", f"exec 3<{path}"],
         capture_output=True,

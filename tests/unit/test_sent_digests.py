@@ -1,4 +1,4 @@
-"""What the sender says it sent is what a whole tensor's digest is, whatever the buckets and the dtypes kept."""
+"""The sender's digests are those of whole tensors, for any buckets and any dtypes that engines keep."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.models import buckets_of, specs_of, weights_of
-from weightcast.transports import digests
-from weightcast.transports.digests import Repeated, Sent, SentDigests, casts_of
-from weightcast.wire.digest import sha256_digest, tensor_digest, unequal
+from weightcast.digest import sent as sent_module
+from weightcast.digest.definition import sha256_digest, tensor_digest, unequal
+from weightcast.digest.sent import Repeated, Sent, SentDigests, casts_of
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
 
@@ -38,7 +38,7 @@ def test_buckets_play_no_part(bucket_bytes):
 
 
 def test_every_engine_gets_the_digest_of_what_it_keeps(monkeypatch):
-    monkeypatch.setattr(digests, "_CAST_BYTES", 40)  # casts in several parts
+    monkeypatch.setattr(sent_module, "_CAST_BYTES", 40)  # casts in several parts
     engines = [
         {"q.weight": "bfloat16", "norm.weight": "float32", "scale": "float16"},
         {"q.weight": "float32", "k.weight": "float16", "empty": "bfloat16"},
@@ -78,7 +78,7 @@ def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another(monke
         looked.append(len(kept))
         return casts_of(specs, kept)
 
-    monkeypatch.setattr(digests, "casts_of", looking)
+    monkeypatch.setattr(sent_module, "casts_of", looking)
     repeated = Repeated()
     specs, same, other = keeping({}), keeping({}), keeping({"scale": "bfloat16"})
     for _ in range(3):

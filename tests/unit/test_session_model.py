@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.session_model import Crash, EngineModel
+from tests.torn import tear
 from tests.unit.models import weights_of
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_engine import Bench, meeting
+from tests.unit.test_receiver_session import Bench, meeting
 from weightcast.errors import EngineFailure
-from weightcast.receiver.engine import ReceiverEngine
+from weightcast.receiver.engine_state import EngineState
+from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
-from weightcast.wire.messages import Abort, Leave, Message, Owner, RankAck, Readback
+from weightcast.wire.messages import Abort, Leave, Message, Owner, RankAck, Readback, Revert
 
 BUCKET_BYTES = 1000
 
@@ -54,7 +56,7 @@ class Mortal:
 
 
 class Sessions(RuleBasedStateMachine):
-    """Whatever comes, the engine does what the model does."""
+    """The engine does what the model does, in any order of messages."""
 
     staging: Place = "device"
     tp_size = 2
@@ -113,7 +115,7 @@ class Sessions(RuleBasedStateMachine):
             self.go_on(honest)
 
     def go_on(self, honest: bool) -> None:
-        """What the trainer whose session is open would do next."""
+        """The next step of the trainer whose session is open."""
         sender, model = self.current(), self.model
         if sender is None or model.failed:
             return
@@ -162,17 +164,26 @@ class Sessions(RuleBasedStateMachine):
         honest=st.sampled_from([True, True, False]),
         crash=st.sampled_from(["", "", "", "early", "late"]),
         stumble=st.sampled_from([False, False, False, True]),
+        torn=st.sampled_from([0, 0, 0, 1, 2]),
     )
-    def commit(self, stale: int, honest: bool, crash: Crash, stumble: bool) -> None:
+    def commit(self, stale: int, honest: bool, crash: Crash, stumble: bool, torn: int = 0) -> None:
         sender = self.who(stale)
         expected = sender.digests()[1]
         if not honest:
             expected["scale"] = "0" * 16
         if stumble:
             self.bench.hooks.failing["drop_caches"] = EngineFailure("the cache is in the way")
-        after = self.model.commit(sender.session, honest=honest, crash=crash, stumble=stumble)
+        after = self.model.commit(sender.session, honest=honest, crash=crash, stumble=stumble, torn=torn)
+        cut = tear(self.bench.ranks.receivers[-1].loader.staging, after=2, times=torn)
         self.tell(sender.commit(expected), after, crash)
+        cut.times = 0
         self.bench.hooks.failing.clear()
+
+    @rule(stale=st.sampled_from([1, 1, 0, 2]), crash=st.sampled_from(["", "", "", "early", "late"]))
+    def revert(self, stale: int, crash: Crash) -> None:
+        sender = self.who(stale)
+        message = Revert(session=sender.session)
+        self.tell(message, self.model.revert(sender.session, crash=crash), crash)
 
     @rule(stale=st.sampled_from([0, 0, 1]), crash=st.sampled_from(["", "", "", "early", "late"]))
     def abort(self, stale: int, crash: Crash) -> None:
@@ -243,24 +254,28 @@ def test_the_engine_does_what_the_model_does(machine):
     run_state_machine_as_test(machine, settings=limits)
 
 
-def _no_check(engine: ReceiverEngine, message: Message) -> None:
+def _no_check(engine: SessionHandler, message: Message) -> None:
     return
 
 
-def _no_quarantine(engine: ReceiverEngine, why: str) -> None:
-    engine._state = "serving"
+def _no_quarantine(engine: EngineState, why: str) -> None:
+    engine.state = "serving"
 
 
-def _stays_paused(engine: ReceiverEngine, session: object) -> float:
+def _stays_paused(engine: SessionHandler, session: object) -> float:
     return 0.0
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
-    [("_check_session", _no_check), ("_quarantine", _no_quarantine), ("_go_on", _stays_paused)],
+    ("part", "name", "wrong"),
+    [
+        (SessionHandler, "_check", _no_check),
+        (EngineState, "quarantine", _no_quarantine),
+        (SessionHandler, "_resume", _stays_paused),
+    ],
 )
-def test_an_engine_that_is_wrong_is_found(monkeypatch, name: str, wrong: Callable[..., object]):
-    monkeypatch.setattr(ReceiverEngine, name, wrong)
+def test_an_engine_that_is_wrong_is_found(monkeypatch, part: type, name: str, wrong: Callable[..., object]):
+    monkeypatch.setattr(part, name, wrong)
     # The same search each time, ended by the first thing found: a random one would take seconds or minutes.
     found = settings(
         limits,

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import torch
 
-from weightcast.cli.soaking.leaks import Sample, Series, buffers_of, segments_of, still_there
-from weightcast.cli.soaking.load import Answer, Judge
-from weightcast.cli.soaking.processes import Reaper, Running
-from weightcast.cli.soaking.run import Result
-from weightcast.cli.soaking.trainer import Order
-from weightcast.cli.soaking.versions import Versions, make_tiny_model
 from weightcast.comm.ipc import SharedBuffer
+from weightcast.lab.soak.leaks import Sample, Series, buffers_of, segments_of, still_there
+from weightcast.lab.soak.load import Answer, Judge
+from weightcast.lab.soak.processes import Reaper, Running
+from weightcast.lab.soak.result import Result
+from weightcast.lab.soak.trainer import Order
+from weightcast.lab.soak.versions import Versions, make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def judge(versions: Versions) -> Iterator[Judge]:
 
 
 def generate(versions: Versions, prompt: list[int], spans: list[tuple[int, int]], keep: bool) -> Answer:
-    """What an engine would answer whose weights change in the middle."""
+    """Makes the answer of an engine whose weights change while it generates."""
     model: Any = versions.model
     tokens: list[int] = []
     logprobs: list[float] = []

@@ -1,10 +1,12 @@
-"""The second set: a flip exchanges, two flips do nothing, and what no update writes keeps its value."""
+"""The second set: a flip exchanges, an undo brings back what was moved, and what no update writes keeps its value."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.torn import FailingCopy, tear
 from weightcast.errors import ConfigError
 from weightcast.receiver import staging
 from weightcast.receiver.staging import Staging, choose_place
@@ -22,6 +24,8 @@ def residents() -> dict[str, torch.Tensor]:
         "empty": torch.empty(0, 3),
         "flags": torch.tensor([True, False]),
         "tail of a larger one": torch.randn(10)[4:8],
+        "with gaps": torch.randn(9, 8)[2:7, 1:6],
+        "every other one": torch.randn(5, 9)[:, ::2],
     }
 
 
@@ -36,6 +40,24 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def place(request, monkeypatch):
     monkeypatch.setattr(staging, "_CHUNK_BYTES", 16)  # several chunks for tensors this small
     return request.param
+
+
+@pytest.fixture(params=["device", "device that keeps storage", "host"])
+def make(request, monkeypatch):
+    monkeypatch.setattr(staging, "_CHUNK_BYTES", 16)
+    return lambda live: Staging(live, request.param.split()[0], keep_storage="keeps" in request.param)
+
+
+class Operations(TorchDispatchMode):
+    """Remembers what is done to tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def write(stage: Staging, names) -> dict[str, bytes]:
@@ -65,14 +87,107 @@ def test_writes_stay_out_of_sight_until_the_flip(place):
     assert live["half"].requires_grad
 
 
-def test_a_second_flip_undoes_the_first_bit_for_bit(place):
+def test_an_undo_brings_the_old_version_back_bit_for_bit_and_a_second_one_does_nothing(make):
     live = residents()
     old = bits(live)
-    stage = Staging(live, place)
+    stage = make(live)
+    stage.undo()
+    assert bits(live) == old
     write(stage, live)
     stage.flip()
+    assert bits(live) != old
+    for _ in range(2):
+        stage.undo()
+        assert bits(live) == old
+    new = write(stage, live)
     stage.flip()
+    assert bits(live) == new
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_flip_that_fails_in_any_copy_is_undone(make, half):
+    live = residents()
+    old = bits(live)
+    stage = make(live)
+    for at in range(1 << 30):
+        new = write(stage, live)
+        with FailingCopy(at, half=half) as fault:
+            try:
+                stage.flip()
+            except torch.OutOfMemoryError:
+                assert stage.torn
+        if not fault.failed:
+            break
+        stage.undo()
+        assert not stage.torn
+        assert bits(live) == old
+    assert bits(live) == new
+    assert at > 50 or not stage.moves_contents
+
+
+@pytest.mark.parametrize("after", range(8))
+def test_a_flip_that_fails_between_parameters_is_undone(make, after):
+    live = residents()
+    old = bits(live)
+    stage = make(live)
+    write(stage, live)
+    tear(stage, after=after)
+    with pytest.raises(torch.OutOfMemoryError):
+        stage.flip()
+    assert (bits(live) == old) == (after == 0)
+    stage.undo()
     assert bits(live) == old
+
+
+def test_an_undo_that_failed_can_be_repeated(make):
+    live = residents()
+    old = bits(live)
+    stage = make(live)
+    write(stage, live)
+    tear(stage, after=4, times=2)
+    for attempt in (stage.flip, stage.undo):
+        with pytest.raises(torch.OutOfMemoryError):
+            attempt()
+        assert stage.torn
+    stage.undo()
+    assert bits(live) == old
+
+
+def test_what_lies_between_the_elements_of_a_parameter_is_nobodys_to_move(make):
+    whole = torch.arange(90.0)
+    live = {"with gaps": whole[:81].view(9, 9)[2:7, 1:6]}
+    others = torch.ones(90, dtype=torch.bool)
+    others[:81].view(9, 9)[2:7, 1:6] = False
+    stage = make(live)
+    stage.target("with gaps").fill_(-1)
+    whole[others] *= 100
+    stage.flip()
+    assert live["with gaps"].unique().tolist() == [-1]
+    assert torch.equal(whole[others], torch.arange(90.0)[others] * 100)
+    stage.undo()
+    assert torch.equal(whole[others], torch.arange(90.0)[others] * 100)
+    assert torch.equal(live["with gaps"], torch.arange(81.0).view(9, 9)[2:7, 1:6])
+
+
+def test_a_flip_and_its_undo_allocate_nothing(make):
+    live = residents()
+    stage = make(live)
+    write(stage, live)
+    with Operations() as operations:
+        stage.flip()
+        stage.undo()
+    views = {"detach", "view.dtype", "view", "as_strided", "slice.Tensor"}
+    assert {name.removeprefix("aten.").removesuffix(".default") for name in operations.seen} <= {"copy_", *views}
+
+
+def test_what_it_frees_on_the_device_comes_back_with_allocate():
+    live = residents()
+    stage = Staging(live, "host")
+    stage.free()
+    stage.allocate()
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
 
 
 def test_many_updates_in_turn(place):
@@ -107,7 +222,7 @@ def test_without_staging_the_live_ones_are_written():
 
 def test_a_place_is_chosen_by_what_is_free(monkeypatch):
     assert choose_place("none", size_bytes=1 << 60, device=CPU) == "none"
-    monkeypatch.setattr(staging, "_free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(staging, "free_host_bytes", lambda: 1000)
     assert choose_place("auto", size_bytes=100, device=CPU) == "device"
     assert choose_place("host", size_bytes=100, device=CPU) == "host"
     assert choose_place("auto", size_bytes=900, device=CPU) == "none"  # no room to breathe

@@ -1,4 +1,4 @@
-"""What is run again, and what is not."""
+"""Tests of the rule that repeats a test whose processor time was stolen."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The command line's frame: which commands there are, and what an error looks like.
+"""The command line: registers the commands, prints errors and sets the exit code.
 
-An error is one line and, where there is a remedy, a hint; a stack is shown on request only, and for what we did not
-foresee.  Exit codes: 0 success, 1 failure, 2 wrong usage; ``verify`` follows ``cmp``: 1 is an answer, 2 is trouble.
+An error is one line, with a hint where there is a remedy.  A stack is shown for ``--traceback`` and for unexpected
+exceptions.  Exit codes: 0 success, 1 failure, 2 wrong usage.  ``verify`` follows ``cmp``: 1 means that the weights
+differ, 2 that they could not be compared.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from weightcast import __version__
-from weightcast.cli import bench, demo_command, doctor, plan, push, serve, status, verify
+from weightcast.cli import bench, demo, doctor, plan, push, serve, status, verify
 from weightcast.cli.options import JSON_KEY, STACK_KEY
 from weightcast.cli.render import note, say, show_error
 from weightcast.errors import WeightcastError
+from weightcast.version import __version__
 
 _USAGE = 2
 _INTERRUPTED = 130
 _FAILURE = {"verify": 2}
 
-# typer brings click along, or depends on it, by version; the base of its usage errors is public in neither form.
+# Some versions of typer contain click, others depend on it; the base of its usage errors is public in neither.
 _ClickError: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 
 class _Group(TyperGroup):
-    """Shows errors the house's way."""
+    """Prints errors as one line and a hint."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> NoReturn:
-        """Parse, run, exit."""
+        """Parses the arguments, runs the command and exits."""
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except (KeyboardInterrupt, typer.Abort):
             code = _INTERRUPTED
         except BrokenPipeError:
-            # Whoever read our output has gone; keep the interpreter from complaining when it flushes.
+            # The reader closed our output. Without this the interpreter complains when it flushes.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except _ClickError as error:
@@ -48,7 +49,7 @@ class _Group(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; what it raises on purpose becomes a line."""
+        """Runs the command and prints an expected error as one line."""
         try:
             return super().invoke(ctx)
         except (WeightcastError, OSError) as error:
@@ -88,38 +89,34 @@ def _root(
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Move freshly trained weights into running LLM rollout engines, verified.
+    """Moves freshly trained weights into running LLM rollout engines and proves that they are there.
 
     \b
     Try it on this machine:            weightcast demo
     Start an engine:                   weightcast serve ./model --port 8000
-    Send it other weights:             weightcast push ./step-7 --to http://127.0.0.1:8000 --version 7
+    Send new weights to it:            weightcast push ./step-7 --to http://127.0.0.1:8000 --version 7
     Prove that it has them:            weightcast verify ./step-7 --at http://127.0.0.1:8000
 
-    Data goes to stdout, logs and progress to stderr; --json makes the data one JSON document. The exit code is 0 only
-    on success.
+    Results go to stdout, logs and progress to stderr. With --json the result is one JSON document. The exit code is
+    0 only on success.
     """
     if context.invoked_subcommand is None:
         note(context.get_help())
         raise typer.Exit(_USAGE)
 
 
-app.command(short_help="Train a small model while two engines follow, on this machine")(demo_command.demo)
+app.command(short_help="Train a small model and update two engines after every step")(demo.demo)
 app.command(short_help="Start the reference engine")(serve.serve)
 app.command(short_help="Send a checkpoint to running engines")(push.push)
-app.command(short_help="Do an engine's weights equal a checkpoint?")(verify.verify)
-app.command(short_help="What would an update take?")(plan.plan)
-app.command(short_help="Can these engines be updated from here? What to fix")(doctor.doctor)
-app.command(short_help="What does each engine serve?")(status.status)
-app.add_typer(bench.bench, name="bench", short_help="Measure, and try to break")
+app.command(short_help="Compare an engine's weights with a checkpoint")(verify.verify)
+app.command(short_help="Estimate the buckets, memory and time of an update")(plan.plan)
+app.command(short_help="Check whether engines can be updated from here, and say what to fix")(doctor.doctor)
+app.command(short_help="Show the state and weight version of each engine")(status.status)
+app.add_typer(bench.bench, name="bench", short_help="Measure updates, or stress them with faults")
 
 
 def run() -> int:
-    """Run on ``sys.argv``.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command of ``sys.argv`` and returns the exit code."""
     try:
         app(prog_name="weightcast")
     except SystemExit as exit_:

@@ -1,18 +1,23 @@
-"""``weightcast bench``: what this machine and these engines can do and bear."""
+"""``weightcast bench``: measures updates, and stresses them with faults."""
 
 from __future__ import annotations
 
 import typer
 
-from weightcast.cli import measure, soak
+from weightcast.cli import bench_soak, bench_updates
 
-bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure, and try to break.")
+_HELP = "Measures updates on this machine, or stresses them with random faults."
 
-
-@bench.callback()
-def _bench() -> None:
-    """Measure, and try to break."""
+bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help=_HELP)
 
 
-bench.command(name="soak", short_help="Updates under load with faults at random; counts what goes wrong")(soak.soak)
-bench.command(name="updates", short_help="Measured updates beside measured limits of this machine")(measure.updates)
+@bench.callback(help=_HELP)
+def _bench() -> None: ...
+
+
+bench.command(name="soak", short_help="Repeat updates under load with random faults and count the errors")(
+    bench_soak.soak
+)
+bench.command(name="updates", short_help="Time updates and compare them with the limits of this machine")(
+    bench_updates.updates
+)

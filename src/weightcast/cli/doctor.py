@@ -1,4 +1,4 @@
-"""``weightcast doctor``: can this process update these engines, by which way, and what stands in between?"""
+"""``weightcast doctor``: checks whether this process can update engines, and says what to fix."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.report import format_bytes
+from weightcast.runtime.free_memory import free_host_bytes
 
 if TYPE_CHECKING:
     from weightcast.comm.http import Client
@@ -47,7 +48,7 @@ _BUCKETS_HELD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at, what was found, and what to do if it is not well."""
+    """One check: its result, and a hint if something has to be fixed."""
 
     name: str
     level: Level
@@ -57,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All checks of one engine; ``engine`` is its kind and version, empty if it did not say."""
+    """All checks of one engine; ``engine`` describes it and is empty if it did not answer."""
 
     url: str
     engine: str
@@ -75,16 +76,18 @@ def doctor(
     bucket_bytes: BucketBytes = "512MiB",
     rendezvous: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Address of this machine that engines can reach; asks the routing table."),
+        typer.Option(
+            metavar="HOST", help="Address of this machine that engines can reach; by default from the routing table."
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Longest single wait, in seconds.")] = 15.0,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Deadline of each single wait, in seconds.")] = 15.0,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Find out whether this machine can update these engines, by which transport, and what to fix.
+    """Checks whether this machine can update these engines, with which transport, and says what to fix.
 
-    Asks each engine what it is, and has an engine on the CPU meet this process in a small group. Changes no weights.
-    The exit code is 1 if anything fails.
+    The command asks each engine for its description. An engine on the CPU also joins a small process group with this
+    process. No weights are changed. The exit code is 1 if a check fails.
 
     \b
     weightcast doctor http://10.0.3.7:8000
@@ -113,12 +116,12 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
         answered, info = _ask(client)
         checks = [*answered]
         if info is not None:
-            checks += [_state(info), *(_sharing(info) if _ours(info) else _stock(info))]
+            checks += [_state(info), *(_sharing(info) if _has_receiver(info) else _check_stock(info))]
             checks += [_staging(info), *([_memory(info, size_bytes)] if info.specs else [])]
-            if _ours(info) and "broadcast" in info.transports:
-                checks += _meeting(client, info, host=host, timeout_s=timeout_s)
-            if _ours(info):
-                checks.append(_ways(checks, info))
+            if _has_receiver(info) and "broadcast" in info.transports:
+                checks += _rendezvous(client, info, host=host, timeout_s=timeout_s)
+            if _has_receiver(info):
+                checks.append(_transports(checks, info))
     finally:
         client.close()
     engine = ""
@@ -131,13 +134,13 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
 
 
 def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
-    from weightcast.kinds import recognise
+    from weightcast.update.recognise import recognise
 
     reached = Check(name="reachable", level="ok", text=f"{client.target.url} answers")
     try:
         info = recognise(client)
     except (TargetUnreachable, DeadlineExceeded) as error:
-        return [_failed("reachable", error, "is the engine up, and do host and port agree with what it printed?")], None
+        return [_failed("reachable", error, "check that the engine runs, and its host and port")], None
     except TargetRejected as error:
         return [reached, _failed("key", error, "pass the engine's key with --api-key")], None
     except ConfigError as error:
@@ -151,18 +154,18 @@ def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
             name="receiver",
             level="ok",
             text=f"{info.engine} speaks protocol {info.protocol}, as this process does"
-            if _ours(info)
-            else f"none: {info.engine} is spoken to in its own language ({info.kind})",
+            if _has_receiver(info)
+            else f"none: {info.engine} is updated through its own routes ({info.kind})",
         ),
     ], info
 
 
-def _ours(info: EngineInfo) -> bool:
+def _has_receiver(info: EngineInfo) -> bool:
     return info.kind == "native"
 
 
-def _stock(info: EngineInfo) -> Iterator[Check]:
-    """An engine without our receiver takes what it was started for, and its kind knows what to set for the rest."""
+def _check_stock(info: EngineInfo) -> Iterator[Check]:
+    """Checks an engine without our receiver: the transports it was started for, and what its adapter advises."""
     ways = ", ".join(info.transports)
     yield Check(
         name="transports",
@@ -174,7 +177,7 @@ def _stock(info: EngineInfo) -> Iterator[Check]:
         yield Check(
             name="ipc",
             level="ok",
-            text="it does not tell its GPUs: ipc only on request (--via ipc), from trainer ranks on the same GPUs",
+            text="the engine does not report its GPUs: ask for ipc with --via ipc, from trainer ranks on the same GPUs",
         )
     elif set(info.devices) != {"cpu"}:
         yield Check(name="gpus", level="ok", text="its ranks are on " + ", ".join(info.devices))
@@ -190,35 +193,35 @@ def _state(info: EngineInfo) -> Check:
         return Check(
             name="state",
             level="fail",
-            text=f"quarantined: {one_line(info.message) or 'it may hold a mixture of two versions'}",
+            text=f"quarantined: {one_line(info.message) or 'the engine may hold a mixture of two versions'}",
             hint="send it a full update: `weightcast push CHECKPOINT --to URL --version N`",
         )
     if info.state == "updating":
         return Check(
             name="state",
             level="warn",
-            text=f"being updated by {info.session_owner or 'somebody'}, was at {version}",
-            hint="wait for that update, or end the process that does it",
+            text=f"being updated by {info.session_owner or 'an unknown trainer'}, was at {version}",
+            hint="wait for that update, or end the process that runs it",
         )
     if info.paused:
         return Check(
             name="state",
             level="warn",
             text=f"paused or asleep at {version}",
-            hint="POST /continue or /wake; an engine that is asleep takes no update",
+            hint="POST /continue or /wake; an engine that is asleep accepts no update",
         )
     return Check(name="state", level="ok", text=f"serving {version}, {info.digest or 'not proven yet'}")
 
 
 def _sharing(info: EngineInfo) -> Iterator[Check]:
-    """Can memory be shared?  If not, broadcast is the other way, so nothing here is a failure."""
+    """Checks whether memory can be shared.  Nothing here is a failure, since broadcast remains."""
     from weightcast.comm.ipc import device_of, host_id
 
     if info.host_id != host_id():
         yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
         return
     yield Check(name="host", level="ok", text="the same host as this process")
-    hidden = [rank for rank in info.ranks if not Path(f"/proc/{rank.pid}").exists()]
+    hidden = [rank for rank in info.ranks if rank.pid and not Path(f"/proc/{rank.pid}").exists()]
     if hidden:
         yield Check(
             name="ipc",
@@ -242,19 +245,19 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
 
 
 def _staging(info: EngineInfo) -> Check:
-    if info.staging == "none" and not _ours(info):
+    if info.staging == "none" and not _has_receiver(info):
         return Check(
             name="staging",
             level="warn",
-            text="none, and no proof of what it keeps: an update that fails half way quarantines it",
-            hint='put the receiver into it where there is a plug-in (docs/engines), or prove with verify="behaviour"',
+            text="none, and no proof of the weights it keeps: an update that fails half way quarantines it",
+            hint='install the plug-in where there is one (docs/engines), or prove with verify="behaviour"',
         )
     if info.staging == "none":
         return Check(
             name="staging",
             level="warn",
             text="none: an update that fails half way quarantines the engine until the next full one",
-            hint="start it with --staging device or host if there is memory for a second set of weights",
+            hint="start it with --staging device or --staging host if there is memory for a second set of weights",
         )
     return Check(
         name="staging",
@@ -264,7 +267,7 @@ def _staging(info: EngineInfo) -> Check:
 
 
 def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
-    """Two buckets on this side, and whether the largest row fits into one."""
+    """Checks that two buckets fit into this machine's memory and the largest row into one bucket."""
     from weightcast.wire.layout import total_bytes
 
     model = f"{len(info.specs)} tensors, {format_bytes(total_bytes(info.specs))}"
@@ -273,11 +276,12 @@ def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
         return Check(
             name="memory",
             level="fail",
-            text=f"one row of {row.name} has {format_bytes(row.row_bytes)}, a bucket {format_bytes(bucket_bytes)}",
+            text=f"one row of {row.name} has {format_bytes(row.row_bytes)} and does not fit into a bucket of "
+            f"{format_bytes(bucket_bytes)}",
             hint=f"use --bucket-bytes {row.row_bytes} or more",
         )
     need = _BUCKETS_HELD * min(bucket_bytes, max(total_bytes(info.specs), 1))
-    free = _free_bytes()
+    free = free_host_bytes() or None
     if free is not None and free < need:
         return Check(
             name="memory",
@@ -285,21 +289,13 @@ def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
             text=f"{format_bytes(free)} free here, two buckets need {format_bytes(need)}",
             hint="use smaller buckets: --bucket-bytes 64MiB",
         )
-    room = "" if free is None else f", {format_bytes(free)} free here"
-    return Check(name="memory", level="ok", text=f"{model}; an update needs {format_bytes(need)} on this side{room}")
+    room = "" if free is None else f", {format_bytes(free)} free"
+    return Check(name="memory", level="ok", text=f"{model}; an update needs {format_bytes(need)} on this machine{room}")
 
 
-def _free_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _meeting(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:
-    """Where engines would meet this process, and whether this one really can."""
-    from weightcast.comm.group import local_address_towards
+def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:
+    """Checks the address of the rendezvous, and joins a group with an engine on the CPU."""
+    from weightcast.comm.update_group import local_address_towards
 
     try:
         address = host or local_address_towards(client.target.host, 80)
@@ -309,27 +305,27 @@ def _meeting(client: Client, info: EngineInfo, *, host: str | None, timeout_s: f
             Check(
                 name="rendezvous",
                 level="fail",
-                text=f"{host or client.target.host}: no address of this machine that engines could reach: {error}",
+                text=f"{host or client.target.host}: this machine has no address that engines can reach: {error}",
                 hint="pass one with --rendezvous HOST",
             )
         ]
     if any(rank.device != "cpu" for rank in info.ranks):
-        text = f"this process listens at {address}; not tried, since the engine keeps its weights on GPUs"
+        text = f"this process listens at {address}; joining was not tried: the engine keeps its weights on GPUs"
         return [Check(name="rendezvous", level="ok", text=text)]
     if info.state != "serving":
-        text = f"this process listens at {address}; not tried, since the engine is {info.state}"
-        return [Check(name="rendezvous", level="warn", text=text, hint="run this again when it serves")]
+        text = f"this process listens at {address}; joining was not tried: the engine is {info.state}"
+        return [Check(name="rendezvous", level="warn", text=text, hint="run this again when the engine serves")]
     try:
-        _meet(client, info, address=address, timeout_s=timeout_s)
+        _join_group(client, info, address=address, timeout_s=timeout_s)
     except WeightcastError as error:
-        hint = f"let {client.target.host} reach this machine at {address} by TCP, or pass --rendezvous HOST"
+        hint = f"allow TCP from {client.target.host} to this machine at {address}, or pass --rendezvous HOST"
         return [Check(name="rendezvous", level="fail", text=one_line(str(error)), hint=error.hint or hint)]
     members = f"{info.tp_size} {'rank' if info.tp_size == 1 else 'ranks'}"
-    return [Check(name="rendezvous", level="ok", text=f"{members} met this process at {address} and left again")]
+    return [Check(name="rendezvous", level="ok", text=f"{members} joined this process at {address} and left again")]
 
 
 def _listen_on(address: str) -> None:
-    """Listen at an address of ours and connect to it: is it one at all?"""
+    """Listens at the address and connects to it, which fails if it is not an address of this machine."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as server:
         server.bind(place)
@@ -338,11 +334,11 @@ def _listen_on(address: str) -> None:
             pass
 
 
-def _meet(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -> None:
-    """A group of this process and the engine's ranks, one byte, and apart again."""
+def _join_group(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -> None:
+    """Makes a group of this process and the engine's ranks, and closes it again."""
     import torch
 
-    from weightcast.comm.group import Rendezvous, WorldGroup
+    from weightcast.comm.update_group import Rendezvous, UpdateGroup
     from weightcast.wire.messages import Join, Leave, encode
 
     name, token = f"doctor-{os.getpid()}-{secrets.token_hex(4)}", secrets.token_hex(16)
@@ -358,11 +354,11 @@ def _meet(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -
         backend="gloo",
         timeout_s=timeout_s,
     )
-    group: WorldGroup | None = None
+    group: UpdateGroup | None = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-doctor") as pool:
         answer = pool.submit(client.post_json, "/weightcast/apply", encode(join), timeout_s=timeout_s + 10.0)
         try:
-            group = WorldGroup(
+            group = UpdateGroup(
                 store=store.store,
                 name=name,
                 token=token,
@@ -373,7 +369,7 @@ def _meet(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -
                 timeout_s=timeout_s,
             )
         finally:
-            # The engine's own words say more than our waiting in vain.
+            # The engine's refusal says more than our own timeout.
             refusal = answer.exception()
             if refusal is None:
                 client.post_json("/weightcast/apply", encode(Leave(group=name)), timeout_s=timeout_s)
@@ -383,8 +379,8 @@ def _meet(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -
                 raise refusal
 
 
-def _ways(checks: list[Check], info: EngineInfo) -> Check:
-    """By which transports an update can go, after all that was found."""
+def _transports(checks: list[Check], info: EngineInfo) -> Check:
+    """Sums up which transports an update can use."""
     level = {check.name: check.level for check in checks}
     both = [way for way in _OURS if way in info.transports]
     usable = [
@@ -396,15 +392,15 @@ def _ways(checks: list[Check], info: EngineInfo) -> Check:
         return Check(
             name="transports",
             level="fail",
-            text=f"the engine takes {', '.join(info.transports) or 'none'}, this process has {', '.join(_OURS)}",
+            text=f"the engine accepts {', '.join(info.transports) or 'none'}, this process has {', '.join(_OURS)}",
             hint="install the same version of weightcast on both sides",
         )
     if not usable:
         return Check(
             name="transports",
             level="fail",
-            text=f"both ends have {' and '.join(both)}, neither can be used",
-            hint="see the lines above",
+            text=f"both sides have {' and '.join(both)}, but none can be used",
+            hint="fix the checks above that failed",
         )
     return Check(name="transports", level="ok", text=f"{' and '.join(usable)} can be used")
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they turn into."""
+"""Options that several commands share, and the values that they become."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _remember_stack(context: typer.Context, value: bool) -> bool:
     return value
 
 
-# Eager, so that they are known when another option turns out to be wrong.
+# Eager, so that they are known when another option is rejected.
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON document on stdout.", callback=_remember_json, is_eager=True),
@@ -43,8 +43,8 @@ ApiKeys = Annotated[
         "--api-key",
         metavar="KEY",
         envvar="WEIGHTCAST_API_KEY",
-        help="Key of the engines: one for all of them, or one for each URL in the same order (in the variable: "
-        "separated by spaces).",
+        help="API key: one for all engines, or one for each URL in the same order. The environment variable separates "
+        "keys by spaces.",
     ),
 ]
 CaFile = Annotated[
@@ -53,7 +53,7 @@ CaFile = Annotated[
         "--ca-file",
         metavar="FILE",
         envvar="WEIGHTCAST_CA_FILE",
-        help="For https: authorities (PEM) that may vouch for the engines; the system's by default.",
+        help="For https: certificate authorities (PEM) to trust; the system's by default.",
     ),
 ]
 CertFile = Annotated[
@@ -62,7 +62,7 @@ CertFile = Annotated[
         "--cert-file",
         metavar="FILE",
         envvar="WEIGHTCAST_CERT_FILE",
-        help="For https: own certificate (PEM), for engines that ask for one.",
+        help="For https: client certificate (PEM), for engines that ask for one.",
     ),
 ]
 KeyFile = Annotated[
@@ -71,16 +71,16 @@ KeyFile = Annotated[
         "--key-file",
         metavar="FILE",
         envvar="WEIGHTCAST_KEY_FILE",
-        help="Its private key, if that is not in the same file.",
+        help="For https: private key of the client certificate, if it is in another file.",
     ),
 ]
-Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="http://host:port of an engine.", show_default=False)]
+Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Engine as http://host:port.", show_default=False)]
 EngineKind = Annotated[
     str,
     typer.Option(
         "--engine",
         metavar="auto|native|sglang|vllm|lmdeploy",
-        help="What the engines are; auto asks each. The others speak to an engine as its own project shipped it.",
+        help="Kind of the engines; auto asks each one. Name a kind to use that engine's own weight routes.",
     ),
 ]
 Checkpoint = Annotated[
@@ -92,19 +92,19 @@ Checkpoint = Annotated[
     ),
 ]
 BucketBytes = Annotated[
-    str, typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket, e.g. 512MiB, 1.5GiB, 64MB.")
+    str, typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket, such as 512MiB, 1.5GiB, 64MB.")
 ]
 WireDtype = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this first, e.g. bfloat16."),
+    typer.Option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this dtype first, such as bfloat16."),
 ]
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype that ``--dtype`` names; None for none.
+    """Returns the torch dtype that ``--dtype`` names, or None.
 
     Raises:
-        ConfigError: There is no such dtype, or weights cannot simply be cast to it.
+        ConfigError: The dtype is unknown, or weights cannot be cast to it without scales.
     """
     from weightcast.wire.layout import DTYPES
 
@@ -112,7 +112,7 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
         return None
     floats = [known for known, dtype in DTYPES.items() if dtype.is_floating_point and dtype.itemsize >= 2]
     if name not in floats:
-        raise ConfigError(f"--dtype {name}: choose one of {', '.join(floats)}")
+        raise ConfigError(f"--dtype {name} is unknown: choose one of {', '.join(floats)}")
     return DTYPES[name]
 
 
@@ -125,18 +125,19 @@ def targets(
     key_file: str | None = None,
     engine: str = "auto",
 ) -> list[Target]:
-    """URLs with their keys; the certificates are for those that begin with https.
+    """Returns a target for each URL, with its key; https targets also get the certificates.
 
     Raises:
-        ConfigError: A URL is none, is named twice, or the number of keys fits neither all nor each.
+        ConfigError: A URL is malformed or named twice, or the number of keys is neither one nor one for each URL.
     """
     keys = list(keys or ())
     if len(keys) not in (0, 1, len(urls)):
         raise ConfigError(
-            f"{len(keys)} keys for {len(urls)} engines", hint="pass --api-key once for all, or once for each URL"
+            f"{len(keys)} API keys were given for {len(urls)} engines",
+            hint="pass --api-key once for all engines, or once for each URL",
         )
     if (ca_file or cert_file or key_file) and not any(_is_https(url) for url in urls):
-        raise ConfigError("certificates are for https, and no URL begins with it", hint="write https://host:port")
+        raise ConfigError("certificates were given, but no URL begins with https", hint="write https://host:port")
     found: list[Target] = []
     for index, url in enumerate(urls):
         key = keys[index if len(keys) > 1 else 0] if keys else None

@@ -1,4 +1,4 @@
-"""``weightcast plan``: what an update of a model would take.  Moves nothing, needs no GPU and no engine."""
+"""``weightcast plan``: estimates the buckets, memory and time of an update, without a GPU or an engine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from weightcast.report import format_bytes
 if TYPE_CHECKING:
     import torch
 
+    from weightcast.exporters.checkpoint_layout import Stored
     from weightcast.exporters.mapping import Family
+    from weightcast.exporters.segments import Arranged
     from weightcast.wire.layout import Packing, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """What one kind of engine takes.
+    """Buckets that one kind of engine needs.
 
     Attributes:
-        engine: Its kind.
-        buckets: How many; 0 if it cannot take these tensors in buckets of this size.
-        needs_bucket_bytes: How large a bucket has to be, at least.
+        engine: Kind of engine.
+        buckets: Number of buckets; 0 if these tensors do not fit into buckets of this size.
+        needs_bucket_bytes: Smallest possible bucket, in bytes.
     """
 
     engine: str
@@ -38,12 +40,12 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The tensors that are asked about.
+    """Tensors to plan for.
 
     Attributes:
-        specs: What travels.
-        family: The table of names that was used; None for a checkpoint, which has its names already.
-        not_covered: What is not in an update, and why, one sentence each.
+        specs: Tensors that are sent.
+        family: Table of names that was used; None for a checkpoint, which has its names already.
+        not_covered: Tensors that no update contains, with the reason, one sentence each.
     """
 
     specs: Sequence[TensorSpec]
@@ -53,32 +55,32 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What an update would take.
+    """Estimate of one update.
 
     Attributes:
-        model: What was asked about.
-        engine: Whose packing was used.
-        tensors: How many.
+        model: Name of the model.
+        engine: Kind of engine whose packing was used.
+        tensors: Number of tensors.
         size_bytes: Payload of one copy of the model.
-        buckets: How many buckets it takes.
-        bucket_bytes: No bucket is larger.
-        largest_bucket_bytes: The largest one.
-        cut: Names of the tensors that travel in several buckets, in order.
+        buckets: Number of buckets.
+        bucket_bytes: Limit of one bucket.
+        largest_bucket_bytes: Size of the largest bucket.
+        cut: Names of the tensors that are sent in several buckets, in order.
         oversized: Names of the tensors that are larger than a bucket, in order.
         alone: Names of the tensors that have a bucket to themselves, in order.
         dtypes: Bytes of each dtype.
-        packing: What the engine can read.
-        others: What every kind of engine takes.
-        family: The table of names that was used; None if there was none.
-        not_covered: What is not in an update, and why.
-        trainer_ranks: Ranks of the trainer.
-        trainer_peak_bytes: Most extra memory of a trainer rank: two buckets, or one if there is only one, and the
+        packing: Packing that the engine can read.
+        others: Buckets for every kind of engine.
+        family: Table of names that was used, if any.
+        not_covered: Tensors that no update contains, with the reason.
+        trainer_ranks: Number of trainer ranks.
+        trainer_peak_bytes: Extra memory of a trainer rank at its peak: two buckets (one if there is only one), and the
             scratch buffer of a gather.
-        engine_ranks: Engine ranks that receive.
-        link_bytes: Bytes that arrive at each engine rank.
-        all_links_bytes: Bytes that arrive at all of them.
-        link_gb_per_s: The bandwidth that was assumed, in 10^9 bytes per second; None if none was given.
-        seconds: Time of the wire alone at that bandwidth, every link busy at once.
+        engine_ranks: Number of engine ranks that receive.
+        link_bytes: Bytes that each engine rank receives.
+        all_links_bytes: Bytes that all engine ranks receive.
+        link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
+        seconds: Transfer time alone at that bandwidth, with every link busy at once.
     """
 
     model: str
@@ -121,24 +123,26 @@ def plan(
     ceiling: Annotated[
         str | None,
         typer.Option(
-            "--ceiling", metavar="SIZE", help="Extra memory that a trainer rank may take; sets the size of a bucket."
+            "--ceiling", metavar="SIZE", help="Extra memory allowed on a trainer rank; sets the size of a bucket."
         ),
     ] = None,
     quantise: Annotated[
         str | None, typer.Option("--quantise", metavar="fp8", help="Quantise weights before they are sent.")
     ] = None,
-    engines: Annotated[int, typer.Option("--targets", metavar="N", help="How many engines.")] = 1,
+    engines: Annotated[int, typer.Option("--targets", metavar="N", help="Number of engines.")] = 1,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks of each engine.")] = 1,
     link_gb_per_s: Annotated[
         float | None,
         typer.Option(
-            "--link-gb-per-s", metavar="GB/S", help="Bandwidth of a link in 10^9 bytes per second, to predict seconds."
+            "--link-gb-per-s",
+            metavar="GB/S",
+            help="Bandwidth of a link in 10^9 bytes per second; adds a transfer time to the estimate.",
         ),
     ] = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Say what an update would take: buckets, memory, bytes per link, seconds. Moves nothing, needs no GPU.
+    """Estimates the buckets, memory, bytes per link and transfer time of an update. Needs no GPU and no engine.
 
     \b
     weightcast plan runs/step-412 --targets 4 --tp 2 --link-gb-per-s 45
@@ -148,17 +152,19 @@ def plan(
     size_bytes = parse_size(bucket_bytes)
     packings = packings_of_engines()
     if engine not in packings:
-        raise ConfigError(f"engine={engine!r}: choose one of {', '.join(packings)}")
+        raise ConfigError(f"--engine {engine} is unknown: choose one of {', '.join(packings)}")
     if quantise not in (None, "fp8"):
-        raise ConfigError(f"quantise={quantise!r}: choose fp8, or leave it out")
+        raise ConfigError(f"--quantise {quantise} is unknown: choose fp8, or leave it out")
     if engines < 1 or tp < 1 or trainer_ranks < 1:
-        raise ConfigError(f"{engines} engines of {tp} ranks, {trainer_ranks} trainer ranks: at least one of each")
+        raise ConfigError(
+            f"--targets {engines}, --tp {tp} and --trainer-ranks {trainer_ranks}: each of them must be at least 1"
+        )
     if link_gb_per_s is not None and not link_gb_per_s > 0:
-        raise ConfigError(f"a link of {link_gb_per_s} GB/s: give a positive number")
+        raise ConfigError(f"--link-gb-per-s {link_gb_per_s} is not a positive number")
 
     asked = model_at(model, dtype, fp8=quantise is not None)
     if ceiling is not None:
-        from weightcast.exporters.ceiling import bucket_bytes_for
+        from weightcast.exporters.memory_estimate import bucket_bytes_for
 
         size_bytes = bucket_bytes_for(
             asked.specs,
@@ -187,11 +193,11 @@ def plan(
 
 
 def packings_of_engines() -> dict[str, Packing]:
-    """What each kind of engine can read, as its adapter says."""
-    from weightcast.engines.lmdeploy.adapter import LmdeployAdapter
-    from weightcast.engines.native.adapter import NativeAdapter
-    from weightcast.engines.sglang.adapter import SglangAdapter
-    from weightcast.engines.vllm.adapter import VllmAdapter
+    """Returns the packing that each kind of engine can read, from its adapter."""
+    from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
+    from weightcast.adapters.native.adapter import NativeAdapter
+    from weightcast.adapters.sglang.adapter import SglangAdapter
+    from weightcast.adapters.vllm.adapter import VllmAdapter
 
     return {
         "native": NativeAdapter.packing,
@@ -215,25 +221,16 @@ def make_plan(
     family: str | None = None,
     not_covered: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan for some tensors; see ``Plan``.
+    """Makes the plan for some tensors.  ``Plan`` explains the arguments of the same names.
 
     Args:
-        specs: What travels.
-        model: What to call it.
-        engine: Kind of the engines.
-        packing: What they can read.
-        bucket_bytes: No bucket is larger.
-        engine_ranks: Engine ranks that receive.
-        link_gb_per_s: Bandwidth to predict seconds with.
-        trainer_ranks: Ranks of the trainer.
-        computed: Values are computed on the way.
-        family: The table of names that was used.
-        not_covered: What is not in an update.
+        specs: Tensors that are sent.
+        computed: True if values are computed on the way, such as by quantising.
 
     Raises:
         ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
     """
-    from weightcast.exporters.ceiling import peak_bytes
+    from weightcast.exporters.memory_estimate import peak_bytes
     from weightcast.wire.layout import plan_buckets, total_bytes
 
     layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing)
@@ -283,20 +280,20 @@ def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucke
 
 
 def specs_of(model: Path, dtype: str | None) -> Sequence[TensorSpec]:
-    """The tensors of a checkpoint, or those that a config describes; see ``model_at``."""
+    """Returns the tensors of a checkpoint, or those that a config describes; see ``model_at``."""
     return model_at(model, dtype).specs
 
 
 def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
-    """The tensors of a checkpoint, or those that a config describes, named as a checkpoint names them.
+    """Reads the tensors of a checkpoint, or those that a config describes, under a checkpoint's names.
 
     Args:
         model: A checkpoint (file or folder), a ``config.json``, or a folder that has only that.
-        dtype: Cast floating-point tensors to this; None keeps them.
+        dtype: Dtype to cast floating-point tensors to; None keeps theirs.
         fp8: Quantise weights block by block.
 
     Raises:
-        ConfigError: It is neither, names an unknown dtype, or is of a family whose experts nobody can name.
+        ConfigError: The path is neither, the dtype is unknown, or the family's experts have no known names.
     """
     config = model / "config.json" if model.is_dir() and not any(model.glob("*.safetensors*")) else model
     if config.suffix == ".json" and not config.name.endswith(".index.json") and config.is_file():
@@ -305,7 +302,7 @@ def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
         from weightcast.exporters.checkpoint import CheckpointExporter
 
         with CheckpointExporter(model, wire_dtype=torch_dtype(dtype)) as checkpoint:
-            left_out = tuple(f"{name}: in the checkpoint, not taken by engines" for name in checkpoint.skipped)
+            left_out = tuple(f"{name}: in the checkpoint, but engines do not load it" for name in checkpoint.skipped)
             found = Model(specs=checkpoint.specs(), not_covered=left_out)
     if not fp8:
         return found
@@ -318,7 +315,7 @@ def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
 def _model_of_config(config: Path, dtype: str | None) -> Model:
     import torch
 
-    from weightcast.exporters.families import family_of
+    from weightcast.exporters.checkpoint_layout import Stored, arrange_as_saved
 
     wanted = torch_dtype(dtype)
     try:
@@ -326,7 +323,7 @@ def _model_of_config(config: Path, dtype: str | None) -> Model:
         from huggingface_hub.errors import StrictDataclassError
     except ModuleNotFoundError:
         raise ConfigError(
-            "a config.json is read with transformers, which is not installed",
+            "reading a config.json needs transformers, which is not installed",
             hint='pip install "weightcast[serve]", or give a checkpoint',
         ) from None
     try:
@@ -336,49 +333,47 @@ def _model_of_config(config: Path, dtype: str | None) -> Model:
         with torch.device("meta"):
             model = kind.from_config(settings)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError) as error:
-        raise ConfigError(
-            f"{config} describes no language model that transformers knows: {one_line(str(error))}"
-        ) from None
-    # A model made without weights has the default dtype; a checkpoint of it has the one in its config.
+        raise ConfigError(f"transformers cannot build a language model from {config}: {one_line(str(error))}") from None
+    # A model built without weights has torch's default dtype; its checkpoint has the dtype of the config.
     written = getattr(settings, "dtype", None)
     wire = wanted or (written if isinstance(written, torch.dtype) else None)
     first: dict[int, str] = {}
     not_covered: list[str] = []
-    tensors: list[tuple[str, torch.Tensor]] = []
+    stored: list[Stored] = []
+    numbers: dict[int, int] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in first:
             not_covered.append(f"{name}: tied to {first[id(tensor)]}, sent once")
         else:
             first[id(tensor)] = name
-            tensors.append((name, tensor))
+            numbers[id(tensor)] = len(stored)
+            stored.append(Stored(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype))
     text = getattr(settings, "text_config", settings)
     drafts = getattr(text, "num_nextn_predict_layers", None)
     if drafts:
         not_covered.append(f"{drafts} draft (MTP) layer{'s' if drafts > 1 else ''}: transformers' model has none")
-    stored = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-    family = family_of(settings, stored)
+    family, arranged = arrange_as_saved(model, stored, numbers, settings)
     return Model(
-        specs=_specs_of(tensors, family, settings, wire),
+        specs=_specs_of(stored, arranged, family, wire),
         family=family.name,
         not_covered=tuple(not_covered),
     )
 
 
 def _specs_of(
-    tensors: Sequence[tuple[str, torch.Tensor]], family: Family, settings: object, wire: torch.dtype | None
+    stored: Sequence[Stored], arranged: Sequence[Arranged], family: Family, wire: torch.dtype | None
 ) -> list[TensorSpec]:
     import torch
 
     from weightcast.exporters import casting
-    from weightcast.exporters.mapping import arrange, wire_dtype_of
+    from weightcast.exporters.mapping import wire_dtype_of
     from weightcast.wire.layout import TensorSpec, dtype_name
 
-    stored = [(name, tuple(tensor.shape)) for name, tensor in tensors]
     specs: list[TensorSpec] = []
-    for found in arrange(stored, family, settings):
-        # What a family never casts is float32 in its checkpoints; a model made without weights has the config's dtype.
+    for found in arranged:
+        # Tensors that a family never casts are float32 in its checkpoints; without weights they get the config's dtype.
         kept = wire_dtype_of(found.name, family, torch.float32) is None
-        own = tensors[found.segments[0].source][1].dtype
+        own = stored[found.segments[0].source].dtype
         dtype = torch.float32 if kept else casting.wire_dtype(own, wire)
         specs.append(TensorSpec(name=found.name, dtype=dtype_name(dtype), shape=found.shape))
     return specs
@@ -392,7 +387,7 @@ def _show(result: Plan) -> None:
     if len(result.dtypes) > 1:
         say(f"dtypes: {', '.join(f'{format_bytes(size)} {dtype}' for dtype, size in result.dtypes.items())}")
     if result.family is not None:
-        say(f"names: those of a checkpoint, by the table {result.family!r}")
+        say(f"names: a checkpoint's names, from the table {result.family!r}")
     for found, what in ((result.alone, "alone"), (result.cut, "in pieces")):
         if found:
             verb = "travels" if len(found) == 1 else "travel"

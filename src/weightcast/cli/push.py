@@ -1,9 +1,9 @@
-"""``weightcast push``: a checkpoint on disk into running engines."""
+"""``weightcast push``: sends a checkpoint on disk to running engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -28,20 +28,23 @@ from weightcast.errors import ConfigError, WeightcastError
 if TYPE_CHECKING:
     import torch
 
+    from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseMode, TransportName, VerifyLevel
     from weightcast.wire.messages import EngineInfo
 
 
 def push(
     checkpoint: Checkpoint,
-    to: Annotated[list[str], typer.Option("--to", metavar="URL", help="Engine; repeat for several.")],
-    version: Annotated[int, typer.Option(metavar="N", help="Number of the new version; counts up.")],
+    to: Annotated[list[str], typer.Option("--to", metavar="URL", help="Engine to update; repeat for several.")],
+    version: Annotated[
+        int, typer.Option(metavar="N", help="Weight version of the checkpoint; higher than the one served.")
+    ],
     via: Annotated[
         str,
         typer.Option(
             metavar="auto|ipc|broadcast|disk|checkpoint-engine",
-            help="ipc: shared memory on one host; broadcast: a process group; disk: a checkpoint folder, for engines "
-            "that load one while they run; checkpoint-engine: that project's wire, for engines that have its receiver; "
-            "auto: ipc where every engine is on this host, else broadcast.",
+            help="Transport. ipc: shared memory on one host. broadcast: a process group. disk: a checkpoint folder "
+            "that the engines load. checkpoint-engine: for engines that have that project's receiver. "
+            "auto: ipc if every engine is on this host, else broadcast.",
         ),
     ] = "auto",
     engine: EngineKind = "auto",
@@ -54,23 +57,33 @@ def push(
         str,
         typer.Option(
             metavar="abort|retract|in_place|wait",
-            help="Requests running at the switch: drop them, recompute them, let them go on with their cache, or let "
-            "them finish first.",
+            help="Running requests at the switch. abort: drop them. retract: recompute their KV cache. in_place: "
+            "continue with the old KV cache. wait: let them finish first.",
         ),
     ] = "abort",
     verify: Annotated[
         str,
         typer.Option(
             metavar="none|received|resident|behaviour",
-            help="Highest level of proof wanted; behaviour takes a trainer's forward pass, which a checkpoint has not.",
+            help="Level of proof. received: the engine digests the data that arrived. resident: it digests its live "
+            "parameters. behaviour: needs a trainer's forward pass, so push cannot provide it.",
         ),
     ] = "resident",
-    digest: Annotated[str, typer.Option(metavar="fast|sha256", help="Digest of what is sent.")] = "fast",
+    min_proven_share: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Smallest share of tensors, 0 to 1, that --verify resident must prove. An engine that transforms a "
+            "tensor while loading cannot prove it.",
+        ),
+    ] = 1.0,
+    digest: Annotated[str, typer.Option(metavar="fast|sha256", help="Digest of the data sent.")] = "fast",
     timeout: Annotated[float, typer.Option(metavar="S", help="Deadline of each single wait, in seconds.")] = 120.0,
     on_failure: Annotated[
         str,
         typer.Option(
-            metavar="raise|quarantine", help="One engine fails: end the update, or go on with the healthy ones."
+            metavar="raise|quarantine",
+            help="When one engine fails. raise: end the update. quarantine: continue with the healthy engines.",
         ),
     ] = "raise",
     allow_older: Annotated[
@@ -80,26 +93,35 @@ def push(
     device: Annotated[
         str,
         typer.Option(
-            metavar="auto|cpu|cuda[:N]", help="Where the buckets are filled; auto goes by where the engines are."
+            metavar="auto|cpu|cuda[:N]", help="Device that buckets are filled on; auto follows the engines' devices."
         ),
     ] = "auto",
     rendezvous: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="Address of this machine that engines can reach; for broadcast."),
+        typer.Option(metavar="HOST", help="For --via broadcast: address of this machine that engines can reach."),
     ] = None,
     disk_folder: Annotated[
         str | None,
         typer.Option(
-            "--disk-folder", metavar="DIR", help="For --via disk: a folder that the engines see under the same path."
+            "--disk-folder", metavar="DIR", help="For --via disk: folder that the engines see under the same path."
         ),
     ] = None,
+    disk_readers: Annotated[
+        str,
+        typer.Option(
+            "--disk-readers",
+            metavar="WHO",
+            help="For --via disk: accounts that may read the files, user (this user only), group or all. Engines that "
+            "run as another user need group or all.",
+        ),
+    ] = "user",
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Send a safetensors checkpoint to running engines, prove that it arrived, and make it live.
+    """Sends a safetensors checkpoint to running engines, proves that it arrived, and makes it live.
 
-    An update is a transaction: if it fails before the switch, an engine goes on serving the old version. The exit code
-    is 0 only if every engine serves the new one.
+    An update is a transaction: if it fails before the switch, an engine with staging keeps serving the old version.
+    The exit code is 0 only if every engine serves the new one.
 
     \b
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412
@@ -109,10 +131,10 @@ def push(
     size_bytes = parse_size(bucket_bytes)
     found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:
-        raise ConfigError(f"version {version} is negative")
+        raise ConfigError(f"--version {version} is negative")
 
     from weightcast.exporters.checkpoint import CheckpointExporter
-    from weightcast.updater import WeightUpdater
+    from weightcast.update.updater import WeightUpdater
 
     wire_dtype = torch_dtype(dtype)
     with (
@@ -124,16 +146,18 @@ def push(
         updater = WeightUpdater.connect(
             exporter,
             targets=found,
-            transport=via,
+            transport=cast("TransportName", via),
             bucket_bytes=size_bytes,
-            pause=pause,
-            verify=verify,
-            digest=digest,
+            pause=cast("PauseMode", pause),
+            verify=cast("VerifyLevel", verify),
+            min_proven_share=min_proven_share,
+            digest=cast("DigestKind", digest),
             timeout_s=timeout,
-            on_failure=on_failure,
+            on_failure=cast("OnFailure", on_failure),
             allow_older=allow_older,
             rendezvous_host=rendezvous,
             disk_folder=disk_folder,
+            disk_readers=cast("DiskReaders", disk_readers),
             progress=advance,
         )
         try:
@@ -151,16 +175,16 @@ def push(
 
 
 def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s: float) -> torch.device:
-    """Where buckets should be for these engines.
+    """Chooses the device that buckets are filled on.
 
     Engines on the CPU, and engines on this host that map shared memory, are served from host memory or their own GPU.
     NCCL needs a GPU that no engine rank has.
 
     Args:
-        choice: ``auto``, or a device by name.
-        engines: Who will receive.
-        via: The transport asked for.
-        timeout_s: Longest wait for an engine's answer.
+        choice: ``auto`` or the name of a device.
+        engines: Engines to update.
+        via: Transport asked for.
+        timeout_s: Deadline of each engine's answer, in seconds.
 
     Raises:
         ConfigError: The device does not exist, or no GPU is free for engines that need one.
@@ -182,7 +206,7 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
     if not free:
         raise ConfigError(
             "these engines keep their weights on GPUs; a broadcast to them needs a GPU here that none of them uses",
-            hint="run this on their host with --via ipc, or where there is a GPU to spare",
+            hint="run this on their host with --via ipc, or on a machine with a free GPU",
         )
     return free[0]
 
@@ -195,21 +219,21 @@ def _named_device(name: str) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: choose auto, cpu, cuda or cuda:N")
+        raise ConfigError(f"--device {name} is unknown: choose auto, cpu, cuda or cuda:N")
     if device.type == "cpu":
         return device
     if (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"--device {name}: this process sees {torch.cuda.device_count()} GPUs",
+            f"--device {name} does not exist: this process sees {torch.cuda.device_count()} GPUs",
             hint="use --device cpu, or check CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", device.index or 0)
 
 
 def _info(engine: Target, timeout_s: float) -> EngineInfo | None:
-    """What the engine says of itself; None if it says nothing, which the update will find out by itself."""
+    """Returns the engine's description, or None if it does not answer; the update then reports the error."""
     from weightcast.comm.http import Client
-    from weightcast.kinds import recognise
+    from weightcast.update.recognise import recognise
 
     client = Client(engine, timeout_s=timeout_s)
     try:

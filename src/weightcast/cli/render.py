@@ -1,12 +1,8 @@
-"""What the commands print: tables, sizes, progress, errors.
-
-Data goes to stdout and everything else to stderr.  It knows text; what the text is about is each command's business.
-"""
+"""Output of the commands: tables, sizes, progress and errors.  Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 import traceback
@@ -16,38 +12,17 @@ from typing import Any
 
 import msgspec
 
-from weightcast.errors import ConfigError, UpdateFailed
+from weightcast.config import parse_size as parse_size
+from weightcast.errors import UpdateFailed
 from weightcast.report import format_bytes
 
 Advance = Callable[[int, int], None]
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{name: 1024**power for power, letter in enumerate("kmgt", start=1) for name in (letter, f"{letter}ib")},
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
-}
 _PLAIN_INTERVAL_S = 2.0
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
-def parse_size(text: str) -> int:
-    """``"512MiB"`` as bytes.  MiB (or M) is a power of 1024, MB a power of 1000, no unit means bytes.
-
-    Raises:
-        ConfigError: It is no size, or less than one byte.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ConfigError(f"{text!r} is not a size", hint="write 512MiB, 1.5GiB, 64MB or a number of bytes")
-    size_bytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if size_bytes < 1:
-        raise ConfigError(f"{text!r} is less than one byte")
-    return size_bytes
-
-
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; nothing is cut off, so that it can be piped on."""
+    """Returns a text table with columns as wide as their widest cell; no cell is cut off."""
     lines = [list(headers), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     return "\n".join(
@@ -56,12 +31,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def names(found: Sequence[str], *, limit: int = 8) -> str:
-    """The first few of many names."""
+    """Joins the first ``limit`` names and counts the rest."""
     return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
 
 
 def mark(level: str) -> str:
-    """``ok``, ``warn`` or ``fail`` in four columns, in colour on a terminal."""
+    """Pads ``ok``, ``warn`` or ``fail`` to four columns, in colour on a terminal."""
     padded = level.ljust(4)
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return padded
@@ -69,22 +44,22 @@ def mark(level: str) -> str:
 
 
 def say(text: str = "") -> None:
-    """A line of data."""
+    """Prints a line of the result on stdout."""
     print(text)
 
 
 def note(text: str) -> None:
-    """A line for the reader, not part of the data."""
+    """Prints a line on stderr that is not part of the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def say_json(document: Any) -> None:
-    """The one JSON document of a command: plain data or msgspec structs."""
+    """Prints plain data or msgspec structs as the JSON document of a command."""
     print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
 def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None:
-    """``error: ...`` and ``hint: ...`` on stderr; with ``as_json`` also ``{"error": {...}}`` on stdout."""
+    """Prints ``error: ...`` and ``hint: ...`` on stderr; with ``as_json`` also ``{"error": {...}}`` on stdout."""
     hint: str | None = getattr(error, "hint", None)
     report = error.report if isinstance(error, UpdateFailed) else None
     text = one_line(str(error)) or type(error).__name__
@@ -108,18 +83,16 @@ def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks; some libraries answer with whole stacks."""
+    """Joins the lines of a text into one; some libraries put whole stacks into a message."""
     return " ".join(text.split())
 
 
 @contextmanager
 def progress(what: str) -> Generator[Advance]:
-    """Show bytes as they move.
-
-    A bar with bytes per second on a terminal; elsewhere a line at the end, and at the quarters of what takes long.
+    """Shows transfer progress: a bar on a terminal, elsewhere a line at the end and at each quarter of a long one.
 
     Yields:
-        To be called with bytes done and bytes in all, from any thread.
+        Function to call with the bytes done and the total bytes, from any thread.
     """
     if not sys.stderr.isatty():
         yield _plain(what)

@@ -14,7 +14,7 @@ from weightcast.cli.render import say_json
 from weightcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weightcast.receiver.agent import StagingChoice
+    from weightcast.receiver.rank import StagingChoice
     from weightcast.rollout.launch import ExecutorName
 
 _EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "httptools", "transformers", "prometheus_client", "psutil"})
@@ -22,41 +22,43 @@ _EXTRA = frozenset({"fastapi", "starlette", "uvicorn", "httptools", "transformer
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face model folder.", show_default=False)],
-    # Named where the metavar is the name in capitals: typer 0.27 would call the option --HOST.
+    # The option's name is spelled out where the metavar is its name in capitals: typer 0.27 would call it --HOST.
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0 takes a free one.")] = 8000,
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks; has to divide the heads.")] = 1,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto takes GPUs where there are any.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Tensor-parallel ranks; must divide the heads.")] = 1,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto uses GPUs if there are any.")] = "auto",
     dtype: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Of the weights; auto: as in the model.")
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Dtype of the weights; auto: the model's own.")
     ] = "auto",
     executor: Annotated[
         str,
         typer.Option(
             metavar="auto|local|mp|ray",
-            help="local: one rank, in this process; mp: a process for each rank; ray: a Ray actor for each rank; "
-            "auto: local for one rank.",
+            help="local: one rank in this process. mp: one process per rank. ray: one Ray actor per rank. "
+            "auto: local for one rank, else mp.",
         ),
     ] = "auto",
     ray_address: Annotated[
         str,
         typer.Option(
-            "--ray-address", metavar="auto|local|HOST:PORT", help="Ray cluster; local starts one that ends with this."
+            "--ray-address",
+            metavar="auto|local|HOST:PORT",
+            help="Ray cluster; local starts one for this command.",
         ),
     ] = "auto",
     placement_group: Annotated[
         str | None,
-        typer.Option("--placement-group", metavar="NAMESPACE/NAME", help="Your placement group for the ranks."),
+        typer.Option("--placement-group", metavar="NAMESPACE/NAME", help="Existing placement group for the ranks."),
     ] = None,
     bundles: Annotated[
         str | None,
-        typer.Option(metavar="I,J,...", help="Bundle of rank 0, 1, ... in your placement group, in this order."),
+        typer.Option(metavar="I,J,...", help="Bundles of the placement group for ranks 0, 1, ..."),
     ] = None,
     staging: Annotated[
         str,
         typer.Option(
             metavar="auto|device|host|none",
-            help="Where a new version waits for its switch, so that a failed update leaves the old one serving.",
+            help="Memory for a second set of weights. With staging, a failed update leaves the old version serving.",
         ),
     ] = "auto",
     max_batch: Annotated[int, typer.Option("--max-batch", metavar="N", help="Requests decoded at once.")] = 32,
@@ -65,41 +67,46 @@ def serve(
     ] = 2048,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="Ask every caller for this key."),
+        typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="Require this key of every caller."),
     ] = None,
     tls_cert: Annotated[
-        str | None, typer.Option("--tls-cert", metavar="FILE", help="Speak TLS with this certificate (PEM).")
+        str | None, typer.Option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM).")
     ] = None,
     tls_key: Annotated[
-        str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, if that is not in the same file.")
+        str | None,
+        typer.Option("--tls-key", metavar="FILE", help="Private key, if it is in another file."),
     ] = None,
     tls_client_ca: Annotated[
         str | None,
-        typer.Option("--tls-client-ca", metavar="FILE", help="Ask every caller for a certificate of this authority."),
+        typer.Option("--tls-client-ca", metavar="FILE", help="Require a client certificate of this authority."),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Name of the model in answers; its folder's name by default."),
+        typer.Option("--name", metavar="NAME", help="Model name in answers; the folder's name by default."),
     ] = None,
-    version: Annotated[int, typer.Option(metavar="N", help="Version of the weights in the folder.", min=0)] = 0,
+    version: Annotated[int, typer.Option(metavar="N", help="Weight version of the model folder.", min=0)] = 0,
     threads: Annotated[
         int, typer.Option(metavar="N", help="CPU threads of each rank; 0 divides the cores among them.", min=0)
     ] = 0,
     dialect: Annotated[
         str,
-        typer.Option(metavar="ENGINE", help="For tests: have the weight routes of a stock engine: sglang, lmdeploy."),
+        typer.Option(
+            metavar="ENGINE", help="For tests: imitate the weight routes of a stock engine: sglang, lmdeploy."
+        ),
     ] = "none",
     faults: Annotated[
         str,
-        typer.Option(metavar="LIST", help="For tests: what goes wrong with them, e.g. die@/update_weights#2."),
+        typer.Option(
+            metavar="LIST", help="For tests: faults to inject into those routes, such as die@/update_weights#2."
+        ),
     ] = "",
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Serve a Hugging Face model with an OpenAI-compatible API and a receiver for new weights.
+    """Serves a Hugging Face model with an OpenAI-compatible API and a receiver for new weights.
 
-    Llama, Mistral, Qwen2 and Qwen3 families; CPU or GPUs. Ends on Ctrl-C or SIGTERM, with all its processes. With
-    --json the document (url, pid) is printed as soon as requests are accepted.
+    The engine runs the Llama, Mistral, Qwen2 and Qwen3 families on a CPU or on GPUs. Ctrl-C or SIGTERM ends it with
+    all its processes. With --json the document (url, pid) is printed as soon as requests are accepted.
 
     \b
     weightcast serve ./SmolLM2-135M-Instruct --port 8000
@@ -135,22 +142,25 @@ def serve(
         name=name,
         version=version,
         threads=threads,
-        dialect=dialect,
-        faults=faults,
     )
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("weightcast").setLevel(logging.INFO)
     on_ready = _say_where if as_json else None
+    extra_routes = None
+    if dialect != "none" or faults:
+        from weightcast.lab.dialects import routes_of
+
+        extra_routes = routes_of(dialect, faults)
     if executor == "ray":
         from weightcast.ray import serving
 
         place = serving.parse_place(placement_group, bundles)
         with serving.cluster(ray_address, namespace=place.namespace, cpus=tp):
-            code = launch.serve(config, on_ready=on_ready, make_executor=place.make_executor)
+            code = launch.serve(config, on_ready=on_ready, make_executor=place.make_executor, extra_routes=extra_routes)
     else:
         if placement_group or bundles:
-            raise ConfigError("a placement group and its bundles are for --executor ray")
-        code = launch.serve(config, on_ready=on_ready)
+            raise ConfigError("--placement-group and --bundles need --executor ray")
+        code = launch.serve(config, on_ready=on_ready, extra_routes=extra_routes)
     if code:
         raise typer.Exit(code)
 

@@ -11,6 +11,7 @@ from weightcast.cli.options import ApiKeys, CaFile, CertFile, EngineKind, Json, 
 from weightcast.cli.render import note, one_line, say, say_json, table
 from weightcast.config import Target
 from weightcast.errors import WeightcastError
+from weightcast.report import format_bytes
 
 if TYPE_CHECKING:
     from weightcast.wire.messages import EngineInfo
@@ -29,7 +30,7 @@ def status(
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Show what each engine is and serves: kind, version, digest, state (serving, paused, updating, quarantined).
+    """Shows each engine's kind, model, weight version, digest and state (serving, paused, updating, quarantined).
 
     The exit code is 0 if every engine answers and is serving, else 1.
 
@@ -54,13 +55,13 @@ def status(
                 note(f"{target.url}: {one_line(answer.message)}")
     if not ok:
         if not as_json:
-            note("\nhint: `weightcast doctor URL` says what stands in between")
+            note("\nhint: `weightcast doctor URL` says what to fix")
         raise typer.Exit(1)
 
 
 def _ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
     from weightcast.comm.http import Client
-    from weightcast.kinds import recognise
+    from weightcast.update.recognise import recognise
 
     client = Client(target, timeout_s=timeout_s)
     try:
@@ -87,7 +88,7 @@ def _row(target: Target, answer: EngineInfo | WeightcastError) -> tuple[str, ...
         version,
         answer.digest or "not proven",
         answer.sizes,
-        answer.staging,
+        f"{answer.staging} {format_bytes(answer.staging_bytes)}" if answer.staging_bytes else answer.staging,
         answer.session_owner or "-",
     )
 
@@ -109,6 +110,7 @@ def _fields(target: Target, answer: EngineInfo | WeightcastError) -> dict[str, A
         "ep": answer.ep_size,
         "devices": answer.devices,
         "staging": answer.staging,
+        "staging_bytes": answer.staging_bytes,
         "transports": answer.transports,
         "session_owner": answer.session_owner,
         "message": answer.message,

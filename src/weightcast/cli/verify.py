@@ -1,4 +1,4 @@
-"""``weightcast verify``: do the weights that an engine keeps equal a checkpoint, tensor by tensor?"""
+"""``weightcast verify``: compares the weights that an engine keeps with a checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightcast.cli.options import (
     targets,
     torch_dtype,
 )
-from weightcast.cli.render import Advance, progress, say, say_json, table
+from weightcast.cli.render import Advance, names, progress, say, say_json, table
 from weightcast.errors import WireError
 from weightcast.report import format_bytes
 
@@ -31,20 +31,19 @@ if TYPE_CHECKING:
     from weightcast.wire.layout import TensorSpec
     from weightcast.wire.messages import Ack, EngineInfo
 
-# What is read, cast and digested at a time; a row of a tensor that is larger is taken whole.
+# Read, cast and digested at a time; a larger row of a tensor is taken whole.
 _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One tensor that is not proven equal.
+    """One tensor that differs.
 
     Attributes:
-        name: The tensor.
-        why: ``missing`` (the checkpoint has none), ``extra`` (the engine has none), ``shape``, ``digest`` or
-            ``unreadable`` (the engine cannot read back what it made of the tensor).
-        checkpoint: Shape or digest in the checkpoint; empty if it has none.
-        engine: Likewise in the engine.
+        name: Name of the tensor.
+        why: ``missing`` (not in the checkpoint), ``extra`` (not in the engine), ``shape`` or ``digest``.
+        checkpoint: Shape or digest in the checkpoint; empty if the tensor is not there.
+        engine: Shape or digest in the engine; empty if the tensor is not there.
     """
 
     name: str
@@ -55,7 +54,21 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The whole answer; ``equal`` counts tensors, ``size_bytes`` is of the checkpoint's tensors that were compared."""
+    """Result of the comparison.
+
+    Attributes:
+        url: URL of the engine.
+        checkpoint: Path of the checkpoint, as given.
+        version: Weight version that the engine serves; None if it does not know.
+        digest: Digest over all tensors that the engine reads back; None if it reads back none.
+        tensors: Number of names in the checkpoint and in the engine together.
+        equal: Number of tensors that are proven equal.
+        size_bytes: Bytes of the checkpoint's tensors that were compared.
+        differences: Tensors that differ.
+        unreadable: Names of tensors that the engine transforms while loading and cannot read back; they are unproven.
+        not_kept: Names of tensors of the checkpoint that the engine does not use.
+        ok: True if nothing differs and everything that the engine keeps could be read.
+    """
 
     url: str
     checkpoint: str
@@ -65,14 +78,21 @@ class Comparison:
     equal: int
     size_bytes: int
     differences: tuple[Difference, ...]
+    unreadable: tuple[str, ...]
+    not_kept: tuple[str, ...]
     ok: bool
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all are equal, 1 if one differs, 3 if none differs and some could not be read."""
+        return 1 if self.differences else 3 if self.unreadable else 0
 
 
 def verify(
     checkpoint: Checkpoint,
-    at: Annotated[str, typer.Option("--at", metavar="URL", help="Engine to ask.")],
+    at: Annotated[str, typer.Option("--at", metavar="URL", help="Engine to compare.")],
     api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="Key of the engine.")
+        str | None, typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="API key of the engine.")
     ] = None,
     ca_file: CaFile = None,
     cert_file: CertFile = None,
@@ -82,10 +102,11 @@ def verify(
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Compare the weights that an engine keeps with a checkpoint, tensor by tensor. Changes nothing.
+    """Compares the weights that an engine keeps with a checkpoint, tensor by tensor. Nothing is changed.
 
-    Both ends compute digests of every tensor in the engine's dtype; the engine reads its live parameters back for it.
-    The exit code is 0 if all are equal, 1 if not, 2 if that could not be found out.
+    Both sides compute a digest of every tensor in the engine's dtype; the engine digests its live parameters. The exit
+    code is 0 if all tensors are equal, 1 if one differs, and 2 if they could not be compared. It is 3 if no tensor
+    differs but the engine cannot read some back.
 
     \b
     weightcast verify runs/step-412 --at http://10.0.3.7:8000
@@ -93,7 +114,7 @@ def verify(
     """
     from weightcast.comm.http import Client
     from weightcast.exporters.checkpoint import CheckpointExporter
-    from weightcast.kinds import recognise
+    from weightcast.update.recognise import recognise
 
     keys = [api_key] if api_key is not None else []
     target = targets([at], keys, ca_file=ca_file, cert_file=cert_file, key_file=key_file)[0]
@@ -109,26 +130,28 @@ def verify(
         say_json(result)
     else:
         _show(result)
-    if not result.ok:
-        raise typer.Exit(1)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def checkpoint_digests(
     exporter: Exporter, specs: Sequence[TensorSpec], dtypes: Mapping[str, torch.dtype], advance: Advance
 ) -> dict[str, str]:
-    """Finished fast digest of each tensor after a cast, by name.
+    """Computes the fast digest of each tensor after a cast, by name.
 
     Args:
-        exporter: Where the tensors come from.
-        specs: Which; their own dtypes.
-        dtypes: What to cast to before digesting, by name.
-        advance: Called with bytes done and in all.
+        exporter: Source of the tensors.
+        specs: Tensors to digest, with the dtypes of the source.
+        dtypes: Dtype to cast each tensor to before digesting, by name.
+        advance: Called with the bytes done and the total bytes.
     """
     import torch
 
-    from weightcast.comm.local import TrainerGroup
+    from weightcast.comm.trainer_group import TrainerGroup
+    from weightcast.digest.definition import add_partial, as_unsigned, finish, partial_sums
+    from weightcast.digest.pieces import Piece
+    from weightcast.wire.box import Box
     from weightcast.wire.bucket import Bucket
-    from weightcast.wire.digest import Box, Piece, add_partial, as_unsigned, finish, partial_sums
     from weightcast.wire.layout import Packing, plan_buckets, total_bytes
 
     chunk_bytes = max([_CHUNK_BYTES, *(spec.row_bytes for spec in specs)])
@@ -156,31 +179,38 @@ def _readback(reply: bytes, url: str) -> Ack:
     try:
         return msgspec.json.decode(reply, type=Ack)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"{url} answers /weightcast/digests with something else: {error}") from None
+        raise WireError(f"{url} answers /weightcast/digests with a malformed document: {error}") from None
 
 
 def _compare(checkpoint: str, url: str, exporter: Exporter, info: EngineInfo, ack: Ack) -> Comparison:
-    from weightcast.wire.digest import model_digest
+    from weightcast.digest.definition import model_digest
     from weightcast.wire.layout import total_bytes
 
     kept = {spec.name: spec for spec in info.specs}
-    offered = {spec.name: spec for spec in exporter.specs()}
+    optional = {spec.name for spec in info.optional}
+    offered = {spec.name: spec for spec in exporter.specs() if spec.name not in optional}
+    not_kept = tuple(spec.name for spec in exporter.specs() if spec.name in optional)
     same_shape = [spec for name, spec in offered.items() if name in kept and kept[name].shape == spec.shape]
     with progress("verify") as advance:
         digests = checkpoint_digests(
             exporter, same_shape, {spec.name: kept[spec.name].torch_dtype for spec in same_shape}, advance
         )
     differences = tuple(_differences(kept, offered, digests, ack))
+    differing = {found.name for found in differences}
+    unreadable = tuple(name for name in kept if name not in ack.resident and name not in differing)
+    tensors = len(kept.keys() | offered.keys()) + len(not_kept)
     return Comparison(
         url=url,
         checkpoint=checkpoint,
         version=ack.version,
         digest=model_digest(ack.resident) if ack.resident else None,
-        tensors=len(kept.keys() | offered.keys()),
-        equal=len(kept.keys() | offered.keys()) - len(differences),
+        tensors=tensors,
+        equal=tensors - len(differences) - len(unreadable) - len(not_kept),
         size_bytes=total_bytes(same_shape),
         differences=differences,
-        ok=not differences,
+        unreadable=unreadable,
+        not_kept=not_kept,
+        ok=not differences and not unreadable,
     )
 
 
@@ -195,9 +225,7 @@ def _differences(
             yield Difference(name=name, why="shape", checkpoint=shape, engine=str(list(spec.shape)))
         elif name in ack.mismatched:
             yield Difference(name=name, why="digest", checkpoint=digests[name], engine="differs between ranks")
-        elif name not in ack.resident:
-            yield Difference(name=name, why="unreadable", checkpoint=digests[name])
-        elif ack.resident[name] != digests[name]:
+        elif name in ack.resident and ack.resident[name] != digests[name]:
             yield Difference(name=name, why="digest", checkpoint=digests[name], engine=ack.resident[name])
     for name, spec in offered.items():
         if name not in kept:
@@ -211,6 +239,14 @@ def _show(result: Comparison) -> None:
             f"{result.url} keeps {result.checkpoint}: {result.equal} of {result.tensors} tensors equal, "
             f"{format_bytes(result.size_bytes)}, {version}, digest {result.digest}"
         )
+        _show_others(result)
+        return
+    if not result.differences:
+        say(
+            f"no tensor differs between {result.url} and {result.checkpoint}, but some could not be read back: "
+            f"{result.equal} of {result.tensors} tensors equal, {version}"
+        )
+        _show_others(result)
         return
     rows = [(found.why, found.name, found.checkpoint or "-", found.engine or "-") for found in result.differences]
     say(table(("why", "tensor", "checkpoint", "engine"), rows))
@@ -218,3 +254,11 @@ def _show(result: Comparison) -> None:
         f"{result.url} does not keep {result.checkpoint}: {len(result.differences)} of {result.tensors} tensors "
         f"differ, it serves {version}"
     )
+    _show_others(result)
+
+
+def _show_others(result: Comparison) -> None:
+    if result.unreadable:
+        say(f"{len(result.unreadable)} tensors cannot be read back: {names(result.unreadable)}")
+    if result.not_kept:
+        say(f"{len(result.not_kept)} tensors are not kept by this engine: {names(result.not_kept)}")

@@ -1,1 +1,1 @@
-"""Mechanisms that know bytes and ranks, and no engine."""
+"""Communication mechanisms that know bytes and ranks, but no engine and no weights."""

@@ -1,8 +1,7 @@
 """The four calls of the CUDA driver that share an allocation between processes.
 
-torch's own sharing (``_share_cuda_``) counts one reader for each export; a bucket has as many readers as there are
-engine ranks, so its counter would never come back to zero and the memory would stay in limbo.  The driver's handles
-have no such count: who opens closes.
+torch's own sharing (``_share_cuda_``) counts one reader for each export.  A bucket has one reader for each engine rank,
+so that counter would never return to zero and the memory would never be freed.  The driver's handles have no counter.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ def _call(name: str, *args: Any) -> None:
 
 @contextmanager
 def _current(device: torch.device) -> Generator[None]:
-    """The device's primary context is current in this thread; the driver, unlike the runtime, leaves that to us."""
-    with torch.cuda.device(device):  # gives the thread its own device back, but makes no context where it is the same
+    """Makes the device's primary context current in this thread, which the driver, unlike the runtime, does not do."""
+    with torch.cuda.device(device):  # restores the thread's device, but makes no context if it is the same device
         torch.cuda.set_device(device)
         torch.cuda.current_stream(device).query()
         yield
 
 
 def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
-    """Handle of the allocation that holds ``pointer``, and the pointer's offset in it in bytes.
+    """Returns the handle of the allocation that holds ``pointer``, and the pointer's offset in it, in bytes.
 
     Raises:
-        DriverError: The allocation cannot be shared (virtual memory of expandable segments, say).
+        DriverError: The allocation cannot be shared, for example because it is part of an expandable segment.
     """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     handle = _Handle()
@@ -79,10 +78,10 @@ def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
 
 
 def open_memory(handle: bytes, device: torch.device) -> int:
-    """Map another process's allocation; its address here.
+    """Maps another process's allocation and returns its address in this process.
 
     Raises:
-        DriverError: Not a handle, the owner is gone, or the devices cannot reach each other.
+        DriverError: The handle is malformed, the owner is gone, or the devices cannot reach each other.
     """
     if len(handle) != _HANDLE_BYTES:
         raise DriverError(f"a handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
@@ -95,13 +94,13 @@ def open_memory(handle: bytes, device: torch.device) -> int:
 
 
 def close_memory(pointer: int, device: torch.device) -> None:
-    """Unmap what ``open_memory`` mapped."""
+    """Unmaps an allocation that ``open_memory`` has mapped."""
     with _current(device):
         _call("cuIpcCloseMemHandle", pointer)
 
 
 class _Region:
-    """Memory by address, in the form that torch reads (``__cuda_array_interface__``, version 3)."""
+    """Memory at an address, in the form that torch reads (``__cuda_array_interface__``, version 3)."""
 
     def __init__(self, pointer: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -113,5 +112,15 @@ class _Region:
 
 
 def as_tensor(pointer: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory at ``pointer`` as a flat uint8 tensor; no copy.  The caller keeps it mapped."""
-    return torch.as_tensor(_Region(pointer, size_bytes), device=device)
+    """Views memory at ``pointer`` as a flat uint8 tensor.  The caller must keep it mapped.
+
+    Raises:
+        DriverError: The memory lies on another device.
+    """
+    # as_tensor(..., device=device) would copy memory of another device, and the copy would never change.
+    tensor = torch.as_tensor(_Region(pointer, size_bytes))
+    if tensor.device != device:
+        raise DriverError(f"the buffer lies on {tensor.device}, and the message says {device}")
+    if tensor.data_ptr() != pointer:
+        raise DriverError("torch copied the buffer instead of viewing it")
+    return tensor

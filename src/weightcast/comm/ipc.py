@@ -1,12 +1,9 @@
 """Memory that two processes of one host share: an anonymous file on the host, a CUDA IPC allocation on a GPU.
 
-The sender *exports* a buffer as a ``MemoryHandle``; the receiver *maps* it.  On the host the buffer is an
-anonymous POSIX shared-memory file (``memfd_create``): it has no name that a stranger could open or a crash
-could leave behind, and the kernel frees it with the last process that has it.  The receiver reaches it
-through ``/proc/<pid>/fd`` and checks the random token in its name.  On a GPU the buffer is exported by
-the CUDA driver, and an event says when it is filled.
-
-It knows bytes and devices, neither engines nor buckets.
+The sender *exports* a buffer as a ``MemoryHandle``; the receiver *maps* it.  On the host the buffer is an anonymous
+file (``memfd_create``): no other user can open it by name, no crash leaves it behind, and the kernel frees it with the
+last process that has it open.  The receiver opens it through ``/proc/<pid>/fd`` and checks the random token in its
+name.  On a GPU the CUDA driver exports the buffer, and an event marks when it is filled.
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ class MappingFailed(WeightcastError):
 
 
 def device_uuid(device: torch.device) -> str:
-    """``"cpu"``, or the UUID of a GPU, the same in every process whatever ``CUDA_VISIBLE_DEVICES`` says."""
+    """Returns ``"cpu"`` or the UUID of a GPU, which is the same in every process."""
     if device.type != "cuda":
         return "cpu"
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def device_of(uuid: str) -> torch.device | None:
-    """The visible device with this UUID, or None."""
+    """Returns the visible device with this UUID, or None."""
     if uuid == "cpu":
         return torch.device("cpu")
     for index in range(torch.cuda.device_count()):
@@ -49,16 +46,16 @@ def device_of(uuid: str) -> torch.device | None:
 
 
 def host_id() -> str:
-    """Boot id of this host; two processes with the same one can share memory.
+    """Returns this host's boot id; two processes with the same one can share memory.
 
-    A container shares it with its host, but may have a pid namespace of its own: then mapping fails with a clear
-    error and broadcast is the way.
+    A container has its host's boot id but may have a pid namespace of its own.  Then mapping fails with an error that
+    recommends broadcast.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
     except OSError as error:
-        raise ConfigError(f"cannot tell which host this is: {error}") from error
+        raise ConfigError(f"cannot read this host's boot id: {error}") from error
 
 
 class SharedBuffer:
@@ -71,7 +68,7 @@ class SharedBuffer:
     data: torch.Tensor
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        """Allocate.
+        """Allocates the buffer.
 
         Raises:
             ConfigError: There is not enough memory.
@@ -80,11 +77,12 @@ class SharedBuffer:
         self._file: int | None = None
         self._map: mmap.mmap | None = None
         self._event: torch.cuda.Event | None = None
+        # A new buffer may get the CUDA handle, or the pid and descriptor, of one that was freed.
+        self._token = token = secrets.token_hex(16)
         if device.type == "cuda":
             self.data = torch.empty(size_bytes, dtype=torch.uint8, device=device)
             self._handle: MemoryHandle | None = None
         else:
-            token = secrets.token_hex(16)
             self._file = os.memfd_create(_PREFIX + token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(self._file, size_bytes)
@@ -93,7 +91,7 @@ class SharedBuffer:
             except (OSError, ValueError) as error:
                 self.close()
                 raise ConfigError(
-                    f"no shared buffer of {size_bytes} bytes: {error}", hint="use a smaller bucket_bytes"
+                    f"cannot allocate a shared buffer of {size_bytes} bytes: {error}", hint="use a smaller bucket_bytes"
                 ) from error
             self.data = torch.frombuffer(self._map, dtype=torch.uint8)
             self._handle = MemoryHandle(
@@ -101,10 +99,10 @@ class SharedBuffer:
             )
 
     def handle(self) -> MemoryHandle:
-        """A handle to what the buffer holds now.
+        """Returns a handle to the current contents.
 
-        On a GPU it marks this point of the current stream: whoever waits for the handle's event sees every
-        write that was enqueued before this call.
+        On a GPU the handle's event marks this point of the current stream.  A reader that waits for it sees every write
+        that was enqueued before this call.
 
         Raises:
             ConfigError: The memory cannot be shared (PyTorch's expandable segments).
@@ -117,7 +115,7 @@ class SharedBuffer:
         return self._handle
 
     def close(self) -> None:
-        """Let go; safe to call twice.  A process that has mapped the buffer keeps its pages until it lets go too."""
+        """Releases the buffer; safe to call twice.  A process that has mapped it keeps the pages until it unmaps."""
         self.data = torch.empty(0, dtype=torch.uint8)
         self._event = None
         self._map = _unmap(self._map)
@@ -132,13 +130,14 @@ class SharedBuffer:
         except cuda_driver.DriverError as error:
             raise ConfigError(
                 f"GPU memory cannot be shared: {error}",
-                hint="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF for the trainer",
+                hint="remove expandable_segments from the trainer's PYTORCH_CUDA_ALLOC_CONF",
             ) from error
         self._event.record(torch.cuda.current_stream(self._device))
         return MemoryHandle(
             kind="cuda",
             device=device_uuid(self._device),
             size_bytes=self.data.numel(),
+            token=self._token,
             handle=handle,
             offset_bytes=offset,
             event=self._event.ipc_handle(),
@@ -155,26 +154,41 @@ class Mapping:
     data: torch.Tensor
 
     def __init__(self, handle: MemoryHandle) -> None:
-        """Map it.
+        """Maps the buffer.
 
         Raises:
-            MappingFailed: The owner is gone, another user's, on another host, or the handle is not what it says.
+            MappingFailed: The owner is gone, runs as another user or on another host, or the handle is wrong.
         """
         self._event: Any = None  # torch types an imported event as its base class
         self._map: mmap.mmap | None = None
         self._base = 0
+        self._handle = handle
+        if (handle.kind == "cuda") == (handle.device == "cpu"):
+            raise MappingFailed(f"a buffer of kind {handle.kind} cannot be on {handle.device}")
         if handle.kind == "cuda":
             self._map_cuda(handle)
         else:
             self._map_shm(handle)
 
     def wait(self) -> None:
-        """Make the current stream wait until the sender has filled the buffer; returns at once."""
+        """Makes the current stream wait until the sender has filled the buffer; returns at once.
+
+        Raises:
+            MappingFailed: The owner has released the buffer and will not fill it again.
+        """
+        if self._map is not None:
+            handle = self._handle
+            try:
+                name = os.readlink(f"/proc/{handle.pid}/fd/{handle.fd}")
+            except OSError:
+                name = ""
+            if name != _name_of(handle.token):
+                raise MappingFailed(f"process {handle.pid} has released this buffer and will not fill it again")
         if self._event is not None:
             self._event.wait(torch.cuda.current_stream(self._device))
 
     def close(self) -> None:
-        """Unmap; safe to call twice."""
+        """Unmaps the buffer; safe to call twice."""
         self.data = torch.empty(0, dtype=torch.uint8)
         self._event = None
         self._map = _unmap(self._map)
@@ -185,22 +199,24 @@ class Mapping:
     def _map_shm(self, handle: MemoryHandle) -> None:
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
-            # The token proves that this is the announced buffer and not whatever a reused pid has at that number.
-            if not handle.token or os.readlink(path) != f"/memfd:{_PREFIX}{handle.token} (deleted)":
+            # The token proves that this is the announced buffer and not a file of a process that reuses the pid.
+            if not handle.token or os.readlink(path) != _name_of(handle.token):
                 raise MappingFailed(f"process {handle.pid} has no such buffer")
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise MappingFailed(
                 f"cannot map memory of process {handle.pid}: {error.strerror}",
-                hint="trainer and engine must run on one host, as one user, in one pid namespace; else use broadcast",
+                hint="run trainer and engine on one host, as one user, in one pid namespace, or use broadcast",
             ) from error
         try:
-            # A file that could still be cut short would kill its reader (SIGBUS) in the middle of a copy.
+            # If the owner could still truncate the file, a copy from it could be killed by SIGBUS.
             if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise MappingFailed(f"buffer of process {handle.pid} is not sealed against shrinking")
+                raise MappingFailed(f"the buffer of process {handle.pid} is not sealed against shrinking")
             if os.fstat(file).st_size != handle.size_bytes:
-                raise MappingFailed(f"buffer of process {handle.pid} has not the {handle.size_bytes} bytes announced")
-            # ACCESS_COPY: private, so nothing this process does can reach the trainer's memory.
+                raise MappingFailed(
+                    f"the buffer of process {handle.pid} does not have the announced size of {handle.size_bytes} bytes"
+                )
+            # ACCESS_COPY makes the mapping private: this process cannot write to the trainer's memory.
             self._map = mmap.mmap(file, handle.size_bytes, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise MappingFailed(f"cannot map memory of process {handle.pid}: {error}") from error
@@ -214,7 +230,7 @@ class Mapping:
         if device is None:
             raise MappingFailed(
                 f"GPU {handle.device} of the trainer is not visible to this engine rank",
-                hint="do not hide it with CUDA_VISIBLE_DEVICES, or use broadcast",
+                hint="add it to the engine's CUDA_VISIBLE_DEVICES, or use broadcast",
             )
         self._device = device
         try:
@@ -230,7 +246,12 @@ class Mapping:
             raise MappingFailed(f"cannot map memory of GPU {handle.device}: {error}") from error
 
 
+def _name_of(token: str) -> str:
+    """Returns the kernel's name for the file of a buffer."""
+    return f"/memfd:{_PREFIX}{token} (deleted)"
+
+
 def _unmap(mapped: mmap.mmap | None) -> None:
     if mapped is not None:
-        with contextlib.suppress(BufferError):  # a view is alive somewhere; the mapping goes with it
+        with contextlib.suppress(BufferError):  # a view is still alive, and the mapping ends with it
             mapped.close()

@@ -1,12 +1,11 @@
-"""NCCL by itself: a group for engines that meet by a unique id, not through a store of torch's.
+"""An NCCL communicator without ``torch.distributed``, for engines whose rendezvous is an NCCL unique id.
 
-Whoever is rank 0 makes an id of 128 bytes and tells it to the others; all initialise a communicator with it at the same
-time, and the first thing that they do together is to sum one float32.  vLLM's communicator does it so; a member that
-leaves the sum out blocks all of them.
+Rank 0 makes an id of 128 bytes and the caller sends it to the others.  All initialise a communicator with it at the
+same time.  Their first collective is an all-reduce of one float32, as in vLLM's communicator; a member that leaves it
+out blocks all of them.
 
-The binding is NVIDIA's own, the package ``nccl4py`` (the extra ``weightcast[nccl]``), of which the public ``nccl.core``
-is used, and which takes the NCCL that torch has loaded already.  The communicator is a non-blocking one, so that
-meeting, too, has a deadline of ours.  Which engine is at the other end, and how it hears of the id, is not known here.
+The binding is NVIDIA's package ``nccl4py`` (the extra ``weightcast[nccl]``), which uses the NCCL that torch has loaded.
+The communicator is non-blocking, so the rendezvous has a deadline of ours too.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from weightcast.comm.group import GroupFailed
-from weightcast.comm.polling import Looks
+from weightcast.comm.update_group import GroupFailed
 from weightcast.errors import ConfigError, DeadlineExceeded
+from weightcast.runtime.backoff import Backoff
 
 if TYPE_CHECKING:
     from nccl.core import Communicator
@@ -37,48 +36,48 @@ _OLDEST = 22300  # NCCL 2.23: nccl4py initialises communicators with ncclCommIni
 
 
 def new_unique_id() -> bytes:
-    """A new id, of ``UNIQUE_ID_BYTES``; this process listens for the others from now on.
+    """Returns a new id of ``UNIQUE_ID_BYTES``.  This process listens for the others from now on.
 
     Raises:
-        ConfigError: There is no binding here, or no NCCL that it can use.
-        GroupFailed: NCCL finds no way to listen.
+        ConfigError: The binding, or an NCCL that it can use, is missing.
+        GroupFailed: NCCL cannot listen.
     """
     nccl, nccl_error = nccl_binding()
     try:
         return bytes(nccl.get_unique_id())
     except nccl_error as error:
-        raise GroupFailed(f"no NCCL id: {error}") from error
+        raise GroupFailed(f"NCCL made no unique id: {error}") from error
 
 
 class Work(Protocol):
-    """Something enqueued."""
+    """Enqueued work."""
 
     def query(self) -> bool:
-        """True when it is done."""
+        """Returns True when the work is done."""
         ...
 
 
 class Lane(Protocol):
-    """Where a group's work is enqueued.
+    """The stream of a group's work.
 
     Attributes:
-        pointer: The CUDA stream, as NCCL wants it.
+        pointer: The CUDA stream, as an address.
     """
 
     pointer: int
 
     @contextmanager
     def here(self) -> Generator[None]:
-        """With its device as the current one."""
+        """Makes the stream's device the current one."""
         ...
 
     def record(self) -> Work:
-        """A mark behind what was enqueued so far."""
+        """Marks the end of the work enqueued so far."""
         ...
 
 
 class CudaLane:
-    """A stream of our own, so that a broadcast waits for nothing that a training step has enqueued."""
+    """A separate CUDA stream, so that a broadcast waits for no work of a training step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,21 +86,21 @@ class CudaLane:
 
     @contextmanager
     def here(self) -> Generator[None]:
-        """As ``Lane.here``."""
+        """Implements ``Lane.here``."""
         with torch.cuda.device(self._device):
             yield
 
     def record(self) -> Work:
-        """As ``Lane.record``."""
+        """Implements ``Lane.record``."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
 
 class NcclGroup:
-    """One member's end; the methods are those of ``comm.group.WorldGroup``.
+    """One member's end, with the methods of ``comm.update_group.UpdateGroup``.
 
-    Thread rule: one thread at a time calls ``broadcast``; ``abort`` may come from any other.
+    One thread at a time calls ``broadcast``; any thread may call ``abort``.
     """
 
     def __init__(
@@ -116,22 +115,22 @@ class NcclGroup:
         cancelled: threading.Event | None = None,
         lane: Lane | None = None,
     ) -> None:
-        """Meet the others.  Returns when all are there and have summed one number.
+        """Meets the other members.  Returns when all are there and have summed one number.
 
         Args:
-            unique_id: From ``new_unique_id``, the same for all members.
-            name: For errors.
+            unique_id: Id from ``new_unique_id``, the same for all members.
+            name: Name of the group, for errors.
             rank: This member's rank.
-            world_size: How many members there are.
-            device: Where the tensors are.
-            timeout_s: Deadline for meeting, in seconds.
-            cancelled: Set by another thread to give the meeting up.
-            lane: Where work is enqueued; None takes a stream of its own.
+            world_size: Number of members.
+            device: Device of the tensors.
+            timeout_s: Deadline of the rendezvous, in seconds.
+            cancelled: Event by which another thread cancels the rendezvous.
+            lane: Stream of the group's work; None makes one.
 
         Raises:
             ConfigError: As ``new_unique_id``.
-            DeadlineExceeded: Somebody did not come in time.
-            GroupFailed: NCCL failed, or the meeting was cancelled.
+            DeadlineExceeded: A member did not come in time.
+            GroupFailed: NCCL failed, or the rendezvous was cancelled.
         """
         self.name = name
         self.rank = rank
@@ -139,16 +138,16 @@ class NcclGroup:
         self.device = device
         self._nccl, self._nccl_error = nccl_binding()
         self._lane = lane or CudaLane(device)
-        self._lock = threading.Lock()  # an aborted communicator is freed memory: nobody may be inside NCCL with it then
+        self._lock = threading.Lock()  # an abort frees the communicator: no other thread may be inside NCCL with it
         self._why = ""
         self._communicator: Communicator = self._nccl.Communicator()
         deadline = time.monotonic() + timeout_s
 
         def look() -> None:
             if cancelled is not None and cancelled.is_set():
-                raise GroupFailed(f"group {name}: the meeting was cancelled")
+                raise GroupFailed(f"group {name}: the rendezvous was cancelled")
 
-        what = f"all {world_size} members to meet"
+        what = f"the rendezvous of all {world_size} members"
         given = self._nccl.UniqueId.from_bytes(unique_id)
         config = self._nccl.NCCLConfig(blocking=False)
         try:
@@ -156,7 +155,7 @@ class NcclGroup:
             self._settle(deadline, timeout_s, what, look)
             one = torch.ones(1, dtype=torch.float32, device=device)
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # it is written on another stream than it is summed on
+                torch.cuda.current_stream(device).synchronize()  # NCCL reads it on another stream
             self._enter(lambda: self._communicator.allreduce(one, one, self._nccl.SUM, stream=self._lane.pointer), what)
             self._finish(deadline, timeout_s, what, look)
         except BaseException as error:
@@ -169,9 +168,9 @@ class NcclGroup:
         return not self._why
 
     def start_broadcast(self, data: torch.Tensor) -> torch.Tensor:
-        """Enter the broadcast of flat uint8 ``data`` from rank 0; returns the handle for ``finish``.
+        """Enters the broadcast of flat uint8 ``data`` from rank 0 and returns the handle for ``finish``.
 
-        What ``data`` holds must be written already: the broadcast waits for no other stream.
+        The contents of ``data`` must be written already: the broadcast waits for no other stream.
 
         Raises:
             GroupFailed: NCCL did not take it, or the group was aborted.
@@ -183,7 +182,7 @@ class NcclGroup:
     def finish(
         self, work: torch.Tensor, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None
     ) -> None:
-        """Wait for a broadcast.  After it, ``work``, which is its data, is complete on this rank.
+        """Waits for a broadcast.  After it, ``work``, which is its data, is complete on this rank.
 
         Raises:
             DeadlineExceeded: The deadline passed; the group is unusable now.
@@ -192,11 +191,11 @@ class NcclGroup:
         self._finish(time.monotonic() + timeout_s, timeout_s, what, poll)
 
     def broadcast(self, data: torch.Tensor, *, what: str, timeout_s: float) -> None:
-        """``start_broadcast`` and ``finish`` in one."""
+        """Calls ``start_broadcast`` and ``finish``."""
         self.finish(self.start_broadcast(data), what=what, timeout_s=timeout_s)
 
     def abort(self, why: str) -> None:
-        """Make every wait end now, here and at every other member.  Safe to call twice and from any thread."""
+        """Ends every wait now, here and at every other member.  Safe to call twice and from any thread."""
         with self._lock:
             if self._why:
                 return
@@ -205,15 +204,15 @@ class NcclGroup:
                 try:
                     self._communicator.abort()
                 except self._nccl_error as error:
-                    # It is given up all the same: the reason that is kept is the one that led here.
+                    # The group is aborted all the same, and ``_why`` keeps the first reason.
                     log.warning("group %s: NCCL did not abort: %s", self.name, error)
 
     def close(self) -> None:
-        """Let go of the group; safe to call twice."""
+        """Releases the group; safe to call twice."""
         self.abort("closed")
 
     def _enter(self, call: Callable[[], None], what: str) -> None:
-        """Call NCCL; what it says later is for ``_settle``."""
+        """Calls NCCL, which may continue in the background; ``_settle`` waits for that."""
         try:
             with self._lock:
                 self._check()
@@ -223,24 +222,24 @@ class NcclGroup:
             self._fail(str(error), what, error)
 
     def _settle(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:
-        """Return when a call that goes on in the background is over: the others may have to come first."""
-        looks = Looks()
+        """Waits until NCCL's last call is over, for which other members may have to come."""
+        backoff = Backoff()
         while self._in_progress(what):
-            self._look(deadline, timeout_s, what, poll)
-            looks.sleep()
+            self._check_limits(deadline, timeout_s, what, poll)
+            backoff.sleep()
 
     def _finish(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:
         self._settle(deadline, timeout_s, what, poll)
         with self._lane.here():
-            work = self._lane.record()  # only now is the kernel in the stream
-        looks = Looks()
+            work = self._lane.record()  # the kernel is in the stream only now
+        backoff = Backoff()
         while not work.query():
-            self._look(deadline, timeout_s, what, poll)
+            self._check_limits(deadline, timeout_s, what, poll)
             self._in_progress(what)
-            looks.sleep()
+            backoff.sleep()
         self._in_progress(what)
 
-    def _look(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:
+    def _check_limits(self, deadline: float, timeout_s: float, what: str, poll: Callable[[], None] | None) -> None:
         if poll is not None:
             poll()
         if time.monotonic() > deadline:
@@ -249,12 +248,12 @@ class NcclGroup:
                 who=f"group {self.name}",
                 waiting_for=what,
                 timeout_s=timeout_s,
-                hint="can every engine reach this host on NCCL's interface (NCCL_SOCKET_IFNAME), and do "
-                "NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE agree on both sides?",
+                hint="check that every engine can reach this host on NCCL's interface (NCCL_SOCKET_IFNAME), and that "
+                "NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE agree on both sides",
             )
 
     def _in_progress(self, what: str) -> bool:
-        """Whether NCCL is still at the last call; raises if it failed."""
+        """Returns whether NCCL's last call is still under way; raises if it failed."""
         try:
             with self._lock:
                 self._check()
@@ -270,8 +269,8 @@ class NcclGroup:
     def _fail(self, words: str, what: str, error: Exception | None = None) -> NoReturn:
         self.abort(words)
         raise GroupFailed(
-            f"group {self.name}: NCCL failed, waiting for {what}: {words}",
-            hint="all members need the same NCCL version; NCCL_DEBUG=WARN says more",
+            f"group {self.name}: NCCL failed while it waited for {what}: {words}",
+            hint="use the same NCCL version on all members; NCCL_DEBUG=WARN logs more",
         ) from error
 
     def _check(self) -> None:
@@ -280,29 +279,32 @@ class NcclGroup:
 
 
 def nccl_binding() -> tuple[Any, type[Exception]]:
-    """The public API of ``nccl4py``, and what it raises for a result code of NCCL's.
+    """Imports ``nccl4py``, which takes more than a second.
 
-    It takes more than a second to import, so only those who need it do.
+    Returns:
+        Its public API, and the class of its errors for NCCL's result codes.
 
     Raises:
-        ConfigError: It is not installed, or what it needs is not, or NCCL is missing or too old.
+        ConfigError: The package or a dependency is not installed, or NCCL is missing or too old.
     """
     try:
         import nccl.core
         from nccl.bindings.nccl import NCCLError, get_version
     except ImportError as error:
         raise ConfigError(
-            f"the NCCL binding nccl4py cannot be used: {error}",
-            hint="pip install 'weightcast[nccl]'; and cuda-bindings of the CUDA that torch was built for, "
-            "if torch brought none",
+            f"the NCCL binding nccl4py cannot be imported: {error}",
+            hint="pip install 'weightcast[nccl]', and cuda-bindings for torch's version of CUDA if torch has brought "
+            "none",
         ) from error
     try:
         version = get_version()
     except RuntimeError as error:  # of the package's loader
         raise ConfigError(
-            f"no NCCL library: {error}",
-            hint="a torch for CUDA brings one; or pip install nvidia-nccl-cu12 (or -cu13)",
+            f"the NCCL library was not found: {error}",
+            hint="install a torch for CUDA, which brings one, or pip install nvidia-nccl-cu12 (or -cu13)",
         ) from error
     if version < _OLDEST:
-        raise ConfigError(f"NCCL {version} is too old for nccl4py", hint="2.23 or newer, as torch 2.7 has it")
+        raise ConfigError(
+            f"NCCL {version} is too old for nccl4py", hint="install NCCL 2.23 or newer; torch 2.7 brings it"
+        )
     return nccl.core, NCCLError

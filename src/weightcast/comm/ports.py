@@ -1,4 +1,4 @@
-"""Ports for servers that cannot be told to take any free one: they are given a number and bind it much later."""
+"""Ports for servers that must be given a port number and bind it much later."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Linux's own default, and https://www.rfc-editor.org/rfc/rfc6335 section 6 for systems that do not say.
 _DEFAULT_RANGE = (32768, 60999)
-_LOWEST = 20_000  # below are well-known ports and those that Ray gives its workers
+_LOWEST = 20_000  # lower ports are well known, or Ray gives them to its workers
 _HIGHEST = 65_535
 _ENOUGH = 1_000
 _ATTEMPTS = 1_000
 
 
 def quiet_port(host: str = "127.0.0.1") -> int:
-    """A free TCP port that the system gives to no outgoing connection.
+    """Returns a free TCP port that the system gives to no outgoing connection.
 
-    A port from ``bind(0)`` is one of those that any connection of this host may be given next, and an engine binds its
-    port half a minute after it was told which.
+    The system may give a port from ``bind(0)`` to the next connection of this host, and an engine binds its port half a
+    minute after it got the number.
 
     Args:
-        host: The address of this host on which the server will listen.
+        host: Address of this host on which the server will listen.
 
     Raises:
-        OSError: The address is not this host's, or no port is free there.
+        OSError: The address does not belong to this host, or no port is free there.
     """
     candidates = _quiet()
     for _ in range(_ATTEMPTS):

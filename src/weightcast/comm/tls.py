@@ -1,16 +1,14 @@
-"""TLS from a trainer to an engine: the context, and what a failed handshake means in plain words.
-
-It knows certificates and OpenSSL's names for what is wrong with them, no engine and no HTTP.
-"""
+"""TLS from a trainer to an engine: contexts for both ends, and failed handshakes explained in plain words."""
 
 from __future__ import annotations
 
-import socket
 import ssl
 
+from weightcast.comm.http_connections import connect
 from weightcast.errors import ConfigError
+from weightcast.runtime.deadline import Deadline
 
-# OpenSSL's numbers (X509_V_ERR_...), which Python hands on and does not name.
+# OpenSSL's numbers (X509_V_ERR_...), for which Python has no names.
 _DISTRUST = (
     *("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "ALERT_UNKNOWN_CA", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN"),
     *("CERTIFICATE_EXPIRED", "UNSUPPORTED_CERTIFICATE", "UNEXPECTED_EOF"),
@@ -20,7 +18,7 @@ _NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
 
 
 def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
-    """A context that checks the other end's certificate and host name, and shows one's own where asked for it.
+    """Makes a context that checks the server's certificate and host name and shows a client certificate if asked.
 
     Raises:
         ConfigError: A file cannot be read, holds no certificate, or key and certificate do not belong together.
@@ -28,7 +26,7 @@ def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str 
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:
-        raise ConfigError(f"CA file {ca_file}: {_why(error)}", hint="it has to hold certificates in PEM") from error
+        raise ConfigError(f"CA file {ca_file}: {_why(error)}", hint="use a file of certificates in PEM") from error
     if cert_file is not None:
         try:
             context.load_cert_chain(cert_file, key_file, password=_no_password)
@@ -41,7 +39,7 @@ def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str 
 
 
 def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str | None) -> ssl.SSLContext:
-    """A context that shows a certificate and, given an authority, asks every client for one that it vouches for.
+    """Makes a context that shows a certificate and, with a client CA, requires a certificate of every client.
 
     Raises:
         ConfigError: As ``client_context``.
@@ -60,18 +58,18 @@ def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str 
             context.load_verify_locations(client_ca_file)
         except OSError as error:
             raise ConfigError(
-                f"client CA {client_ca_file}: {_why(error)}", hint="it has to hold certificates in PEM"
+                f"client CA {client_ca_file}: {_why(error)}", hint="use a file of certificates in PEM"
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def tls_trouble(error: BaseException, *, has_certificate: bool) -> tuple[str, str] | None:
-    """What was wrong with TLS, and what to do about it; None if the error is about something else.
+    """Explains a TLS error: the words and a hint, or None if the error is about something else.
 
     Args:
-        error: What the client raised.
-        has_certificate: Whether it had a certificate of its own to show.
+        error: Exception that the client raised.
+        has_certificate: Whether the client had a certificate to show.
     """
     found = _ssl_error(error)
     if found is None:
@@ -87,25 +85,26 @@ def tls_trouble(error: BaseException, *, has_certificate: bool) -> tuple[str, st
 
 
 def client_distrusted(*, has_certificate: bool) -> tuple[str, str]:
-    """The other end wants another client certificate, or any: in words, and what to do."""
+    """Explains that the server accepts no client without a certificate, or not this one: the words and a hint."""
     if not has_certificate:
         return "it asks for a client certificate", "pass cert_file and key_file, or --cert-file and --key-file"
     return (
         "it does not accept the client certificate",
-        "it has to be of the authority that the engine was started with (--tls-client-ca), and not expired",
+        "use one that has not expired, of the authority that the engine was started with (--tls-client-ca)",
     )
 
 
-def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext, *, timeout_s: float = 2.0) -> bool:
-    """Does the other end close a connection on which nothing was asked yet?
+def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext, *, deadline: Deadline) -> bool:
+    """Returns True if the server closes a connection before any request.
 
-    From TLS 1.3 on a client hears only after the handshake that its certificate will not do, and Python's servers hang
-    up without saying so.  A server that accepts the client waits for a request instead.
+    From TLS 1.3 on a client learns only after the handshake that its certificate is refused, and Python's servers hang
+    up without an alert.  A server that accepts the client waits for a request instead.
     """
     try:
-        with socket.create_connection((host, port), timeout=timeout_s) as plain:
-            plain.settimeout(timeout_s)
+        with connect(host, port, deadline) as plain:
+            plain.settimeout(max(deadline.left_s(), 0.01))
             with context.wrap_socket(plain, server_hostname=host) as connection:
+                connection.settimeout(max(deadline.left_s(), 0.01))
                 return not connection.recv(1)
     except (TimeoutError, ConnectionRefusedError):
         return False
@@ -118,9 +117,9 @@ def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext, *, t
 def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
     match error.verify_code:
         case code if code == _EXPIRED:
-            return "its certificate has expired", "renew it (--tls-cert of the engine); is this machine's clock right?"
+            return "its certificate has expired", "renew it (--tls-cert of the engine) and check this machine's clock"
         case code if code == _NOT_YET_VALID:
-            return "its certificate is not valid yet", "are the clocks of both machines right?"
+            return "its certificate is not valid yet", "check the clocks of both machines"
         case code if code in (_WRONG_NAME, _WRONG_ADDRESS):
             return (
                 f"its certificate is for another host: {error.verify_message}",
@@ -146,5 +145,5 @@ def _why(error: OSError | ValueError) -> str:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal, which nobody may be there to answer."""
+    """Answers OpenSSL, which would otherwise ask for the password on the terminal."""
     return ""

@@ -1,1 +1,1 @@
-"""What a trainer has, as named, unsharded tensors: a module, plain or sharded, or a checkpoint posing as one."""
+"""Exporters turn a trainer's model, plain or sharded, or a checkpoint on disk into named, unsharded tensors."""

@@ -1,18 +1,20 @@
-"""An exporter as a stream of filled buckets.
+"""Turns an exporter into a stream of filled buckets.
 
-Knows the order of work and nothing else: who gathers is the exporter's affair, who sends is the caller's.
+The exporter gathers and the caller sends; this module only keeps the order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
-from weightcast.protocols import Exporter
+from weightcast.protocols import Exporter, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
@@ -23,20 +25,22 @@ def bucketize(
     group: TrainerGroup,
     slots: Sequence[torch.Tensor] | None,
     lent: Sequence[Mapping[str, torch.Tensor]] = (),
+    sources: SourceSums | None = None,
 ) -> Iterator[Bucket | None]:
-    """Fill bucket after bucket, in turn into the given buffers.  Collective: every rank takes as many steps.
+    """Fills one bucket after another, using the given buffers in turn.  Collective: every rank takes as many steps.
 
-    With n buffers, bucket k must be done with before bucket k + n is asked for.
+    With n buffers, the caller must have finished with bucket k before it asks for bucket k + n.
 
     Args:
-        exporter: Whose tensors.
-        layouts: What goes where; the same on every rank.
+        exporter: The exporter of the tensors.
+        layouts: Layouts of the buckets, the same on every rank.
         group: The trainer ranks.
         slots: Flat uint8 buffers on the exporter's device, on ranks of ``group.receivers``; None elsewhere.
-        lent: ``Bucket.lent`` of each bucket, in order; empty if all is to be in the buffers.
+        lent: Zero-copy tensors of each bucket (``Bucket.lent``), in order; empty if every tensor is to be copied.
+        sources: Takes the sums of this rank's shards, if the exporter is ``Summing``; None for no sums.
 
     Yields:
-        The filled bucket; None on a rank without buffers, when its part of the bucket is given.
+        The filled bucket.  None on a rank without buffers, once it has sent its part of the bucket.
 
     Raises:
         ConfigError: A buffer is too small; nothing has moved.
@@ -49,5 +53,8 @@ def bucketize(
     for number, layout in enumerate(layouts):
         stays = lent[number] if lent else {}
         bucket = Bucket(layout, slots[number % len(slots)], lent=stays) if slots is not None else None
-        sums = exporter.fill(bucket, layout, group)
+        if sources is not None and isinstance(exporter, Summing):
+            sums = cast(Summing, exporter).fill(bucket, layout, group, sources)
+        else:
+            sums = exporter.fill(bucket, layout, group)
         yield replace(bucket, sums=sums) if bucket is not None else None

@@ -1,4 +1,4 @@
-"""Which dtype a tensor travels in."""
+"""Chooses the dtype that a tensor travels in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from weightcast.errors import ConfigError
 
 
 def check_wire_dtype(wanted: torch.dtype | None) -> None:
-    """Refuse a dtype that values cannot simply be cast to.
+    """Refuses a dtype that a plain cast cannot produce.
 
     Raises:
-        ConfigError: It is no dtype, or not a floating-point one of 16 bits or more; narrower ones need scales.
+        ConfigError: The value is no dtype, or not a floating-point one of 16 bits or more; narrower ones need scales.
     """
     if wanted is not None and not isinstance(wanted, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"wire_dtype={wanted!r} is no dtype of torch", hint="use torch.bfloat16, say")
+        raise ConfigError(f"wire_dtype={wanted!r} is no dtype of torch", hint="use torch.bfloat16, for example")
     if wanted is not None and (not wanted.is_floating_point or wanted.itemsize < 2):
         raise ConfigError(
             f"weights cannot simply be cast to {wanted}", hint="use torch.bfloat16, float16, float32 or float64"
@@ -22,5 +22,5 @@ def check_wire_dtype(wanted: torch.dtype | None) -> None:
 
 
 def wire_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor travels in: floats of 16 bits or more as wanted, everything else as it is."""
+    """The dtype that a tensor travels in: ``wanted`` for floats of 16 bits or more, ``own`` for everything else."""
     return wanted if wanted is not None and own.is_floating_point and own.itemsize >= 2 else own

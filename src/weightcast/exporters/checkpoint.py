@@ -1,12 +1,12 @@
-"""A safetensors checkpoint posing as a trainer: one file, or a Hugging Face folder with one file or an index.
+"""Exports a safetensors checkpoint: one file, or a Hugging Face folder with one file or an index.
 
-Reads the disk bucket by bucket and holds no tensor.  Does not know who wants the weights.
+The exporter reads the disk bucket by bucket and holds no tensor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,14 +14,17 @@ from typing import Any
 import msgspec
 import torch
 
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.bucket_sums import sums_of_slots
+from weightcast.digest.definition import RepeatedSums
+from weightcast.digest.source_sums import Folded, Ledger, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
 from weightcast.exporters.safetensors_file import Entry, SafetensorsFile, Staging, unique
 from weightcast.protocols import Shard
+from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import Box
 from weightcast.wire.layout import NAMES, BucketLayout, TensorSpec
 
 SINGLE_NAME = "model.safetensors"
@@ -36,18 +39,18 @@ class _Index(msgspec.Struct, frozen=True):
 class CheckpointExporter:
     """The tensors of a checkpoint, in the order in which they lie on disk (files by name).
 
-    A checkpoint whose ``config.json`` ties the embeddings may still have an ``lm_head.weight``.  Engines take the
-    embedding and ignore it, so it is left out, whatever its values; ``skipped`` names it.  So are tensors of a sharded
-    checkpoint's files that its index does not list.
+    A checkpoint whose ``config.json`` ties the embeddings may still have an ``lm_head.weight``.  Engines use the
+    embedding instead, so the exporter leaves it out, whatever its values.  It also leaves out tensors that the index of
+    a sharded checkpoint does not list.
 
     Args:
-        path: A ``.safetensors`` file, or a folder with ``model.safetensors`` (which wins) or
+        path: A ``.safetensors`` file, or a folder with ``model.safetensors`` (preferred) or
             ``model.safetensors.index.json``.
         wire_dtype: Floating-point tensors of 16 bits or more travel in this dtype; None keeps each tensor's own.
-        device: Where buckets for these weights should be.
+        device: Device for the buckets of these weights.
 
     Attributes:
-        skipped: Names of tensors that are on disk and are not sent, in order.
+        skipped: Names of tensors on disk that are left out, in order.
 
     Raises:
         ConfigError: There is no whole and valid checkpoint at this path; the message says what is wrong.
@@ -64,6 +67,7 @@ class CheckpointExporter:
         self.path = Path(path)
         self._device = device or torch.device("cpu")
         self._staging = Staging(self._device)
+        self._sums = RepeatedSums()
         self._files: list[SafetensorsFile] = []
         try:
             self._entries, skipped = self._open()
@@ -92,21 +96,21 @@ class CheckpointExporter:
         self.close()
 
     def close(self) -> None:
-        """Close the files.  Safe to call twice."""
+        """Closes the files.  Safe to call twice."""
         for file in self._files:
             file.close()
 
     @property
     def device(self) -> torch.device:
-        """Where buckets for these weights should be."""
+        """Device for the buckets of these weights."""
         return self._device
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor, in the order of the disk."""
+        """Every tensor, in the order in which they lie on disk."""
         return self._specs
 
     def shards(self) -> Iterator[Shard]:
-        """Every tensor, whole, in host memory, its dtype that of the disk.  Read when it is asked for, one by one."""
+        """Every tensor, whole, in host memory and in the dtype of the file; each is read when it is asked for."""
         for spec in self._specs:
             file, entry = self._entries[spec.name]
             tensor = torch.empty(entry.shape, dtype=entry.dtype)
@@ -114,18 +118,21 @@ class CheckpointExporter:
             yield Shard(spec=spec, box=Box(offset=(0,) * len(entry.shape), shape=entry.shape), tensor=tensor)
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Nothing to find out: every rank reads the same files."""
+        """Does nothing: every rank reads the same files."""
 
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
-        """Read the layout's tensors into the bucket.  No communication: every receiver reads its own disk.
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        """Reads the layout's tensors into the bucket.  No communication: every receiver reads its own disk.
 
         Args:
-            bucket: Where to; None on a rank that has nothing to do.
-            layout: Which tensors, or rows of them.
+            bucket: This rank's bucket; None on a rank that has nothing to do.
+            layout: Tensors, or rows of them, in the bucket.
             group: Not used.
+            sources: The same as for ``Summing.fill``.  A receiver sums in its bucket the bytes that it has read.
 
         Raises:
-            ConfigError: The layout is not of this checkpoint.
+            ConfigError: The layout has a tensor that this checkpoint does not have.
             WeightcastError: The files have changed since they were opened, or the disk failed.
         """
         if bucket is None:
@@ -133,11 +140,34 @@ class CheckpointExporter:
         for slot, view in bucket.views():
             found = self._entries.get(slot.spec.name)
             if found is None or found[1].shape != slot.spec.shape:
-                raise ConfigError(f"bucket {layout.index} carries {slot.spec.name}, which {self.path} does not have so")
+                has = "does not have it" if found is None else f"has it as {list(found[1].shape)}"
+                raise ConfigError(
+                    f"bucket {layout.index} carries {slot.spec.name} {list(slot.spec.shape)}, and {self.path} {has}"
+                )
             file, entry = found
             row_bytes = entry.size_bytes // slot.spec.num_rows if slot.spec.num_rows else 0
             file.read(entry, slot.first_row * row_bytes, view.view(-1), self._staging)
         self._staging.wait()
+        if sources is not None:
+            count = len(layout.slots)
+            sources.reserve(count).add(range(count), sums_of_slots(bucket, self._sums))
+
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Implements ``Summing.source_counts``."""
+        return [len(layout.slots) if rank in group.receivers else 0 for rank in range(group.world_size)]
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``Summing.fold``; names receivers whose disks differ."""
+        ledger = Ledger(len(layout.slots))
+        for number, slot in enumerate(layout.slots):
+            read = ledger.group(slot.spec.name, number)
+            for rank in group.receivers:
+                ledger.expect(rank, read)
+        return ledger.fold(answers)
+
+    def unsummed(self) -> Collection[str]:
+        """Implements ``Summing.unsummed``."""
+        return ()
 
     def _open(self) -> tuple[dict[str, tuple[SafetensorsFile, Entry]], list[str]]:
         path = self.path
@@ -146,7 +176,7 @@ class CheckpointExporter:
                 return self._open_indexed(path / INDEX_NAME)
             path = _only_file(path)
         elif not path.exists():
-            raise ConfigError(f"{path} does not exist", hint="give a .safetensors file or a folder that has one")
+            raise ConfigError(f"{path} does not exist", hint="pass a .safetensors file or a folder that has one")
         elif path.name.endswith(".index.json"):
             return self._open_indexed(path)
         file = SafetensorsFile(path)
@@ -159,7 +189,7 @@ class CheckpointExporter:
         skipped: list[str] = []
         for file_name in sorted(set(weight_map.values())):
             if Path(file_name).name != file_name or not (path.parent / file_name).exists():
-                raise ConfigError(f"{path} names the file {file_name!r}, which is not beside it")
+                raise ConfigError(f"{path} lists the file {file_name!r}, which is not beside it")
             file = SafetensorsFile(path.parent / file_name)
             self._files.append(file)
             for name, entry in file.entries.items():
@@ -170,7 +200,7 @@ class CheckpointExporter:
         missing = sorted(set(weight_map) - set(entries))
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ConfigError(f"{path} puts {missing[0]}{more} into {weight_map[missing[0]]}, which does not have it")
+            raise ConfigError(f"{path} lists {missing[0]}{more} in {weight_map[missing[0]]}, which does not have it")
         return entries, skipped
 
 
@@ -203,7 +233,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _tied_head(path: Path, entries: dict[str, tuple[SafetensorsFile, Entry]]) -> str | None:
-    """The name of an output projection that the model's configuration ties to the embedding, if it is there."""
+    """Name of an output projection on disk that the configuration ties to the embedding; None if there is none."""
     config_path = (path if path.is_dir() else path.parent) / "config.json"
     head = next((name for name in entries if name == "lm_head.weight" or name.endswith(".lm_head.weight")), None)
     if head is None or not config_path.exists():

@@ -1,8 +1,9 @@
-"""Which families of models are known, and their tables.
+"""Tables of names and layouts for models outside transformers: modules that trainers write or fuse, and remote code.
 
-A line says what a trainer may have: what transformers keeps in its modules, stacked experts included, and the fused
-projections that trainers make of them.  Names that a checkpoint has already pass through, so one table serves modules
-that are fused and modules that are not.  Each table is tested against what transformers itself writes.
+Models of transformers need no table: ``checkpoint_layout.py`` takes their names from the library, and falls back to a
+table only if that fails.  A rule describes stacked experts or fused projections that a trainer may have.  Names that a
+checkpoint already has pass through, so one table serves fused and unfused modules.  Each table is tested against
+the checkpoint that transformers writes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weightcast.exporters.mapping import Family, Rule
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
-    """Heads, key-value heads, width of a head."""
+    """Number of heads, number of key-value heads, width of a head."""
     heads = int(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(width)
@@ -29,23 +30,23 @@ def qkv_rows(config: Any) -> tuple[int, int, int]:
 
 
 def qkv_rows_of_a_group(config: Any) -> tuple[int, int, int]:
-    """Rows of the queries that share a key-value head, of its keys and of its values: Megatron's order."""
+    """Rows of the queries that share one key-value head, of its keys and of its values, in Megatron's order."""
     heads, kv_heads, width = _heads(config)
     return heads // kv_heads * width, width, width
 
 
 def kv_heads(config: Any) -> int:
-    """Groups of ``qkv_rows_of_a_group``."""
+    """Number of groups for ``qkv_rows_of_a_group``."""
     return _heads(config)[1]
 
 
 def _takes_hidden_first(shape: tuple[int, ...], config: Any) -> bool:
-    """True for [experts, hidden, 2 x width], as checkpoints have it and transformers 4; False for the other way."""
+    """True for [experts, hidden, 2 x width], the layout of checkpoints and transformers 4; False if transposed."""
     return _lies_at(1, shape, config)
 
 
 def _gives_hidden_last(shape: tuple[int, ...], config: Any) -> bool:
-    """True for [experts, width, hidden], as checkpoints have it and transformers 4; False for the other way."""
+    """True for [experts, width, hidden], the layout of checkpoints and transformers 4; False if transposed."""
     return _lies_at(2, shape, config)
 
 
@@ -53,8 +54,8 @@ def _lies_at(dim: int, shape: tuple[int, ...], config: Any) -> bool:
     hidden = config.hidden_size
     if len(shape) != 3 or (shape[1] == hidden) == (shape[2] == hidden):
         raise ConfigError(
-            f"stacked experts {list(shape)} of a model of width {hidden}: nobody can tell which way they lie",
-            hint="pass a weightcast.exporters.mapping.Family whose rules say so",
+            f"stacked experts {list(shape)} of a model of width {hidden} may be transposed or not",
+            hint="pass a weightcast.exporters.mapping.Family whose rules say which",
         )
     return shape[dim] == hidden
 
@@ -64,6 +65,8 @@ _DENSE = (
     Rule(match=r"(.*\.)self_attn\.qkv_proj\.(weight|bias)", names=_QKV, sizes=qkv_rows),
     Rule(match=r"(.*\.)gate_up_proj\.(weight|bias)", names=(r"\1gate_proj.\2", r"\1up_proj.\2")),
 )
+# transformers' own models of these families have no such names.
+_FUSED = r".*\.(self_attn\.qkv_proj|gate_up_proj)\.(weight|bias)"
 _EXPERTS = (
     Rule(
         match=r"(.*\.experts)\.gate_up_proj",
@@ -92,7 +95,7 @@ _VISION_APART = (
     Rule(match=r"model\.visual\.(.*)", names=(r"visual.\1",)),
     Rule(match=r"model\.language_model\.(.*)", names=(r"model.\1",)),
 )
-# [experts, hidden, 2 x width] and [experts, width, hidden]: the checkpoint's experts are fused and lie the other way.
+# The checkpoint's experts are fused and transposed: [experts, hidden, 2 x width] and [experts, width, hidden].
 _FUSED_TRANSPOSED = (
     Rule(match=r"(.*\.experts\.gate_up_proj)", names=(r"\1",), transposed=True, unless=_takes_hidden_first),
     Rule(
@@ -118,39 +121,51 @@ _FUSED_TRANSPOSED = (
     Rule(match=r"(.*\.experts)\.(\d+)\.down_proj\.weight", names=(r"\1.down_proj",), stack=2, transposed=True),
 )
 
+_BIAS = r".*\.e_score_correction_bias"
+KEEPS_DTYPE = re.compile(_BIAS)  # in every family
+
 FAMILIES = (
     Family(
         name="llama",
         model_types=frozenset({"llama", "mistral", "qwen2", "qwen3"}),
         rules=_DENSE,
+        fused=_FUSED,
     ),
     Family(
         name="qwen-moe",
         model_types=frozenset({"qwen2_moe", "qwen3_moe"}),
         rules=(*_EXPERTS, *_DENSE),
+        fused=_FUSED,
     ),
-    Family(name="mixtral", model_types=frozenset({"mixtral"}), rules=(*_MIXTRAL, *_DENSE)),
+    Family(name="mixtral", model_types=frozenset({"mixtral"}), rules=(*_MIXTRAL, *_DENSE), fused=_FUSED),
     Family(
         name="glm4-moe",
         model_types=frozenset({"glm4_moe"}),
         rules=(*_EXPERTS, *_DENSE),
-        keeps_dtype=r".*\.e_score_correction_bias",
+        keeps_dtype=_BIAS,
+        fused=_FUSED,
     ),
     Family(
         name="deepseek-v3",
         model_types=frozenset({"deepseek_v3"}),
         rules=(*_EXPERTS, *_DENSE),
-        keeps_dtype=r".*\.e_score_correction_bias",
+        keeps_dtype=_BIAS,
+        fused=_FUSED,
     ),
     Family(
         name="qwen2-vl",
         model_types=frozenset({"qwen2_vl", "qwen2_5_vl"}),
         rules=_VISION_APART,
     ),
-    Family(name="qwen3-vl", model_types=frozenset({"qwen3_vl"})),
-    Family(name="qwen3-vl-moe", model_types=frozenset({"qwen3_vl_moe"}), rules=_FUSED_TRANSPOSED),
-    # Fused in the checkpoint as in the module: nothing to do.
-    Family(name="fused-in-checkpoint", model_types=frozenset({"gpt_oss", "phi3"})),
+    Family(
+        name="qwen3-vl-moe",
+        model_types=frozenset({"qwen3_vl_moe"}),
+        rules=_FUSED_TRANSPOSED,
+        # transformers transposes the experts when it loads them, and does not transpose them back when it saves.
+        published=_FUSED_TRANSPOSED[:2],
+    ),
+    # Fused in the checkpoint as in the module.
+    Family(name="fused-in-checkpoint", model_types=frozenset({"gpt_oss"})),
 )
 PLAIN = Family(name="plain", model_types=frozenset())
 
@@ -158,42 +173,46 @@ _STACKED = re.compile(r".*experts\.[^.]+(\.weight)?")
 
 
 def family_named(name: str) -> Family:
-    """A table by its name, or by the ``model_type`` of a model that it is for.
+    """Finds a table by its name, or by the ``model_type`` of its models.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such table.
     """
     for family in (*FAMILIES, PLAIN):
         if name == family.name or name in family.model_types:
             return family
     known = sorted(set[str]().union(*(family.model_types for family in FAMILIES)))
     raise ConfigError(
-        f"family={name!r} is not known", hint=f"choose one of plain, {', '.join(known)}, or give a Family"
+        f"family={name!r} is not known", hint=f"choose one of plain, {', '.join(known)}, or pass a Family"
     )
 
 
+def table_for(config: Any) -> Family | None:
+    """The table for a model's configuration; None if no table lists its ``model_type``."""
+    model_type = getattr(config, "model_type", None)
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
 def family_of(config: Any, stored: Iterable[tuple[str, tuple[int, ...]]]) -> Family:
-    """The table for a model's configuration; names as they are if the model has none or is of another family.
+    """The table for a model's configuration; ``PLAIN`` if it has no ``model_type`` or an unknown one.
 
     Args:
-        config: With ``model_type``; anything else counts as no configuration.
+        config: The model's configuration, or anything without ``model_type``.
         stored: Name and shape of the trainer's tensors.
 
     Raises:
-        ConfigError: The family is unknown and the model stacks its experts, so names as they are would be wrong or
-            right, and nobody here knows which.
+        ConfigError: The family is unknown and the model stacks its experts, which a checkpoint may have one by one.
     """
     model_type = getattr(config, "model_type", None)
     if not isinstance(model_type, str) or not model_type:
         return PLAIN
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
+    table = table_for(config)
+    if table is not None:
+        return table
     stacked = next((name for name, shape in stored if len(shape) == 3 and _STACKED.fullmatch(name)), None)
     if stacked is not None:
         raise ConfigError(
-            f"{stacked} holds several experts, and for models of type {model_type!r} nobody has said what "
-            "a checkpoint calls them",
+            f"{stacked} holds several experts, and weightcast has no table of names for models of type {model_type!r}",
             hint='pass family="plain" to send names as they are, the name of a family that has the same layout, or a '
             "weightcast.exporters.mapping.Family of your own",
         )

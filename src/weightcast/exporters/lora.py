@@ -1,47 +1,52 @@
-"""LoRA: adapters merged into the weights on the way, or sent as what they are.
+"""Exports LoRA adapters: merged into the weights on the way, or by themselves.
 
-Reads the modules that PEFT makes without importing PEFT: a module that has ``base_layer``, ``lora_A`` and ``lora_B``.
-The trainer's own weights are not changed, not even for a moment, so the next step trains what it trained before.
-What cannot be merged by W + scale * B A is refused by name.
+The exporters read PEFT's modules without importing PEFT: a module that has ``base_layer``, ``lora_A`` and ``lora_B``.
+They never change the trainer's own weights.  Adapters that are not W + scale * B A are refused by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.bucket_sums import sums_of_slots
+from weightcast.digest.definition import RepeatedSums
+from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
-from weightcast.exporters.gather import Gatherer, Held, Stored, slices
+from weightcast.exporters.gather import Gatherer
+from weightcast.exporters.held_parts import Held, InMemory, slices
+from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
-from weightcast.exporters.placed import PlacedTensors
 from weightcast.exporters.segments import Segment
 from weightcast.protocols import Shard
+from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.digest import Box
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, dtype_name, plan_buckets
 
-# Elements that are computed at once: 4 MiB of float32.
+# Elements of one chunk of computed values: 4 MiB of float32.
 CHUNK_ELEMENTS = 1 << 20
 
 _ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
+# Parts that this module merges, and the part that is named as the module it replaces.
+_UNDERSTOOD = _ADAPTER_PARTS | {"modules_to_save"}
 _PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """What is added to a weight: scale * B A.
+    """One adapter of a weight, which adds scale * B A to it.
 
     Attributes:
         a: Number of A among the adapters' tensors, (rank, inputs).
         b: Number of B, (outputs, rank).
-        scale: Factor.
-        turned: The weight is (inputs, outputs).
+        scale: The factor.
+        turned: The weight is transposed: (inputs, outputs).
     """
 
     a: int
@@ -51,7 +56,7 @@ class _Delta:
 
 
 def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
-    """Names of a module's tensors without those of adapters, for ``PlacedTensors``."""
+    """Name of a module's tensor, for ``PlacedTensors``; None for a tensor of an adapter."""
     if _adapter_part(prefix) is not None or attribute in _ADAPTER_PARTS or ".original_module." in f".{prefix}.":
         return None
     return f"{prefix}.{attribute}" if prefix else attribute
@@ -61,14 +66,35 @@ def _adapter_part(prefix: str) -> str | None:
     return next((part for part in prefix.split(".") if part in _ADAPTER_PARTS), None)
 
 
-class Merger:
-    """Adds adapters to the weights that they adapt, where the weights are, before these are sent.
+def check_adapters(model: nn.Module) -> None:
+    """Refuses a model with PEFT adapters other than LoRA, because a checkpoint has no place for their tensors.
 
-    For each bucket the adapters that it needs are gathered to every rank first: they are small.
+    Raises:
+        ConfigError: A module has such an adapter; the text names the module, its class and the adapter's tensors.
+    """
+    for path, module in model.named_modules():
+        parts: Any = getattr(module, "adapter_layer_names", None)  # every adapter layer of PEFT has it
+        unknown = [part for part in parts if part not in _UNDERSTOOD] if isinstance(parts, tuple) else []
+        if hasattr(module, "peft_config") and isinstance(getattr(module, "prompt_encoder", None), nn.Module):
+            unknown.append("prompt_encoder")
+        if unknown:
+            raise ConfigError(
+                f"{path or 'the model'} has an adapter that cannot be merged on the way: PEFT's "
+                f"{type(module).__name__} with {', '.join(unknown)}. Engines have no name for these tensors, and the "
+                "weight without them is not what was trained. Nothing has been sent",
+                hint="export a merged copy, copy.deepcopy(model).merge_and_unload(), or save it and pass "
+                "CheckpointExporter(folder); weightcast merges LoRA itself",
+            )
+
+
+class Merger:
+    """Adds adapters to the weights that are sent, on the ranks that hold the weights.
+
+    Before each bucket, every rank gathers the adapters that the bucket needs, which are small.
 
     Args:
-        model: With adapters or without; ``bool(merger)`` says which.
-        weights: Its weights, without the adapters.
+        model: The model.  ``bool(merger)`` is False if it has no adapters.
+        weights: The model's weights, without the adapters.
 
     Raises:
         ConfigError: A module has an adapter that is not W + scale * B A.
@@ -91,7 +117,7 @@ class Merger:
         for name, module, adapter, scale in adapted:
             base = bases.get((id(_innermost(module)), "weight"))
             if base is None:
-                raise ConfigError(f"{name} adapts a weight that is tied to another: not to be merged on the way")
+                raise ConfigError(f"{name} adapts a weight that is tied to another, so it cannot be merged on the way")
             a, b = (numbers[id(getattr(module, part)[adapter]), "weight"] for part in ("lora_A", "lora_B"))
             turned = bool(getattr(module, "fan_in_fan_out", False))
             self._check(base, a, b, turned)
@@ -107,60 +133,107 @@ class Merger:
         return bool(self._deltas)
 
     def extra_bytes(self, sources: Sequence[int]) -> int:
-        """Memory for the adapters of these weights, in bytes."""
+        """Size of the adapters of these weights, in bytes."""
         return sum(spec.size_bytes for spec in self._needed(sources))
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Find out which rank holds what of the adapters.  Collective."""
+        """Exchanges which rank holds which part of the adapters.  Collective."""
         if self:
             with self._tensors.looking():
                 self._gatherer.prepare(group)
 
-    def begin(self, layout: BucketLayout, sources: Sequence[int], group: TrainerGroup) -> None:
-        """Gather the adapters of some weights to every rank.  Collective; ``end`` lets go of them.
+    def begin(
+        self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        """Gathers the adapters of a bucket's weights to every rank.  Collective; ``end`` frees them.
 
         Args:
-            layout: Of the bucket that is filled next; the steps are remembered under its index.
-            sources: Numbers of the weights in it, the same on every rank.
+            layout: Layout of the bucket that is filled next; the plan is cached under its index.
+            numbers: Numbers of the weights in it, the same on every rank.
             group: The trainer ranks.
+            sources: Takes the sums of the adapters, both in place and as gathered; None for no sums.
         """
-        needed = self._needed(sources)
-        if not needed:
+        adapters = self._adapters(layout, numbers)
+        if adapters is None:
             return
-        size_bytes = sum(spec.size_bytes + 64 for spec in needed)
-        [adapters] = plan_buckets(needed, bucket_bytes=size_bytes, packing=Packing(alignment_bytes=16))
-        adapters = BucketLayout(index=layout.index, slots=adapters.slots, size_bytes=adapters.size_bytes)
-        bucket = Bucket(adapters, torch.empty(size_bytes, dtype=torch.uint8, device=group.device))
+        bucket = Bucket(adapters, torch.empty(adapters.size_bytes, dtype=torch.uint8, device=group.device))
         with self._tensors.looking():
-            self._gatherer.fill(bucket, adapters, group, tuple(range(group.world_size)))
-        numbers = {spec.name: number for number, spec in enumerate(self._specs)}
-        self._whole = {numbers[slot.spec.name]: view for slot, view in bucket.views()}
+            self._gatherer.fill(bucket, adapters, group, tuple(range(group.world_size)), sources)
+        if sources is not None:
+            count = len(adapters.slots)
+            sources.reserve(count).add(range(count), sums_of_slots(bucket, RepeatedSums()))
+        number_of = {spec.name: number for number, spec in enumerate(self._specs)}
+        self._whole = {number_of[slot.spec.name]: view for slot, view in bucket.views()}
 
     def end(self) -> None:
-        """Let go of what was gathered."""
+        """Frees the gathered adapters."""
         self._whole = {}
 
+    def source_counts(self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup) -> list[int]:
+        """Number of sums that each rank takes in ``begin``, in order of rank."""
+        adapters = self._adapters(layout, numbers)
+        if adapters is None:
+            return [0] * group.world_size
+        everybody = tuple(range(group.world_size))
+        counts = self._gatherer.source_counts(adapters, group, everybody)
+        return [count + len(adapters.slots) for count in counts]
+
+    def mismatches(
+        self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup, answers: Sequence[torch.Tensor]
+    ) -> tuple[Mismatch, ...]:
+        """Adapters whose replicas differ, or that a rank received with other values than their holders have.
+
+        Args:
+            layout: Layout of the bucket.
+            numbers: The same as for ``begin``.
+            group: The trainer ranks.
+            answers: The sums of each rank in order, as many as ``source_counts`` says.
+        """
+        adapters = self._adapters(layout, numbers)
+        if adapters is None:
+            return ()
+        count, everybody = len(adapters.slots), tuple(range(group.world_size))
+        folded = self._gatherer.fold(adapters, group, [answer[:-count] for answer in answers], everybody)
+        names = [self._tensors.places[int(slot.spec.name.partition(":")[0])].name for slot in adapters.slots]
+        by_slot = dict(zip((slot.spec.name for slot in adapters.slots), names, strict=True))
+        found = [replace(mismatch, name=by_slot[mismatch.name]) for mismatch in folded.mismatches]
+        if not found:  # where replicas differ, the gathered values differ too
+            for number, name in enumerate(names):
+                wrong = [rank for rank, answer in enumerate(answers) if answer[number - count] != folded.sums[number]]
+                if wrong:
+                    found.append(Mismatch(name, (tuple(wrong),), gathered=True))
+        return tuple(found)
+
     def held(self, source: int, segment: Segment, box: Box, part: tuple[Box, torch.Tensor]) -> Held:
-        """A part of a travelling tensor, with what is added to it if anything is.
+        """A part of a travelling tensor, with its adapters merged if it has any.
 
         Args:
             source: Number of the weight.
-            segment: How it travels.
-            box: Where the part lies in the travelling tensor.
-            part: What this rank holds of the weight.
+            segment: The weight's segment of the travelling tensor.
+            box: Place of the part in the travelling tensor.
+            part: This rank's part of the weight, with its place.
         """
         if source not in self._deltas:
             view = segment.view(part[1][slices(segment.source_box(box), part[0].offset)])
-            return Stored(box, view, source)
+            return InMemory(box, view, source)
         return _Merged(box, segment, part, self._deltas[source], self)
 
     def delta(self, delta: _Delta, box: Box) -> torch.Tensor:
-        """A box of scale * B A, float32."""
+        """Computes a box of scale * B A, in float32."""
         a, b = self._whole[delta.a].float(), self._whole[delta.b].float()
         rows, columns = (slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
         if delta.turned:
             return (b[columns] @ a[:, rows]).t().mul_(delta.scale)
         return (b[rows] @ a[:, columns]).mul_(delta.scale)
+
+    def _adapters(self, layout: BucketLayout, numbers: Sequence[int]) -> BucketLayout | None:
+        """Layout of a bucket with the adapters of some weights; None if they have none."""
+        needed = self._needed(numbers)
+        if not needed:
+            return None
+        size_bytes = sum(spec.size_bytes + 64 for spec in needed)
+        [adapters] = plan_buckets(needed, bucket_bytes=size_bytes, packing=Packing(alignment_bytes=16))
+        return BucketLayout(index=layout.index, slots=adapters.slots, size_bytes=adapters.size_bytes)
 
     def _needed(self, sources: Sequence[int]) -> list[TensorSpec]:
         needed = sorted({n for source in sources for delta in self._deltas.get(source, ()) for n in (delta.a, delta.b)})
@@ -168,7 +241,7 @@ class Merger:
 
     def _local(self, number: int) -> list[Held]:
         part = self._tensors.part(number)
-        return [] if part is None else [Stored(*part, number)]
+        return [] if part is None else [InMemory(*part, number)]
 
     def _check(self, base: int, a: int, b: int, turned: bool) -> None:
         weight = self._weights.places[base]
@@ -176,7 +249,7 @@ class Merger:
         shape = (inputs, outputs) if turned else (outputs, inputs)
         if weight.shape != shape or rank != other:
             raise ConfigError(
-                f"{weight.name} {list(weight.shape)} has an adapter for {list(shape)} of ranks {rank} and {other}"
+                f"{weight.name} {list(weight.shape)} has an adapter for shape {list(shape)} of ranks {rank} and {other}"
             )
 
 
@@ -194,8 +267,12 @@ class _Merged:
     def memory(self) -> torch.Tensor | None:
         return None
 
+    @property
+    def origin(self) -> torch.Tensor:
+        return self.segment.view(self.part[1][slices(self.segment.source_box(self.box), self.part[0].offset)])
+
     def write(self, box: Box, out: torch.Tensor) -> None:
-        """Add and cast, some rows at a time."""
+        """Adds the adapters and casts, some rows at a time."""
         for piece in rows_of(box, CHUNK_ELEMENTS):
             stored = self.segment.source_box(piece)
             merged = self.part[1][slices(stored, self.part[0].offset)]
@@ -205,12 +282,12 @@ class _Merged:
 
 
 def rows_of(box: Box, max_elements: int, *, multiple: int = 1) -> Iterator[Box]:
-    """Boxes of whole rows, of about so many elements, that make up a box of two dimensions or more.
+    """Cuts a box of two dimensions or more into boxes of whole rows.
 
     Args:
-        box: What to cut along its dimension 0.
-        max_elements: No box is larger, unless it has ``multiple`` rows.
-        multiple: Boxes begin at multiples of this, but for the first.
+        box: The box to cut along dimension 0.
+        max_elements: Largest size of a box, unless it has only ``multiple`` rows.
+        multiple: Boxes begin at multiples of this, except the first.
     """
     row = max(1, torch.Size(box.shape[1:]).numel())
     step = max(max_elements // row // multiple, 1) * multiple
@@ -222,14 +299,14 @@ def rows_of(box: Box, max_elements: int, *, multiple: int = 1) -> Iterator[Box]:
 
 
 class AdapterExporter:
-    """The adapters of a model by themselves, for engines that load them: names and tensors as PEFT saves them.
+    """An adapter by itself, for engines that load adapters, with the names and tensors that PEFT saves.
 
     Args:
-        model: With PEFT's modules in it.
-        adapter: Which of its adapters.
+        model: A model with PEFT's modules.
+        adapter: Name of the adapter.
 
     Attributes:
-        config: PEFT's configuration of the adapter, as its ``adapter_config.json`` has it; {} if the model has none.
+        config: Content of the adapter's ``adapter_config.json``; {} if the model has no such configuration.
 
     Raises:
         ConfigError: The model has no such adapter.
@@ -253,7 +330,7 @@ class AdapterExporter:
 
     @property
     def device(self) -> torch.device:
-        """Where the adapters live."""
+        """The device that holds most of the adapter's bytes."""
         return self._tensors.device
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -261,7 +338,7 @@ class AdapterExporter:
         return self._specs
 
     def shards(self) -> Iterator[Shard]:
-        """What this rank holds.  No communication."""
+        """This rank's shards.  No communication."""
         with self._tensors.looking():
             for number, spec in enumerate(self._specs):
                 part = self._tensors.part(number)
@@ -269,27 +346,41 @@ class AdapterExporter:
                     yield Shard(spec=spec, box=part[0], tensor=part[1])
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Find out which rank holds what.  Collective.
+        """Exchanges which rank holds which part.  Collective.
 
         Raises:
-            ConfigError: The ranks do not hold one and the same adapter.
+            ConfigError: The ranks hold different adapters.
         """
         with self._tensors.looking():
             self._gatherer.prepare(group)
 
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
-        """Write the layout's tensors, gathered, into the bucket of every receiver.  Collective.
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> torch.Tensor | None:
+        """Writes the layout's tensors, gathered, into the bucket of every receiver.  Collective.
 
         Raises:
-            ConfigError: The layout is not of this adapter.
+            ConfigError: The layout has a tensor that this adapter does not have.
             TrainerRankFailed: Another rank failed.
         """
         with self._tensors.looking():
-            return self._gatherer.fill(bucket, layout, group)
+            return self._gatherer.fill(bucket, layout, group, sources=sources)
+
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Implements ``Summing.source_counts``."""
+        return self._gatherer.source_counts(layout, group)
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``Summing.fold``."""
+        return self._gatherer.fold(layout, group, answers)
+
+    def unsummed(self) -> Collection[str]:
+        """Implements ``Summing.unsummed``."""
+        return ()
 
     def _local(self, number: int) -> list[Held]:
         part = self._tensors.part(number)
-        return [] if part is None else [Stored(*part, number)]
+        return [] if part is None else [InMemory(*part, number)]
 
 
 def _adapter_name(module: nn.Module, prefix: str, attribute: str) -> str | None:
@@ -297,14 +388,14 @@ def _adapter_name(module: nn.Module, prefix: str, attribute: str) -> str | None:
 
 
 def _innermost(module: Any) -> nn.Module:
-    """The module whose weight is adapted: adapters may be put on adapters."""
+    """The adapted module itself; adapters may wrap adapters."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
     return module
 
 
 def _active(name: str, module: Any) -> Iterator[tuple[str, float]]:
-    """The adapters that take part in the forward pass and are not in the weight already, with their scales.
+    """The adapters that the forward pass uses and that are not merged into the weight already, with their scales.
 
     Raises:
         ConfigError: One of them is not W + scale * B A.
@@ -326,7 +417,7 @@ def _active(name: str, module: Any) -> Iterator[tuple[str, float]]:
             others.append("a bias")
         if others:
             raise ConfigError(
-                f"{name} has {', '.join(others)}, which is not W + scale * B A and cannot be merged on the way",
+                f"{name} has {', '.join(others)}: this adapter is not W + scale * B A and cannot be merged on the way",
                 hint="merge it into the trainer's weights, or send the adapter by itself",
             )
         if adapter in module.lora_A:

@@ -1,8 +1,8 @@
-"""Trainer names and layouts to Hugging Face names and layouts, as data.
+"""Maps the trainer's names and layouts to those of Hugging Face checkpoints, by tables.
 
-A ``Family`` is a table: which of the trainer's tensors, by name, become which tensors of a checkpoint, cut and turned
-how.  ``families.py`` has the tables; this module says what their lines mean and turns a table and a model's names and
-shapes into segments.  It reads no weights and needs none.
+A ``Family`` is a table of rules.  Each rule says which tensors of a checkpoint a trainer's tensor becomes, and how it
+is cut and transposed.  ``families.py`` has the tables; ``arrange`` applies one to a model's names and shapes and
+returns segments.  It reads no weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from weightcast.errors import ConfigError
 from weightcast.exporters.segments import NEW, Arranged, Segment, check_used_once
-from weightcast.wire.digest import Box
+from weightcast.wire.box import Box
 
 INDEX = "{index}"
 
@@ -26,25 +26,25 @@ Sizes = Callable[[Any], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A line of a table: what becomes of the trainer's tensors whose whole name matches.
+    """A rule of a table, for the trainer's tensors whose whole name matches.
 
-    In this order: dimension 0 is taken apart (``stacked``), a dimension is cut into parts (``names``, ``sizes``,
-    ``groups``), the last two dimensions change places (``transposed``).  The other way round, ``stack`` and ``part``
-    put several of the trainer's tensors together, for formats that are fused where the trainer's is not.
+    A rule first takes dimension 0 apart (``stacked``), then cuts a dimension into parts (``names``, ``sizes``,
+    ``groups``), then transposes the last two dimensions (``transposed``).  ``stack`` and ``part`` do the opposite: they
+    join several of the trainer's tensors, for checkpoints that are fused where the trainer is not.
 
     Attributes:
-        match: Regular expression for the trainer's name, without what wrappers put into it.
-        names: What the parts are called, one name for each; ``\\1`` stands for what a group matched, ``{index}``
-            for the index of a stacked tensor.  One name: the tensor is not cut.
+        match: Regular expression for the trainer's name, without the segments of wrappers.
+        names: Name of each part.  ``\\1`` stands for the match of a group, ``{index}`` for the index of a stacked
+            tensor.  A tensor with a single name is not cut.
         stacked: Dimension 0 counts experts, each of which becomes a tensor of its own.
-        dim: Which dimension is cut, counted after ``stacked``.
-        sizes: How many rows of each group belong to each part, from the model's configuration; None for equal parts.
-        groups: How many groups the cut dimension has, each with all parts in it, from the configuration; None for one.
+        dim: The dimension to cut, counted after ``stacked``.
+        sizes: Function of the configuration: rows of each part in each group; None for equal parts.
+        groups: Function of the configuration: number of groups in the cut dimension, each with all parts; None for one.
         transposed: The last two dimensions change places.
-        stack: Number of the group whose match is this tensor's index in a dimension 0 that the checkpoint has and
-            the trainer has not.
-        part: (i, n): this tensor is the i-th of n equal parts, along ``dim``, of the one that is named.
-        unless: The rule does not apply to a tensor of which this is true: (shape, configuration).
+        stack: Number of the regular expression's group that has this tensor's index in the checkpoint's dimension 0,
+            which the trainer does not have.
+        part: (i, n): this tensor is the i-th of n equal parts, along ``dim``, of the named tensor.
+        unless: Predicate of (shape, configuration); the rule skips tensors for which it is true.
     """
 
     match: str
@@ -61,31 +61,36 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The table of a family of models.  What no line matches keeps its name and layout.
+    """The table of a family of models.  A tensor that no rule matches keeps its name and layout.
 
     Attributes:
-        name: What errors and ``plan`` call it.
-        model_types: ``config.model_type`` of the models it is for.
-        rules: The first that matches a name counts.
-        keeps_dtype: Regular expression for names of tensors that are never cast: what engines load as it is.
+        name: Name in errors and in the output of ``plan``.
+        model_types: ``config.model_type`` of the family's models.
+        rules: Rules in order; the first that matches a name applies.
+        keeps_dtype: Regular expression for names of tensors that are never cast, because engines load them as they are.
+        fused: Regular expression for names that only a trainer's own, fused modules have.
+        published: Rules for tensors that published checkpoints store transposed, compared with transformers' output.
+            These rules transpose and do nothing else.
     """
 
     name: str
     model_types: frozenset[str]
     rules: tuple[Rule, ...] = ()
     keeps_dtype: str | None = None
+    fused: str | None = None
+    published: tuple[Rule, ...] = ()
 
 
 def arrange(stored: Sequence[tuple[str, tuple[int, ...]]], family: Family, config: Any) -> list[Arranged]:
-    """What travels, in the order of the trainer's tensors.
+    """Applies a table: the travelling tensors, in the order of the trainer's tensors.
 
     Args:
-        stored: Name and whole, unsharded shape of each of the trainer's tensors.
+        stored: Name and unsharded shape of each of the trainer's tensors.
         family: The table.
         config: The model's configuration, for the sizes of fused parts; None if the table needs none.
 
     Raises:
-        ConfigError: A tensor does not have the shape that its line expects, or two become one.
+        ConfigError: A tensor does not have the shape that its rule expects, or two tensors get the same name.
     """
     text = getattr(config, "text_config", None) or config
     found: list[Arranged] = []
@@ -100,8 +105,39 @@ def arrange(stored: Sequence[tuple[str, tuple[int, ...]]], family: Family, confi
     return joined
 
 
+def as_published(saved: Sequence[Arranged], family: Family, config: Any) -> list[Arranged]:
+    """Transposes tensors that published checkpoints store the other way than transformers writes them.
+
+    Args:
+        saved: The tensors that transformers would write.
+        family: The table with the ``published`` rules.
+        config: The model's configuration.
+    """
+    text = getattr(config, "text_config", None) or config
+    return [
+        _turned(tensor)
+        if any(re.fullmatch(rule.match, tensor.name) and not _excepted(rule, tensor, text) for rule in family.published)
+        else tensor
+        for tensor in saved
+    ]
+
+
+def _excepted(rule: Rule, tensor: Arranged, config: Any) -> bool:
+    return rule.unless is not None and rule.unless(tensor.shape, config)
+
+
+def _turned(tensor: Arranged) -> Arranged:
+    def turn(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return (*numbers[:-2], numbers[-1], numbers[-2])
+
+    segments = tuple(
+        Segment(source=part.source, box=part.box, dims=turn(part.dims), at=turn(part.at)) for part in tensor.segments
+    )
+    return Arranged(name=tensor.name, shape=turn(tensor.shape), segments=segments)
+
+
 def wire_dtype_of(name: str, family: Family, wanted: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a tensor is cast to; None if it stays as it is, because nobody wants a cast or it must not be."""
+    """The dtype that a tensor is cast to: ``wanted``, or None if the family protects the tensor's own dtype."""
     return None if family.keeps_dtype is not None and re.fullmatch(family.keeps_dtype, name) else wanted
 
 
@@ -183,13 +219,13 @@ def _sizes(rule: Rule, extent: int, groups: int, name: str, family: Family, conf
         raise ConfigError(
             f"{name}: dimension {rule.dim} of a fused tensor of the family {family.name} should be "
             f"{' + '.join(map(str, sizes))}{f' for each of {groups} groups' if groups > 1 else ''}, and is {extent}",
-            hint="pass family= with a table that fits this trainer's layout",
+            hint="pass family= with a table that describes this trainer's layout",
         )
     return sizes
 
 
 def _join(found: Sequence[Arranged]) -> list[Arranged]:
-    """Tensors that the table puts together become one, at the place of the first."""
+    """Joins tensors of one name, at the place of the first."""
     by_name: dict[str, list[Arranged]] = {}
     for tensor in found:
         by_name.setdefault(tensor.name, []).append(tensor)

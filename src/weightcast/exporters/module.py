@@ -1,33 +1,37 @@
-"""A module as named, unsharded tensors: plain, FSDP2 (``fully_shard``), tensor or expert parallel, on any mesh.
+"""Exports a module as named, unsharded tensors: plain, FSDP2 (``fully_shard``), tensor or expert parallel.
 
-Reads parameters where they live, at the time they are asked for, and changes nothing about the model but one
-thing: FSDP2 modules that still hold their gathered parameters from the last forward let go of them, as they do
-before the next one anyway.
+The exporter reads parameters where they live, when they are asked for.  It changes one thing about the model: FSDP2
+modules that still hold gathered parameters from the last forward pass free them, as the next pass would anyway.
 
-Does not know engines, buckets' lifetimes or transports.
+This module does not know engines, buckets' lifetimes or transports.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weightcast.comm.local import TrainerGroup
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import Folded, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters import casting, lora
-from weightcast.exporters.families import family_named, family_of
-from weightcast.exporters.gather import Gatherer, Held
+from weightcast.exporters.checkpoint_layout import Stored, arrange_as_saved
+from weightcast.exporters.families import family_named
+from weightcast.exporters.gather import Gatherer
+from weightcast.exporters.held_parts import Held
+from weightcast.exporters.local_shard import ShardOf
 from weightcast.exporters.mapping import Family, arrange, wire_dtype_of
+from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import check_names, is_wrapper
-from weightcast.exporters.placed import PlacedTensors
 from weightcast.exporters.quantise import Fp8Blocks, Quantiser
-from weightcast.exporters.sharding import ShardOf
 from weightcast.protocols import Shard
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
@@ -36,24 +40,24 @@ from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 class ModuleExporter:
     """Parameters and persistent buffers of a module, in the order of its ``state_dict``, as a checkpoint has them.
 
-    Names and layouts are those of a Hugging Face checkpoint: which table turns the trainer's into those is found by
-    ``model.config.model_type``.  Tied weights are listed once, under the first of their names.  Non-persistent buffers
-    are not listed.  LoRA adapters, as PEFT makes them, are merged into what is sent and left alone where they are.
-    Every rank of the job builds one from its own part of the same model.
+    Names and layouts are those of a Hugging Face checkpoint; ``model.config.model_type`` chooses their table.  Tied
+    weights are listed once, under the first of their names.  Non-persistent buffers are not listed.  PEFT's LoRA
+    adapters are merged into the bytes that are sent; the model itself is not changed.  Every trainer rank builds an
+    exporter from its own part of the same model.
 
     Args:
-        model: Plain, ``fully_shard``-ed, tensor or expert parallel (DTensor parameters), in a ``torch.compile``, DDP or
-            activation-checkpointing wrapper or not.  Its structure must not change afterwards; its values may.
+        model: Plain, ``fully_shard``-ed, tensor or expert parallel (DTensor parameters), also inside a
+            ``torch.compile``, DDP or activation-checkpointing wrapper.  Its values may change later, its structure not.
         wire_dtype: Floating-point tensors of 16 bits or more travel in this dtype; None keeps each tensor's own.
-            Integers, bools, 8-bit floats and what the family wants kept keep theirs.
-        names: Turns a name into the one that engines know; applied last.
-        family: A table of names and layouts, or the name of one (``"plain"``: names as they are); None finds it.
-        shard_of: Where in the whole tensor a plain, not DTensor, parameter of this rank lies, for trainers that shard
-            without DTensor; see ``weightcast.exporters.sharding``.
-        quantise: Which weights travel as 8-bit floats with scales; None for none of them.
+            Integers, bools, 8-bit floats and tensors that the family protects keep theirs.
+        names: Function from a name to the one that engines know; applied last.
+        family: A table of names and layouts, or its name (``"plain"``: names as they are); None finds the table.
+        shard_of: Place of a plain (not DTensor) parameter in the whole tensor, for trainers that shard without DTensor;
+            see ``weightcast.exporters.local_shard``.
+        quantise: The weights that travel as 8-bit floats with scales; None for none.
 
     Attributes:
-        family: The table that is used.
+        family: The table in use.
 
     Raises:
         ConfigError: The model has tensors that cannot be sent as they are; nothing has moved.
@@ -71,18 +75,24 @@ class ModuleExporter:
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self._model = model
+        lora.check_adapters(model)
         self._tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.name_of)
         self._merger = lora.Merger(model, self._tensors)
         config = _config_of(model)
         if isinstance(family, str):
             family = family_named(family)
-        self.family = family or family_of(config, self._tensors.stored)
-        self._arranged = arrange(self._tensors.stored, self.family, config)
+        if family is not None:
+            self.family, self._arranged = family, arrange(self._tensors.stored, family, config)
+        else:
+            places = self._tensors.places
+            stored = [Stored(name=place.name, shape=place.shape, dtype=place.dtype) for place in places]
+            numbers = {id(self._tensors.tensor(number)): number for number in range(len(places))}
+            self.family, self._arranged = arrange_as_saved(model, stored, numbers, config)
         specs: list[TensorSpec] = []
         for tensor in self._arranged:
             own = {self._tensors.places[segment.source].dtype for segment in tensor.segments}
             if len(own) > 1:
-                raise ConfigError(f"{tensor.name} is made of tensors of several dtypes: {', '.join(map(str, own))}")
+                raise ConfigError(f"{tensor.name} joins tensors of several dtypes: {', '.join(map(str, own))}")
             dtype = casting.wire_dtype(own.pop(), wire_dtype_of(tensor.name, self.family, wire_dtype))
             name = names(tensor.name) if names is not None else tensor.name
             specs.append(TensorSpec(name=name, dtype=dtype_name(dtype), shape=tensor.shape))
@@ -95,31 +105,31 @@ class ModuleExporter:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live: the device with most of their bytes."""
+        """The device that holds most of the weights' bytes."""
         return self._tensors.device
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor, in the order of the model's ``state_dict``, those of a stacked one together."""
+        """Every tensor, in the order of the model's ``state_dict``; the tensors of a stacked one stay together."""
         return self._specs
 
     def shards(self) -> Iterator[Shard]:
-        """What this rank holds, in the order of ``specs``; the model's own memory.  No communication.
+        """This rank's shards, in the order of ``specs``: the model's own memory.  No communication.
 
         Raises:
-            ConfigError: Values are computed on the way (quantised, adapters merged), so nobody holds them.
+            ConfigError: Values are computed on the way (quantised, or with adapters merged), so no rank holds them.
         """
         with self._tensors.looking():
             for number, spec in enumerate(self._specs):
                 for held in self._local(number) if self._quantiser is None else self._quantiser.local(number):
                     if held.memory is None:
-                        raise ConfigError(f"{spec.name} is computed on its way, so no rank holds it")
+                        raise ConfigError(f"{spec.name} is computed on the way, so no rank holds its values")
                     yield Shard(spec=spec, box=held.box, tensor=held.memory)
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Find out which rank holds what; ``fill`` does so too, if nobody has before.  Collective.
+        """Exchanges which rank holds which part; the first ``fill`` does so otherwise.  Collective.
 
         Raises:
-            ConfigError: The ranks do not hold one and the same model; the same on every rank.
+            ConfigError: The ranks hold different models; raised on every rank alike.
             TrainerRankFailed: A rank is gone or did not take part in time.
         """
         with self._tensors.looking():
@@ -131,21 +141,23 @@ class ModuleExporter:
             self._quantiser.prepare(group)
         self._gatherer.prepare(group)
 
-    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
-        """Write the layout's tensors, gathered and cast, into the bucket of every receiver.  Collective.
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> torch.Tensor | None:
+        """Writes the layout's tensors, gathered and cast, into the bucket of every receiver.  Collective.
 
-        When it returns the bucket is complete, on the host's clock too, and the model's memory is no longer read.
-        Beside the bucket it takes at most the bucket's size divided by the number of ranks (1 MiB at least); where
-        values are computed on the way, the adapters of the bucket's weights and 16 MiB more.
-        On a GPU it follows what the current stream did before.
+        When it returns, the copies are complete and the model's memory is no longer read.  On a GPU it follows the
+        current stream's earlier work.  Extra memory: the bucket's size divided by the number of ranks (at least 1 MiB).
+        If values are cast or computed on the way, add 16 MiB and the adapters of the bucket's weights.
 
         Args:
-            bucket: On a rank of ``group.receivers`` where to, on its ``device``; None elsewhere.
-            layout: Which tensors, or rows of them; the same on every rank.
+            bucket: This rank's bucket on ``device``, on a rank of ``group.receivers``; None elsewhere.
+            layout: Tensors, or rows of them, in the bucket; the same on every rank.
             group: The trainer ranks.
+            sources: The same as for ``Summing.fill``.
 
         Returns:
-            As ``Gatherer.fill``.
+            The same as ``Gatherer.fill``.
 
         Raises:
             ConfigError: The layout is not of this model, or the model was sharded anew.
@@ -154,20 +166,40 @@ class ModuleExporter:
         with self._tensors.looking():
             self._prepare(group)
             try:
-                self._merger.begin(layout, self._sources(layout), group)
+                self._merger.begin(layout, self._sources(layout), group, sources)
                 if self._quantiser is not None:
                     self._quantiser.begin(layout, group)
-                return self._gatherer.fill(bucket, layout, group)
+                return self._gatherer.fill(bucket, layout, group, sources=sources)
             except BaseException as error:
-                group.abort(f"{type(error).__name__}: {error}")  # the others are about to wait for this rank
+                group.abort(f"{type(error).__name__}: {error}")  # or the other ranks wait until their deadline
                 raise
             finally:
                 self._merger.end()
                 if self._quantiser is not None:
                     self._quantiser.end()
 
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Implements ``Summing.source_counts``."""
+        adapters = self._merger.source_counts(layout, self._sources(layout), group) if self._merger else repeat(0)
+        return [a + b for a, b in zip(adapters, self._gatherer.source_counts(layout, group), strict=False)]
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``Summing.fold``."""
+        if not self._merger:
+            return self._gatherer.fold(layout, group, answers)
+        numbers = self._sources(layout)
+        counts = self._merger.source_counts(layout, numbers, group)
+        pairs = [answer.tensor_split([count]) for answer, count in zip(answers, counts, strict=True)]
+        folded = self._gatherer.fold(layout, group, [weights for _, weights in pairs])
+        found = self._merger.mismatches(layout, numbers, group, [adapters for adapters, _ in pairs])
+        return replace(folded, mismatches=(*found, *folded.mismatches))
+
+    def unsummed(self) -> Collection[str]:
+        """Implements ``Summing.unsummed``."""
+        return ()
+
     def lend(self, layouts: Sequence[BucketLayout], group: TrainerGroup) -> list[dict[str, torch.Tensor]]:
-        """As ``Lender.lend``."""
+        """Zero-copy tensors of each bucket, as ``Lender.lend`` describes."""
         with self._tensors.looking():
             self._prepare(group)
             return [self._gatherer.lend(layout, group) for layout in layouts]
@@ -175,11 +207,11 @@ class ModuleExporter:
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first given those before it, by the model's own forward pass.
 
-        The pass is eager, in evaluation mode and without gradients; training mode is restored.  Computed from
-        the logits in float32.  Collective over the trainer ranks if the model is sharded.
+        The pass is eager, in evaluation mode and without gradients; training mode is restored.  The softmax is in
+        float32.  Collective over the trainer ranks if the model is sharded.
 
         Args:
-            token_ids: At least two.
+            token_ids: At least two tokens.
         """
         if len(token_ids) < 2:
             raise ValueError("a log-probability needs two tokens")
@@ -203,7 +235,7 @@ class ModuleExporter:
         return chosen.tolist()
 
     def _local(self, number: int) -> list[Held]:
-        """What this rank holds of a tensor, before it is quantised."""
+        """This rank's parts of a tensor, before quantisation."""
         found: list[Held] = []
         for segment in self._arranged[number].segments:
             part = self._tensors.part(segment.source)
@@ -213,7 +245,7 @@ class ModuleExporter:
         return found
 
     def _sources(self, layout: BucketLayout) -> list[int]:
-        """Numbers of the stored tensors that a bucket is made of; none if no adapter is merged anyway."""
+        """Numbers of the stored tensors in a bucket; empty if the model has no adapter to merge."""
         if not self._merger:
             return []
         numbers = [self._number[slot.spec.name] for slot in layout.slots if slot.spec.name in self._number]
@@ -222,7 +254,7 @@ class ModuleExporter:
         return sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
 
     def _forward_device(self) -> torch.device:
-        """Where inputs go: with parameters offloaded to the host, FSDP2 computes on the mesh's device."""
+        """Device for inputs: FSDP2 computes on the mesh's device even if parameters are offloaded to the host."""
         for number in range(len(self._tensors.places)):
             tensor = self._tensors.tensor(number)
             if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cuda":
@@ -231,7 +263,7 @@ class ModuleExporter:
 
 
 def _config_of(model: nn.Module) -> Any:
-    """The configuration of a Hugging Face model, in whatever wrappers."""
+    """The configuration of a Hugging Face model, through its wrappers; None if there is none."""
     module: Any = model
     while module is not None and not hasattr(module, "config"):
         module = getattr(module, "_orig_mod", None) or (module.module if is_wrapper(module) else None)

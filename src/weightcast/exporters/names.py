@@ -1,7 +1,4 @@
-"""Names of tensors as Hugging Face has them.
-
-Knows what wrappers put into a path; it does not know any model.
-"""
+"""Strips the segments that wrappers add to tensor names, and refuses names that cannot be sent."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ from torch import nn
 from weightcast.errors import ConfigError
 
 _TRAVELS = re.compile(r"[\x21-\x7e]{1,512}")
-# Path segments that only wrappers have, whatever they wrap.
+# Path segments that only wrappers have.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def strip_wrappers(model: nn.Module, path: str) -> str:
-    """A module's path without what ``torch.compile``, checkpointing, DDP, PEFT and the like put into it.
+    """A module's path without the segments that ``torch.compile``, checkpointing, DDP and PEFT add.
 
     Args:
-        model: Where the path starts.
-        path: As ``named_modules`` gives it.
+        model: The module at which the path starts.
+        path: A path from ``named_modules``.
     """
     kept: list[str] = []
     module: Any = model
-    inside = ""  # the wrapper that the path has just entered
+    inside = ""  # the wrapper's segment that came just before
     for segment in path.split(".") if path else ():
         wrapped = segment in _WRAPPERS or (segment == "module" and is_wrapper(module))
         if segment == "base_layer":
@@ -46,20 +43,20 @@ def strip_wrappers(model: nn.Module, path: str) -> str:
 
 
 def is_adapted(module: object) -> bool:
-    """True if a module is another one with LoRA adapters, as PEFT makes them."""
+    """True if a module is PEFT's wrapper of another one with LoRA adapters."""
     return all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B"))
 
 
 def is_wrapper(module: object) -> bool:
-    """True if a module's attribute ``module`` is the model itself and no part of its name."""
+    """True if a module's attribute ``module`` is the model itself, so that it is not part of a name."""
     return isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that cannot travel.
+    """Refuses names that cannot be sent.
 
     Raises:
-        ConfigError: A name has characters other than printable ASCII, is empty or too long, or is there twice.
+        ConfigError: A name has characters other than printable ASCII, is empty or too long, or occurs twice.
     """
     seen: set[str] = set()
     for name in names:

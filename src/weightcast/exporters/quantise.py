@@ -1,15 +1,13 @@
-"""Weights quantised block by block to 8-bit floats, on the trainer's device, before they are sent.
+"""Quantises weights block by block to 8-bit floats, on the trainer's device, before they are sent.
 
-The format of DeepSeek-V3's checkpoints: a weight in float8_e4m3fn and, beside it, ``<name>_scale_inv`` in float32, one
-number for each block of 128 x 128 of the last two dimensions, smaller blocks at the ends.
+The format is that of DeepSeek-V3's checkpoints: a weight in float8_e4m3fn and ``<name>_scale_inv`` in float32.  There
+is one scale for each block of 128 x 128 of the last two dimensions, with smaller blocks at the ends.
 
     scale = max |x| of the block / 448, 1 if that is 0        q = x / scale, rounded to nearest even
 
-all in float32, x in the dtype that it would travel in otherwise.  A block has one scale however the weight is sharded
-and wherever a bucket begins: where shards cut through blocks, the ranks first tell each other the maxima, which is a
-few bytes for each block.  So what arrives is the same on every mesh, and half of what bfloat16 would take.
-
-Knows boxes and bytes.  Which weights are quantised, a caller says; where they come from, the exporter.
+All arithmetic is in float32; x has the dtype that it would otherwise travel in.  A block has one scale, independent of
+shards and buckets: where shards cut through blocks, the ranks first exchange the maxima, a few bytes for each block.
+The result is therefore the same on every mesh, and half the size of bfloat16.
 """
 
 from __future__ import annotations
@@ -22,29 +20,29 @@ from typing import Any
 
 import torch
 
-from weightcast.comm.local import Move, TrainerGroup
+from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
-from weightcast.exporters.gather import Gatherer, Held, Local, slices
+from weightcast.exporters.gather import Gatherer
+from weightcast.exporters.held_parts import Held, Local, slices
 from weightcast.exporters.lora import CHUNK_ELEMENTS, rows_of
-from weightcast.exporters.segments import intersection
-from weightcast.wire.digest import Box
+from weightcast.wire.box import Box, intersection
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 FP8 = torch.float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
 
-# Elements at once where values are read as they lie: 8 MiB of float32, and nothing else beside them.
+# Elements of one chunk where values are read in place: 8 MiB of float32.
 _CHUNK_IN_PLACE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Blocks:
-    """Which weights are quantised.
+    """Selects the weights that are quantised.
 
     Attributes:
-        match: Regular expression for their names, as engines know them.  The default is the projections of attention,
-            MLPs and experts; embeddings, norms, routers and the output head stay as they are.
-        skip: Regular expression for names that are not quantised all the same.
+        match: Regular expression for names that engines know.  The default matches the projections of attention, MLPs
+            and experts, not embeddings, norms, routers and the output head.
+        skip: Regular expression for exceptions from ``match``.
         block: Rows and columns of a block.
     """
 
@@ -54,7 +52,7 @@ class Fp8Blocks:
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ConfigError(f"blocks of {self.block} x {self.block} elements")
+            raise ConfigError(f"a block cannot have {self.block} x {self.block} elements")
 
     def wants(self, spec: TensorSpec) -> bool:
         """True for a weight that is quantised."""
@@ -63,7 +61,7 @@ class Fp8Blocks:
         return wide and named and len(spec.shape) in (2, 3) and spec.numel > 0
 
     def quantization_config(self) -> dict[str, Any]:
-        """What an engine's ``config.json`` has to say to read these weights."""
+        """The ``quantization_config`` that an engine's ``config.json`` needs to read these weights."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -73,7 +71,7 @@ class Fp8Blocks:
 
 
 def quantised_specs(specs: Sequence[TensorSpec], blocks: Fp8Blocks) -> list[TensorSpec]:
-    """What travels instead of some tensors: each quantised weight followed by its scales."""
+    """The travelling tensors: each quantised weight is followed by its scales."""
     return [spec for spec, _, _ in _expanded(specs, blocks)]
 
 
@@ -81,7 +79,7 @@ _WEIGHT, _SCALES, _AS_IT_IS = "weight", "scales", "as it is"
 
 
 def _expanded(specs: Sequence[TensorSpec], blocks: Fp8Blocks) -> list[tuple[TensorSpec, int, str]]:
-    """Each travelling tensor, the number of the one that it is made of, and what it is of that."""
+    """Each travelling tensor, the number of its source, and its kind: weight, scales or unchanged."""
     found: list[tuple[TensorSpec, int, str]] = []
     for number, spec in enumerate(specs):
         if not blocks.wants(spec):
@@ -99,15 +97,15 @@ def _grid_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
 
 
 class Quantiser:
-    """Stands between tensors and a gatherer.
+    """Quantises parts of tensors as a gatherer asks for them.
 
     Args:
         specs: The tensors without quantisation.
-        local: What this rank holds of them.
-        blocks: Which are quantised.
+        local: This rank's parts of them.
+        blocks: Selection of the weights to quantise.
 
     Attributes:
-        specs: What travels.
+        specs: The travelling tensors.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], local: Local, blocks: Fp8Blocks) -> None:
@@ -118,21 +116,21 @@ class Quantiser:
         self.specs = tuple(spec for spec, _, _ in expanded)
         self._kinds = [(number, kind) for _, number, kind in expanded]
         self._number = {spec.name: number for number, spec in enumerate(self.specs)}
-        self._gatherer = Gatherer(self._wide, local)  # for who holds what; nothing is gathered with it
+        self._gatherer = Gatherer(self._wide, local)  # only learns which rank holds what; gathers nothing
         self._split: set[int] = set()
-        # Of the bucket that is being filled, by source.
+        # For the bucket that is being filled, by source.
         self._grids: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Sequence[Held]] = {}
 
     def source(self, number: int) -> int:
-        """Number of the tensor that a travelling one is made of."""
+        """Number of the tensor that a travelling one is computed from."""
         return self._kinds[number][0]
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Find out which weights are cut through blocks.  Collective, the first time.
+        """Finds the weights whose shards cut through blocks.  Collective, the first time.
 
         Raises:
-            ConfigError: As ``Gatherer.prepare``.
+            ConfigError: The same as for ``Gatherer.prepare``.
         """
         self._gatherer.prepare(group)
         self._split = {
@@ -142,19 +140,17 @@ class Quantiser:
         }
 
     def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
-        """Compute the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` lets go of them.
+        """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them.
 
         Args:
-            layout: Of the bucket that is filled next; the same on every rank.
+            layout: Layout of the bucket that is filled next; the same on every rank.
             group: The trainer ranks.
         """
         wanted: dict[int, list[tuple[int, int]]] = {}
         for slot in layout.slots:
             number = self._number.get(slot.spec.name)
             if number is None:
-                raise ConfigError(
-                    f"bucket {layout.index} carries {slot.spec.name}, which this exporter does not have so"
-                )
+                raise ConfigError(f"bucket {layout.index} carries {slot.spec.name}, and the exporter does not have it")
             source, kind = self._kinds[number]
             if kind != _AS_IT_IS and slot.num_rows:
                 wanted.setdefault(source, []).append(
@@ -178,18 +174,18 @@ class Quantiser:
         scales.masked_fill_(scales == 0, 1.0)
 
     def end(self) -> None:
-        """Let go of the scales."""
+        """Frees the scales."""
         self._grids = {}
         self._parts = {}
 
     def local(self, number: int) -> Sequence[Held]:
-        """What this rank can give of a travelling tensor."""
+        """This rank's parts of a travelling tensor."""
         source, kind = self._kinds[number]
         if kind == _AS_IT_IS:
             return self._local(source)
         if kind == _SCALES:
             shape = _grid_shape(self._wide[source].shape, self._block)
-            if source in self._split:  # every rank knows all of them
+            if source in self._split:  # every rank has all of these scales
                 return [_Scales(Box(offset=(0,) * len(shape), shape=shape), self._grid_of, source)]
             return [_Scales(_grid_box(held.box, self._block), self._grid_of, source) for held in self._held(source)]
         wide = self._wide[source].torch_dtype
@@ -203,7 +199,7 @@ class Quantiser:
         return self._grids[source]
 
     def _grid_rows(self, source: int, kind: str, first: int, last: int) -> tuple[int, int]:
-        """First and last index of the grid's dimension 0 that some rows of a travelling tensor need."""
+        """First and end index, in the grid's dimension 0, of the scales for some rows of a travelling tensor."""
         if kind == _SCALES or len(self._wide[source].shape) > 2:
             return first, last
         return first // self._block, -(-last // self._block)
@@ -217,7 +213,7 @@ class Quantiser:
         )
 
     def _measure(self, source: int, grid: torch.Tensor, first: int, last: int) -> None:
-        """Write the maxima of what this rank holds into some rows of a grid."""
+        """Writes the maxima of this rank's parts into some rows of a grid."""
         shape = self._wide[source].shape
         stacked = len(shape) > 2
         rows = (first, last) if stacked else (first * self._block, min(last * self._block, self._wide[source].num_rows))
@@ -228,7 +224,7 @@ class Quantiser:
             for piece in _matrices(common, held, self._block) if common is not None else ():
                 x = _values(held, piece, dtype, grid.device)
                 blocks = _in_blocks(x, piece, self._block)
-                # A magnitude is exact in any dtype, and so is the largest of them.
+                # Magnitudes and their maximum are exact in any dtype.
                 most = _maxima(x, piece, self._block) if blocks is None else blocks.abs().amax(dim=(-3, -1))
                 found = grid[slices(_grid_box(piece, self._block), (0,) * len(shape))]
                 torch.maximum(found, most.float().view_as(found), out=found)
@@ -245,6 +241,10 @@ class _Scales:
     @property
     def memory(self) -> torch.Tensor | None:
         return None
+
+    @property
+    def origin(self) -> torch.Tensor:
+        return self.grid(self.source)[slices(self.box, (0,) * len(self.box.shape))]
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         out.copy_(self.grid(self.source)[slices(box, (0,) * len(box.shape))])
@@ -265,6 +265,10 @@ class _Quantised:
     def memory(self) -> torch.Tensor | None:
         return None
 
+    @property
+    def origin(self) -> torch.Tensor:
+        return self.held.origin
+
     def write(self, box: Box, out: torch.Tensor) -> None:
         grid = self.grid(self.source)
         most = torch.finfo(FP8).max
@@ -274,7 +278,7 @@ class _Quantised:
             blocks, into = _in_blocks(x, piece, self.block), _in_blocks(target, piece, self.block)
             if blocks is not None and into is not None and x.dtype.itemsize <= 4:
                 scales = grid[slices(_grid_box(piece, self.block), (0,) * len(box.shape))]
-                # In float32, whatever x is.
+                # The division is in float32 because the scales are.
                 into.copy_(torch.div(blocks, scales[..., :, None, :, None]).clamp_(-most, most))
                 continue
             rows, columns = (
@@ -282,13 +286,13 @@ class _Quantised:
                 for start, extent in zip(piece.offset[-2:], piece.shape[-2:], strict=True)
             )
             scales = grid[piece.offset[0]] if len(box.shape) > 2 else grid
-            # One dimension after the other: indices of both at once would be as large as eight bytes an element.
+            # Indexing both dimensions at once would need eight bytes of index for each element.
             x = x.to(torch.float32, copy=True).div_(scales.index_select(0, rows).index_select(1, columns).view_as(x))
             target.copy_(x.clamp_(-most, most))
 
 
 def _matrices(box: Box, held: Held, block: int) -> list[Box]:
-    """Boxes of whole rows of one matrix that make up a box, small enough to compute with, none cut within a block."""
+    """Cuts a box into boxes of whole rows of one matrix, none cut within a block, each small enough for one chunk."""
     elements = CHUNK_ELEMENTS if held.memory is None else _CHUNK_IN_PLACE
     if len(box.shape) == 2:
         return list(rows_of(box, elements, multiple=block))
@@ -300,7 +304,7 @@ def _matrices(box: Box, held: Held, block: int) -> list[Box]:
 
 
 def _values(held: Held, box: Box, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A box of what is held, on this device and in the dtype that it is measured in; not to be written."""
+    """Values of a box on ``device`` in ``dtype``; read-only, since they may be the model's own memory."""
     memory = held.memory
     if memory is not None and memory.dtype == dtype and memory.device == device:
         return memory[slices(box, held.box.offset)]
@@ -310,7 +314,7 @@ def _values(held: Held, box: Box, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _grid_box(box: Box, block: int) -> Box:
-    """The blocks that a box touches."""
+    """The box of blocks that a box of elements touches."""
     starts = (*box.offset[:-2], *(start // block for start in box.offset[-2:]))
     ends = [start + extent for start, extent in zip(box.offset, box.shape, strict=True)]
     ends = [*ends[:-2], *(-(-end // block) for end in ends[-2:])]
@@ -318,7 +322,7 @@ def _grid_box(box: Box, block: int) -> Box:
 
 
 def _in_blocks(tensor: torch.Tensor, box: Box, block: int) -> torch.Tensor | None:
-    """A box as ``(..., rows of blocks, block, columns of blocks, block)``, no copy; None if it has a part of one."""
+    """A view as ``(..., rows of blocks, block, columns of blocks, block)``; None if the box cuts through a block."""
     if any(start % block or extent % block for start, extent in zip(box.offset[-2:], box.shape[-2:], strict=True)):
         return None
     return tensor.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
@@ -334,7 +338,7 @@ def _maxima(x: torch.Tensor, box: Box, block: int) -> torch.Tensor:
 
 
 def _share_maxima(grids: Sequence[torch.Tensor], group: TrainerGroup, what: str) -> None:
-    """Make every rank's maxima those of all ranks."""
+    """Replaces every rank's maxima with those over all ranks."""
     mine = torch.cat([grid.reshape(-1) for grid in grids])
     others = [rank for rank in range(group.world_size) if rank != group.rank]
     theirs = [torch.empty_like(mine) for _ in others]

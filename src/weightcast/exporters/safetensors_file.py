@@ -1,9 +1,7 @@
-"""One safetensors file: its header checked, its bytes read where the caller wants them.
+"""Reads one safetensors file: checks its header, and reads tensors straight into the caller's memory.
 
-The file is never mapped: mapped pages count as resident memory.  It is read with ``preadv`` straight into the
-destination, or, where bytes have to be cast or moved to a GPU, through a buffer of a few MiB.
-
-Knows a file.  It does not know which of several files a checkpoint has, nor what the tensors are for.
+The file is never mapped, because mapped pages count as resident memory.  ``preadv`` reads into the destination.  Bytes
+that are cast or moved to a GPU pass through a buffer of a few MiB.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _CHUNK_BYTES = 4 << 20  # two of these at most, on the way to a GPU
-_MAX_READ_BYTES = 1 << 30  # the kernel reads no more than 2 GiB at once
+_MAX_READ_BYTES = 1 << 30  # the kernel reads at most 2 GiB in one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +46,10 @@ class Entry:
     """One tensor of a file.
 
     Attributes:
-        dtype: As stored.
-        shape: As stored.
-        start_bytes: Of its first byte in the file.
-        size_bytes: Its length.
+        dtype: Dtype in the file.
+        shape: Shape in the file.
+        start_bytes: Offset of its first byte in the file.
+        size_bytes: Size in the file.
     """
 
     dtype: torch.dtype
@@ -67,10 +65,10 @@ class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Staging:
-    """Host memory of 8 MiB on the way to a GPU, of 4 MiB on the way to another dtype; none until it is needed.
+    """Host buffers, allocated on first use: 8 MiB on the way to a GPU, 4 MiB on the way to another dtype.
 
     Args:
-        device: Where the bytes go.
+        device: Destination of the bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,7 +79,7 @@ class Staging:
 
     @contextmanager
     def chunk(self, size_bytes: int) -> Generator[torch.Tensor]:
-        """A buffer to fill and, before the block ends, to copy from on the current stream; flat uint8."""
+        """Yields a flat uint8 buffer; the caller fills it and, inside the block, copies it on the current stream."""
         on_gpu = self._device.type == "cuda"
         if not self._buffers:
             self._buffers = [
@@ -90,28 +88,25 @@ class Staging:
             self._copied = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
         self._turn = (self._turn + 1) % len(self._buffers)
         if on_gpu:
-            self._copied[self._turn].synchronize()  # the copy before last out of this buffer
+            self._copied[self._turn].synchronize()  # the previous copy out of this buffer
         yield self._buffers[self._turn][:size_bytes]
         if on_gpu:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Return when every copy is complete."""
+        """Waits until every copy is complete."""
         for event in self._copied:
             event.synchronize()
 
 
 class SafetensorsFile:
-    """An open, checked file.
-
-    Args:
-        path: Of the file.
+    """An open safetensors file with a valid header.
 
     Attributes:
         entries: Every tensor by name, in the order of their bytes.
 
     Raises:
-        ConfigError: It cannot be opened or is not a whole and valid safetensors file; the message says what is wrong.
+        ConfigError: The file cannot be opened or is not a valid safetensors file; the message says what is wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,17 +122,17 @@ class SafetensorsFile:
             raise
 
     def close(self) -> None:
-        """Close the file.  Safe to call twice."""
+        """Closes the file.  Safe to call twice."""
         self._file.close()
 
     def read(self, entry: Entry, first_byte: int, target: torch.Tensor, staging: Staging) -> None:
-        """Read a run of a tensor's elements into a tensor of any dtype and device.
+        """Reads a run of a tensor's elements into a tensor of any dtype and device.
 
         Args:
-            entry: Which tensor.
-            first_byte: Where in the tensor to start, in bytes as stored; a multiple of the item size.
-            target: Flat and contiguous; as many elements as are wanted.
-            staging: Where bytes wait that cannot be read straight into the target.
+            entry: The tensor.
+            first_byte: Offset of the run in the tensor, in bytes; a multiple of the item size.
+            target: Flat, contiguous tensor; its length is the length of the run.
+            staging: Buffers for bytes that cannot be read straight into the target.
 
         Raises:
             WeightcastError: The file has changed since it was opened, or the disk failed.
@@ -229,13 +224,13 @@ class SafetensorsFile:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads``: an object whose keys are all different.
+    """Builds a JSON object and refuses duplicate keys; an ``object_pairs_hook`` for ``json.loads``.
 
     Raises:
-        ValueError: A key is there twice.
+        ValueError: A key occurs twice.
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return fields

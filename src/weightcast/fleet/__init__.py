@@ -1,1 +1,1 @@
-"""Who is in: what each engine is, and whether it takes part."""
+"""The targets of one trainer: probes, health and membership."""

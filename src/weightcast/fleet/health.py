@@ -1,16 +1,13 @@
-"""Which targets count: a state for each, moved by what probes and updates have seen.
+"""The state machine of each target's health.  Probes and updates report events; nothing here does I/O.
 
-    gone         nothing answers there, or it was never asked
-    joining      it answers, and waits for its first full update: new, or come back
-    updating     a session is open on it
-    serving      it acknowledged a version, whole
-    quarantined  half written, silent, refusing or left behind; the next full update heals it
+    gone         nothing listens at the URL, or the target was never probed
+    joining      the target answers and waits for its first full update: it is new or has restarted
+    updating     a session is open on the target
+    serving      the target acknowledged a whole version
+    quarantined  the target is half written, silent, refuses or was left behind; the next full update heals it
 
-A target is *active* only while it serves, in full, the version that the fleet is at.  What one generates that has not
-answered, has come back with other processes or another version, or was left behind by an update, is unknown.  Only a
-completed update makes a target active, never an answer alone.
-
-Knows URLs, versions and what happened.  It asks nobody and knows no engine's words.
+A target is *active* only while it serves the fleet's version in full.  Only a completed update makes a target active;
+an answer to a probe never does, because the target may have restarted with other weights.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ NEXT: Mapping[TargetState, Mapping[Event, TargetState]] = {
         "opened": "updating",
         "broken": "quarantined",
     },
-    "updating": {  # and "kept": whatever it was before
+    "updating": {  # `Fleet.kept` restores the state before the update
         "answered": "updating",
         "restarted": "joining",
         "silent": "quarantined",
@@ -63,15 +60,15 @@ NEXT: Mapping[TargetState, Mapping[Event, TargetState]] = {
 
 
 class TargetHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one target.
+    """Health of one target.
 
     Attributes:
-        url: The engine's URL.
-        state: See the module.
-        active: It serves the fleet's version in full: requests may go there.
-        version: What it serves as far as is known.
-        for_s: Seconds since it came into this state.
-        reason: Why it is in this state; empty if all is well.
+        url: URL of the engine.
+        state: One of the states in the module's docstring.
+        active: True if the target serves the fleet's version in full; only then may requests go there.
+        version: Version that it serves, as far as is known.
+        for_s: Seconds in this state.
+        reason: Reason for this state; empty for a healthy target.
     """
 
     url: str
@@ -86,17 +83,17 @@ class TargetHealth(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry:
     state: TargetState
     since: float
-    before: TargetState = "joining"  # the update that is under way
+    before: TargetState = "joining"  # the current update
     version: int | None = None
     incarnation: Hashable = None
     reason: str = ""
 
 
 class Fleet:
-    """The health of every target.  One thread at a time.
+    """The health of every target.  Not thread-safe.
 
     Args:
-        urls: The targets; all gone until they answer.
+        urls: URLs of the targets; each is ``gone`` until it answers.
     """
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
@@ -106,7 +103,7 @@ class Fleet:
 
     @property
     def version(self) -> int | None:
-        """What the fleet is at: the version committed last; None before the first."""
+        """The version committed last; None before the first."""
         return self._version
 
     @property
@@ -115,64 +112,86 @@ class Fleet:
         return tuple(url for url, entry in self._entries.items() if self._is_active(entry))
 
     def state(self, url: str) -> TargetState:
-        """Of one target; ``gone`` if nobody knows it."""
+        """The state of one target; ``gone`` for an unknown URL."""
         return self._entries[url].state if url in self._entries else "gone"
 
     def retarget(self, urls: Iterable[str]) -> None:
-        """The members are these now.  Who stays keeps its state, who is new has not answered yet."""
+        """Replaces the members.  A target that stays keeps its state; a new one is ``gone`` until it answers."""
         new = _Entry(state="gone", since=time.monotonic(), reason="has not answered yet")
         self._entries = {url: self._entries.get(url, new) for url in urls}
 
-    def answered(self, url: str, *, version: int | None, incarnation: Hashable) -> None:
-        """It answered a probe.
+    def answered(
+        self,
+        url: str,
+        *,
+        version: int | None,
+        incarnation: Hashable,
+        tells_version: bool = True,
+        shows_restart: bool = True,
+    ) -> None:
+        """Records that a target answered a probe.
 
         Args:
-            url: The target.
-            version: What it says it serves; None if it cannot say.
-            incarnation: Which processes it consists of, as far as it can say.  Others than before are a restart.
+            url: URL of the target.
+            version: Version that it reports; None if it reports none.
+            incarnation: Identity of the engine's processes; a new value means a restart.
+            tells_version: False if the engine never reports a version.
+            shows_restart: False if ``incarnation`` may stay the same after a restart.
         """
         entry = self._entries[url]
         other = entry.state != "gone" and incarnation != entry.incarnation
-        # The same processes with other weights than we gave them: somebody else did.
+        # Another trainer has updated these processes.
         stray = entry.state == "serving" and version is not None and version != entry.version
+        # The engine keeps its version stamp until its process ends.
+        blank = entry.state == "serving" and version is None and tells_version
+        unsure = entry.state == "serving" and not tells_version and not shows_restart
+        reason = None
+        if other:
+            reason = "came back"
+        elif stray:
+            reason = f"says that it serves version {version}"
+        elif blank:
+            reason = f"no longer says that it serves version {entry.version}: it has restarted"
+        elif unsure:
+            reason = "cannot say whether it has restarted since its last update"
         self._move(
             url,
-            "restarted" if other or stray else "answered",
-            version=entry.version if version is None and entry.state == "serving" and not other else version,
+            "answered" if reason is None else "restarted",
+            version=entry.version if version is None and entry.state == "serving" and reason is None else version,
             incarnation=incarnation,
-            reason="came back" if other else f"says that it serves version {version}" if stray else None,
+            reason=reason,
         )
 
     def opened(self, url: str) -> None:
-        """A session was opened on it."""
+        """Records that a session was opened on the target."""
         entry = self._entries[url]
         self._move(url, "opened", before=entry.state)
 
     def committed(self, url: str, *, version: int) -> None:
-        """It acknowledged the version and whatever proof was asked for."""
+        """Records that the target acknowledged the version and passed the requested proof."""
         self._version = version
         self._move(url, "committed", version=version, reason="")
 
     def kept(self, url: str) -> None:
-        """Its session ended, and it serves what it served before."""
+        """Records that the session ended and the target still serves its old version."""
         entry = self._entries[url]
         if entry.state == "updating":
             self._entries[url] = replace(entry, state=entry.before, since=time.monotonic())
 
     def broken(self, url: str, reason: str) -> None:
-        """It is half written, refused, or was left behind by an update."""
+        """Records that the target is half written, refused, or was left behind by an update."""
         self._move(url, "broken", reason=reason)
 
     def silent(self, url: str, reason: str) -> None:
-        """It let a deadline pass."""
+        """Records that the target passed a deadline."""
         self._move(url, "silent", reason=reason)
 
     def lost(self, url: str, reason: str) -> None:
-        """Nothing listens there any more."""
+        """Records that nothing listens at the URL any more."""
         self._move(url, "lost", reason=reason)
 
     def report(self) -> tuple[TargetHealth, ...]:
-        """Every target, in order."""
+        """The health of every target, in order."""
         now = time.monotonic()
         return tuple(
             TargetHealth(

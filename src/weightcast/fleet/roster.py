@@ -1,7 +1,7 @@
-"""The targets of one trainer: a connection to each, what it is, and whether it counts.
+"""The members of one trainer's fleet: a client and the health of each.
 
-Outlives updates and changes of membership.  A target that let a deadline pass is not waited for again until it answers:
-asking it costs a moment once, and nothing after that.
+A roster outlives updates and changes of membership.  A target that passed a deadline gets one more short wait,
+and after that none until it answers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import TargetUnreachable, WeightcastError
+from weightcast.fleet.background_probe import BackgroundProbe, is_silence
 from weightcast.fleet.health import Fleet, TargetHealth
-from weightcast.fleet.lookout import Lookout, is_silence
 from weightcast.report import TargetReport
 from weightcast.wire.messages import EngineInfo
 
-_GLANCE_S = 2.0
+_SILENT_WAIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Current:
-    """What the fleet is at.
+    """The fleet's weights.
 
     Attributes:
-        version: Committed last.
-        digest: Of the weights that were sent; None if nobody asked.
+        version: Version committed last.
+        digest: Model digest of these weights; None with ``verify="none"``.
     """
 
     version: int
@@ -36,46 +36,46 @@ class Current:
 
 
 class Roster:
-    """Who is in.  ``look`` and ``health`` may come from any thread; the rest from one.
+    """The members.  Any thread may call ``look`` and ``health``; one thread calls the rest.
 
     Args:
         targets: The members.
-        timeout_s: How long one that has not disappointed yet may take to answer, in seconds.
-        recognise: Asks an engine what it is.
+        timeout_s: Deadline of a probe of a target that is not known to be silent, in seconds.
+        recognise: Probes one engine.
     """
 
     def __init__(
         self, targets: Iterable[Target], *, timeout_s: float, recognise: Callable[[Client], EngineInfo]
     ) -> None:
         self._timeout_s = timeout_s
-        self._glance_s = min(_GLANCE_S, timeout_s / 2)
+        self._silent_wait_s = min(_SILENT_WAIT_S, timeout_s / 2)
         self._clients: dict[Target, Client] = {}
         self._members: dict[str, Target] = {}
         self._fleet = Fleet()
         self.current: Current | None = None
         self._silent: set[str] = set()
         self._lock = threading.Lock()
-        self._lookout = Lookout[EngineInfo](lambda url: recognise(self.client(url)))
+        self._probes = BackgroundProbe[EngineInfo](lambda url: recognise(self.client(url)))
         self.set_members(targets)
 
     def client(self, url: str) -> Client:
-        """The connection to a member."""
+        """The client of a member."""
         return self._clients[self._members[url]]
 
     def knows(self, url: str, client: Client) -> bool:
-        """True if this is still the connection to that member."""
+        """True if this is still the client of that member."""
         return url in self._members and self.client(url) is client
 
     def set_members(self, targets: Iterable[Target], *, leaving: Iterable[Target] = ()) -> None:
-        """The members are these now; connections to the others end.
+        """Replaces the members and closes the clients of the others.
 
         Args:
-            targets: From now on.
-            leaving: Members until the next call.  One that is to be reached otherwise than before (by another key,
-                say) has both connections until then.
+            targets: The new members.
+            leaving: Targets that stay members until the next call.  A target whose options change (its key, for
+                example) has both clients until then.
 
         Raises:
-            ConfigError: A target cannot be connected to as it says; nothing has changed.
+            ConfigError: The options of a target are wrong; the members are unchanged.
         """
         targets, leaving = tuple(targets), tuple(leaving)
         members = {target.url: target for target in (*leaving, *targets)}
@@ -84,7 +84,7 @@ class Roster:
             new = {target: Client(target, timeout_s=self._timeout_s) for target in kept - self._clients.keys()}
             for url, target in self._members.items():
                 if members.get(url) != target:
-                    self._lookout.forget(url)
+                    self._probes.forget(url)
             for target in self._clients.keys() - kept:
                 self._clients.pop(target).close()
             self._clients |= new
@@ -93,55 +93,55 @@ class Roster:
             self._fleet.retarget(members)
 
     def ask(self, urls: Iterable[str]) -> float:
-        """Ask members what they are, and wait for none: the moment, for ``look``."""
+        """Starts probes without waiting and returns the moment, for the ``since`` of ``look``."""
         asked_at = time.monotonic()
-        self._lookout.ask_ahead(urls, waited_s=0.0)
+        self._probes.ask_ahead(urls, waited_s=0.0)
         return asked_at
 
     def look(
         self, urls: Sequence[str] | None = None, *, hasty: bool = False, since: float | None = None
     ) -> dict[str, EngineInfo | WeightcastError]:
-        """What members are and serve now, or why they do not say.
+        """Probes members; returns the info or the error of each.
 
         Args:
-            urls: Whom to ask; None for all.
-            hasty: Wait a moment, not a deadline, even for those of whom nothing bad is known.  It is not held against
-                them: the next look that is not hasty waits for them as ever.
-            since: Answers to questions that were put then or later will do; None asks now.
+            urls: Members to probe; None for all.
+            hasty: True waits only briefly, also for healthy targets.  A target that misses this short wait is not
+                marked silent.
+            since: Also accepts answers to probes that started at this moment or later; None starts new probes.
         """
         chosen = list(self._members if urls is None else urls)
         brief = set(chosen) if hasty else self._silent & set(chosen)
-        patience_s = {url: self._glance_s if url in brief else self._timeout_s for url in chosen}
-        found = self._lookout.look(patience_s, anew=patience_s.keys() - brief, since=since)
+        patience_s = {url: self._silent_wait_s if url in brief else self._timeout_s for url in chosen}
+        found = self._probes.look(patience_s, anew=patience_s.keys() - brief, since=since)
         with self._lock:
             for url, answer in found.items():
                 if url in self._members:
-                    self._note(url, answer, waited=url not in brief)
+                    self._record(url, answer, waited=url not in brief)
             silent = [url for url in found if url in self._silent and url in self._members]
-        self._lookout.ask_ahead(silent, waited_s=self._glance_s)  # they have been waited for enough
+        self._probes.ask_ahead(silent, waited_s=self._silent_wait_s)  # the next look does not wait for them
         return found
 
     def fell_silent(self, url: str, reason: str) -> None:
-        """It let a deadline pass."""
+        """Records that a member passed a deadline."""
         with self._lock:
             self._silent.add(url)
             self._fleet.silent(url, reason)
-        self._lookout.ask_ahead([url], waited_s=self._glance_s)  # it has been waited for enough
+        self._probes.ask_ahead([url], waited_s=self._silent_wait_s)  # the next look does not wait for it
 
     def ended(self, row: TargetReport, *, version: int, moved_on: bool) -> None:
-        """An update is over.
+        """Records the end of an update.
 
         Args:
-            row: How a target came out of it.
-            version: What it was an update to.
-            moved_on: True if the update succeeded on some target: who still serves the old version is left behind.
+            row: Report of one target.
+            version: Version of the update.
+            moved_on: True if the update succeeded on some target; a target with the old version is then left behind.
         """
         with self._lock:
             fleet, url = self._fleet, row.url
             if row.status == "serving":
-                if fleet.state(url) == "updating":  # else it has come back meanwhile, as another
+                if fleet.state(url) == "updating":  # otherwise the target has restarted meanwhile
                     fleet.committed(url, version=version)
-            elif row.status == "quarantined" and fleet.state(url) not in ("quarantined", "gone"):
+            elif row.status in ("quarantined", "unknown") and fleet.state(url) not in ("quarantined", "gone"):
                 fleet.broken(url, row.message)
             elif row.status == "untouched" and moved_on:
                 fleet.broken(url, f"left behind: {row.message}" if row.message else "left behind")
@@ -149,17 +149,17 @@ class Roster:
                 fleet.kept(url)
 
     def opened(self, url: str) -> None:
-        """A session is open on it."""
+        """Records that a session was opened on a member."""
         with self._lock:
             self._fleet.opened(url)
 
     def broke_off(self, url: str, reason: str, *, whole: bool) -> None:
-        """An update of it ended early.
+        """Records that an update of one target failed.
 
         Args:
-            url: The target.
-            reason: Why.
-            whole: True if it has said that it still serves what it served before.
+            url: URL of the target.
+            reason: Cause of the failure.
+            whole: True if the target has confirmed that it still serves its old version.
         """
         with self._lock:
             if self._fleet.state(url) != "updating":
@@ -170,29 +170,30 @@ class Roster:
                 self._fleet.broken(url, reason)
 
     def health(self) -> tuple[TargetHealth, ...]:
-        """Every member, in order, as far as is known; asks nobody."""
+        """The known health of every member, in order; sends nothing."""
         with self._lock:
             return self._fleet.report()
 
     def close(self) -> None:
-        """End every connection; safe to call twice."""
+        """Closes every client.  Safe to call twice."""
         for url in self._members:
-            self._lookout.forget(url)
+            self._probes.forget(url)
         for client in self._clients.values():
             client.close()
 
-    def _note(self, url: str, answer: EngineInfo | WeightcastError, *, waited: bool) -> None:
+    def _record(self, url: str, answer: EngineInfo | WeightcastError, *, waited: bool) -> None:
         if isinstance(answer, EngineInfo):
             self._silent.discard(url)
-            self._fleet.answered(url, version=answer.version, incarnation=_incarnation(answer))
+            self._fleet.answered(
+                url,
+                version=answer.version,
+                incarnation=answer.incarnation,
+                tells_version=answer.tells_version,
+                shows_restart=answer.shows_restart,
+            )
         elif isinstance(answer, TargetUnreachable):
             if waited or not is_silence(answer):
                 self._silent.add(url)
             (self._fleet.silent if is_silence(answer) else self._fleet.lost)(url, str(answer))
         else:
             self._fleet.broken(url, str(answer))
-
-
-def _incarnation(info: EngineInfo) -> tuple[object, ...]:
-    """Other processes are another engine, whatever its address."""
-    return (info.kind, info.host_id, tuple((rank.pid, rank.device) for rank in info.ranks))

@@ -1,8 +1,8 @@
 """Trainers, engines and engine ranks as Ray actors.
 
-An extra: nothing outside this package imports Ray, and nobody who does not ask for Ray imports this package.
-``TrainWorkers`` is a training job whose ranks are actors, each with its end of a ``WeightUpdater``; ``RolloutEngines``
-keeps inference servers of any kind alive; ``RayExecutor`` runs the ranks of the reference engine.
+This package is optional: nothing outside it imports Ray, and it is imported only where Ray is asked for.
+``TrainWorkers`` is a training job whose ranks are actors, each with a ``WeightUpdater``; ``RolloutEngines`` keeps
+inference servers of any kind alive; ``RayExecutor`` runs the ranks of the reference engine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from weightcast.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weightcast.ray.engine_kinds import EngineKind, reference_engine, sglang_engine, vllm_engine
     from weightcast.ray.engines import RolloutEngines
     from weightcast.ray.executor import RayExecutor
-    from weightcast.ray.kinds import EngineKind, reference_engine, sglang_engine, vllm_engine
     from weightcast.ray.placement import Bundles, colocated, disaggregated
     from weightcast.ray.trainers import TrainWorkers
 
@@ -49,4 +49,4 @@ if find_spec("ray") is None:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'weightcast.ray' has no attribute {name!r}")
-    return getattr(import_module(f"weightcast.ray.{_HOMES.get(name, 'kinds')}"), name)
+    return getattr(import_module(f"weightcast.ray.{_HOMES.get(name, 'engine_kinds')}"), name)

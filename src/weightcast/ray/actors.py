@@ -1,7 +1,4 @@
-"""What every group of actors here needs: where each lives, and one status for a call on all of them.
-
-A call gives every answer, or an error that names those that failed.  What was asked is the caller's business.
-"""
+"""Helpers for groups of Ray actors: the place of an actor, and one result or error for a call on all of them."""
 
 from __future__ import annotations
 
@@ -26,12 +23,12 @@ method: Any = ray.method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank came to live.
+    """The place of a rank.
 
     Attributes:
-        address: Of its node, as the other nodes reach it.
-        pid: Its process there.
-        gpus: The GPUs that Ray gave it, by Ray's names for them.
+        address: Address of its node, as the other nodes reach it.
+        pid: Process id on that node.
+        gpus: GPUs that Ray gave it, by Ray's names.
     """
 
     address: str
@@ -40,7 +37,7 @@ class Place:
 
 
 def place() -> Place:
-    """Where the actor that asks lives."""
+    """Returns the place of the calling actor."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     return Place(address=ray.util.get_node_ip_address(), pid=os.getpid(), gpus=tuple(map(str, gpus)))
@@ -50,8 +47,8 @@ class ActorsFailed(EngineFailure):
     """Some of the actors failed, died or did not answer in time.
 
     Attributes:
-        ranks: Which.
-        gone: True if one of them is dead or silent: nothing more can be asked of them together.
+        ranks: The ranks of those actors.
+        gone: True if one of them is dead or silent, so no later call on all of them can succeed.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), hint: str | None = None, gone: bool = False) -> None:
@@ -60,19 +57,19 @@ class ActorsFailed(EngineFailure):
 
 
 def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
-    """The answers, in order.
+    """Waits for the answers of several actors and returns them in order.
 
-    After the first failure the others get fifteen seconds: they may wait for the failed one in a collective that it
-    will never enter.
+    After the first failure the other actors get fifteen seconds, because they may wait for the failed one in a
+    collective that it will never enter.
 
     Args:
         asked: Object references.
-        names: Whose answer each is, e.g. ``"trainer rank 1 (pid 7 on 10.0.0.2)"``.
-        what: What was asked, for the error.
+        names: Name of each actor, e.g. ``"trainer rank 1 (pid 7 on 10.0.0.2)"``.
+        what: Name of the call, for the error.
         timeout_s: Deadline of the whole wait, in seconds.
 
     Raises:
-        WeightcastError: Those that failed raised errors of this family, and the others answered: the first, as it was.
+        WeightcastError: All failures are errors of this family and all actors answered; the first one is raised.
         ActorsFailed: Any other failure, with the ranks.
     """
     deadline = time.monotonic() + timeout_s
@@ -98,7 +95,7 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
     late = [place_of[reference] for reference in waiting]
     hint = None
     if failed:
-        # Those that are late wait for those that failed.
+        # The late actors wait for those that failed, so only the failed ones are named.
         words = "; ".join(f"{names[place]} {_how(error)}" for place, error in sorted(failed.items()))
         ranks = sorted(failed)
     else:
@@ -109,7 +106,7 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
 
 
 def why_gone(error: Exception) -> str:
-    """Ray's reason, without what it says about everything else that it might have been."""
+    """Returns Ray's reason for an actor's end, without its list of other possible causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[:1]
     words = reasons[0] if reasons else type(error).__name__

@@ -1,8 +1,7 @@
-"""Inference servers as processes of Ray actors: started, looked after, restarted, put to sleep and woken.
+"""Runs inference servers as processes of Ray actors: starts, checks, restarts them, puts them to sleep and wakes them.
 
-An engine has one actor in each of its bundles, which holds the place; the first runs the server, on the GPUs of all.
-Who is alive and who serves which version is decided here; weights are sent by ``TrainWorkers``.  It does not know
-what a kind of engine is called: see ``kinds``.
+An engine has one actor in each of its bundles, which reserves the place.  The first actor runs the server, on the GPUs
+of all.  This module knows which engines are alive and which serve the current version; ``TrainWorkers`` sends weights.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,7 +23,8 @@ from weightcast.comm.ports import quiet_port
 from weightcast.config import Target
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
 from weightcast.ray.actors import Place, collect, place, remote
-from weightcast.ray.kinds import EngineKind
+from weightcast.ray.engine_kinds import EngineKind
+from weightcast.ray.log_tail import Tail
 from weightcast.ray.placement import Bundles, require_cluster
 from weightcast.report import UpdateReport
 
@@ -40,12 +39,12 @@ State = Literal["starting", "waiting", "serving", "dead"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What an engine's actor sees.
+    """One health check of an engine.
 
     Attributes:
-        exit_code: Of its process; None while that runs.
-        healthy: Its health path answered 200 just now.
-        words: Why not, or the end of what the process said.
+        exit_code: Exit code of the server; None while it runs.
+        healthy: Whether the health path answered 200.
+        words: Reason why it did not, or the last output of the server.
     """
 
     exit_code: int | None
@@ -55,14 +54,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """One engine, as of now.
+    """The state of one engine.
 
     Attributes:
-        number: Which.
-        url: Where it listens.
+        number: Number of the engine.
+        url: URL of its server.
         state: ``serving`` the current version, ``waiting`` for it (just restarted, or left out of an update), or
             ``dead``.
-        words: Why it is dead.
+        words: Reason of its death.
     """
 
     number: int
@@ -73,13 +72,14 @@ class EngineHealth:
 
 @remote
 class _Slot:
-    """Holds one bundle of an engine; the first of an engine also runs its server."""
+    """Reserves one bundle of an engine; the engine's first slot also runs its server."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
         self._health = ""
         self._log: IO[bytes] | None = None
+        self._output: Tail | None = None  # used if there is no log file
 
     def place(self) -> Place:
         return place()
@@ -87,7 +87,7 @@ class _Slot:
     def start(
         self, kind: EngineKind, tp: int, gpus: Sequence[str], api_key: str | None, log_file: str | None, look_s: float
     ) -> str:
-        """The server's URL; it does not answer yet."""
+        """Starts the server and returns its URL, which does not answer yet."""
         host = place().address
         port = quiet_port(host)
         words = {"{host}": host, "{port}": str(port), "{tp}": str(tp)}
@@ -95,21 +95,24 @@ class _Slot:
         env = dict(os.environ) | dict(kind.env)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self._log = Path(log_file).open("ab+") if log_file else tempfile.TemporaryFile()  # noqa: SIM115
+        self._log = Path(log_file).open("ab+") if log_file else None  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "weightcast.ray.keeper", *command],
+            [sys.executable, "-m", "weightcast.ray.engine_supervisor", *command],
             stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
+            stdout=self._log or subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=env,
         )
+        if self._process.stdout is not None:
+            with self._process.stdout as pipe:
+                self._output = Tail(pipe, num_bytes=_TAIL_BYTES)
         url = f"http://{host}:{port}"
         self._client = Client(Target(url, api_key=api_key), timeout_s=look_s)
         self._health = kind.health
         return url
 
     def look(self) -> Look:
-        """Whether the server runs and answers."""
+        """Checks whether the server runs and answers."""
         assert self._process is not None
         assert self._client is not None
         words = ""
@@ -118,7 +121,7 @@ class _Slot:
                 self._client.get_json(self._health)
             except WeightcastError as error:
                 words = str(error)
-                with suppress(subprocess.TimeoutExpired):  # who broke the connection may be about to be gone
+                with suppress(subprocess.TimeoutExpired):  # a server that broke the connection may be about to end
                     self._process.wait(_DYING_S)
         code = self._process.poll()
         if code is not None:
@@ -126,13 +129,13 @@ class _Slot:
         return Look(exit_code=code, healthy=not words and code is None, words=words)
 
     def ask(self, paths: Sequence[str], timeout_s: float) -> None:
-        """POST to each path in turn."""
+        """Posts to each path in turn."""
         assert self._client is not None
         for path in paths:
             self._client.post_json(path, b"{}", timeout_s=timeout_s)
 
     def stop(self) -> None:
-        """End the server; returns when it is gone."""
+        """Ends the server and waits until it is gone."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -143,6 +146,8 @@ class _Slot:
             self._log.close()
 
     def _tail(self) -> str:
+        if self._output is not None:
+            return self._output.text(patience_s=_DYING_S)
         assert self._log is not None
         size = os.fstat(self._log.fileno()).st_size
         start = max(size - _TAIL_BYTES, 0)
@@ -180,19 +185,19 @@ class RolloutEngines:
         start_timeout_s: float = 600.0,
         health_timeout_s: float = 30.0,
     ) -> None:
-        """Start them all and wait until they serve.
+        """Starts all engines and waits until they serve.
 
         Args:
-            kind: How an engine is run.
+            kind: Kind of the engines.
             places: Bundles of each engine, one for each of its ranks, all on one node.
-            api_key: What the engines ask for, if the command line says so.
-            log_folder: Where ``engine-N.log`` goes, on the engine's node; None keeps it until the engine ends.
+            api_key: API key of the engines, if their command line sets one.
+            log_folder: Folder of ``engine-N.log`` on the engine's node; None keeps the last 4000 bytes in memory.
             start_timeout_s: Deadline for an engine to serve, in seconds.
-            health_timeout_s: An engine that says nothing for so long is dead, in seconds.
+            health_timeout_s: Deadline of a health check, in seconds; a silent engine is dead.
 
         Raises:
-            ConfigError: No cluster, no engine, or an engine's bundles lie on several nodes.
-            EngineFailure: One did not come to serve; the text has the end of what it said.
+            ConfigError: There is no cluster or no engine, or an engine's bundles lie on several nodes.
+            EngineFailure: An engine did not start to serve; the message has its last output.
         """
         require_cluster()
         if not places:
@@ -217,7 +222,7 @@ class RolloutEngines:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The engines that serve the current version: where requests may go."""
+        """URLs of the engines that serve the current version, to which requests may go."""
         return tuple(member.url for member in self._members if member.state == "serving")
 
     @property
@@ -231,7 +236,7 @@ class RolloutEngines:
         return self._targets("waiting")
 
     def check(self) -> list[EngineHealth]:
-        """Look at every engine.  One that is dead, unwell or silent is ended, and in ``urls`` no longer."""
+        """Checks every engine.  Ends those that are dead, unhealthy or silent and drops them from ``urls``."""
         alive = [member for member in self._members if member.state != "dead"]
         asked = {member.number: member.slots[0].look.remote() for member in alive}
         timeout_s = self._health_timeout_s + _GRACE_S
@@ -248,13 +253,13 @@ class RolloutEngines:
         ]
 
     def restart_dead(self) -> list[int]:
-        """Look at every engine and start the dead again.  They wait for weights, under a new URL, and serve nobody.
+        """Checks every engine and restarts the dead ones.  They get new URLs and serve nothing until an update.
 
         Returns:
-            Numbers of the engines that were started.
+            Numbers of the restarted engines.
 
         Raises:
-            EngineFailure: One did not come to serve again.
+            EngineFailure: An engine did not start to serve again.
         """
         self.check()
         dead = [member for member in self._members if member.state == "dead"]
@@ -262,7 +267,7 @@ class RolloutEngines:
         return [member.number for member in dead]
 
     def admit(self, report: UpdateReport | None) -> None:
-        """After an update: whoever serves its version is in ``urls``, and nobody else; None if nothing was updated."""
+        """Limits ``urls`` to the engines that serve an update's version; does nothing if ``report`` is None."""
         if report is None:
             return
         rows = {row.url: row for row in report.targets}
@@ -275,34 +280,36 @@ class RolloutEngines:
                 continue
             if row.status == "serving":
                 member.state = "serving"
-            elif row.status == "quarantined" or moved:  # who was left untouched serves what the others do no longer
+            elif (
+                row.status in ("quarantined", "unknown") or moved
+            ):  # an untouched engine serves an older version than the others
                 member.state = "waiting"
 
     def admit_started(self) -> None:
-        """Before the first update: engines serve the weights that they were started with."""
+        """Admits engines before the first update, with the weights that they were started with."""
         for member in self._members:
             if member.state == "waiting":
                 member.state = "serving"
 
     def sleep(self, *, timeout_s: float = 120.0) -> None:
-        """Free the accelerators of all engines, for a trainer on the same ones.
+        """Frees the accelerators of all engines, for a trainer on the same ones.
 
         Raises:
-            ConfigError: This kind of engine cannot.
+            ConfigError: This kind of engine cannot sleep.
             EngineFailure, TargetError: An engine refused or did not answer.
         """
         self._ask_all(self._kind.sleep, "sleep", timeout_s)
 
     def wake(self, *, timeout_s: float = 120.0) -> None:
-        """Undo ``sleep``."""
+        """Wakes all engines after ``sleep``."""
         self._ask_all(self._kind.wake, "wake up", timeout_s)
 
     def pids(self) -> tuple[int, ...]:
-        """Process id of each engine's actor, on its node."""
+        """Returns the process id of each engine's actor, on its node."""
         return tuple(member.place.pid if member.place is not None else 0 for member in self._members)
 
     def close(self) -> None:
-        """End every engine and everything that it started; safe to call twice."""
+        """Ends every engine and everything that it has started; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -321,7 +328,7 @@ class RolloutEngines:
         return tuple(Target(member.url, api_key=self._api_key) for member in self._members if member.state in states)
 
     def _start(self, members: Sequence[_Member]) -> None:
-        """Start these side by side; they are ``waiting`` when this returns."""
+        """Starts these engines side by side; they are ``waiting`` when this returns."""
         deadline = time.monotonic() + self._start_timeout_s
         for member in members:
             member.slots = [_Slot.options(**member.bundles.options(index)).remote() for index in member.bundles.indices]
@@ -333,7 +340,9 @@ class RolloutEngines:
             starting = [member for member in starting if not self._has_started(member)]
             if starting and time.monotonic() > deadline:
                 late = ", ".join(member.name for member in starting)
-                raise EngineFailure(f"{late}: not serving after {self._start_timeout_s:g} s", ranks=_numbers(starting))
+                raise EngineFailure(
+                    f"{late} did not start to serve within {self._start_timeout_s:g} s", ranks=_numbers(starting)
+                )
             time.sleep(_POLL_S if starting else 0)
 
     def _launch(self, member: _Member, timeout_s: float) -> None:
@@ -374,25 +383,25 @@ class RolloutEngines:
         collect(asked, names=[member.name for member in alive], what=what, timeout_s=timeout_s + _GRACE_S)
 
     def _bury(self, member: _Member, words: str) -> None:
-        """A server that does not answer is ended too: it must not come back with old weights."""
+        """Ends an engine, even one that merely does not answer: it must not come back with old weights."""
         member.state, member.words = "dead", words
         self._end([member])
 
     def _end(self, members: Sequence[_Member]) -> None:
-        """Servers first: what comes into their place shall find its memory free."""
+        """Ends the servers before their actors, so that their memory is free when Ray reuses the bundles."""
         stopping = [member.slots[0].stop.remote() for member in members if member.slots]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_S)
         for member in members:
             for slot in member.slots:
-                ray.kill(slot)  # its keeper sees the pipe close, and ends a server that is still there
+                ray.kill(slot)  # the supervisor sees the pipe close and ends a server that is still there
             member.slots = []
 
 
 def _why(look: Look) -> str:
     if look.exit_code is None:
         return look.words
-    return f"it ended with exit code {look.exit_code}; the end of what it said:\n{look.words}"
+    return f"it ended with exit code {look.exit_code}; its last output:\n{look.words}"
 
 
 def _fill(part: str, words: dict[str, str]) -> str:

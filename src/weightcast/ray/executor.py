@@ -1,7 +1,7 @@
-"""The ranks of one engine as Ray actors, one for each.
+"""The ranks of one reference engine as Ray actors.
 
-The same two lanes as everywhere: weight messages and the engine's own work are concurrency groups of the actor, and
-interrupts are a third.  Ray carries frames, and says when an actor is gone; what a frame means it does not learn.
+Weight messages, the engine's own work and interrupts are three concurrency groups of an actor, as they are separate
+threads in other executors.  Ray carries frames and reports an actor that is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
-from weightcast.comm.group import Rendezvous
+from weightcast.comm.update_group import Rendezvous
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.ray.actors import Place, method, place, remote, why_gone
 from weightcast.ray.placement import Bundles, Resource, require_cluster
@@ -24,14 +24,16 @@ from weightcast.receiver.executor import FarRanks, Worker, WorkerFactory, answer
 from weightcast.wire.messages import Message, RankAck, decode_rank_ack, encode
 
 _START_S = 600.0
-_GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
+_GRACE_S = 15.0  # a rank keeps its own deadlines; after this much longer the rank counts as lost
 _STOP_S = 5.0
 
 
 @remote(concurrency_groups={"work": 1, "messages": 1, "interrupts": 1})
 class _EngineRank:
-    """A worker behind frames.  Each lane has one thread; what builds the worker shares its thread with the work, since
-    the current CUDA device belongs to a thread.
+    """A worker that is called with frames.
+
+    Each concurrency group has one thread.  The same thread builds the worker and runs its work, since the current CUDA
+    device belongs to a thread.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class RayExecutor(FarRanks):
     ``rendezvous`` is ``host:port`` of a ``torch.distributed.TCPStore`` that this process serves.
 
     Attributes:
-        places: Where each rank lives.
+        places: Place of each rank.
     """
 
     def __init__(
@@ -98,20 +100,20 @@ class RayExecutor(FarRanks):
         run_timeout_s: float = 300.0,
         start_timeout_s: float = _START_S,
     ) -> None:
-        """Start the ranks and wait until each has built its worker.
+        """Starts the ranks and waits until each has built its worker.
 
         Args:
-            factory: What Ray can find by name in another process: a function of a module.
-            tp_size: How many ranks.
+            factory: Function of a module, which Ray can import by name in another process.
+            tp_size: Number of ranks.
             settings: Keyword arguments of the factory.
-            bundles: One for each rank; None makes a placement group that ends with this executor.
-            resource: Of the group that is made, ``"CPU"`` or ``"GPU"``.
+            bundles: One bundle for each rank; None makes a placement group that ends with this executor.
+            resource: Resource of a group that is made here, ``"CPU"`` or ``"GPU"``.
             run_timeout_s: Deadline of ``run``, in seconds.
             start_timeout_s: Deadline of the start, in seconds.
 
         Raises:
-            ConfigError: There is no cluster, or not enough of it.
-            EngineFailure: A rank could not build its worker; the text has its words.
+            ConfigError: There is no cluster, or it is too small.
+            EngineFailure: A rank could not build its worker; the message has its words.
         """
         super().__init__()
         require_cluster()
@@ -139,7 +141,7 @@ class RayExecutor(FarRanks):
             raise
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
-        """As ``Executor.apply``."""
+        """Implements ``Executor.apply``."""
         with self._apply_lock:
             self._check()
             frame = encode(message)
@@ -149,7 +151,7 @@ class RayExecutor(FarRanks):
         return [decode_rank_ack(reply) for reply in replies]
 
     def run(self, command: bytes) -> bytes:
-        """As ``Executor.run``."""
+        """Implements ``Executor.run``."""
         with self._run_lock:
             self._check()
             asked = [actor.run.remote(command) for actor in self._actors]
@@ -157,17 +159,17 @@ class RayExecutor(FarRanks):
         return self._first(replies, "a step")
 
     def interrupt(self, reason: str) -> None:
-        """As ``Executor.interrupt``."""
+        """Implements ``Executor.interrupt``."""
         if not self._closed:
             for actor in self._actors:
                 actor.interrupt.remote(reason)
 
     def pids(self) -> Sequence[int]:
-        """Process id of each rank, on the node where it lives."""
+        """Returns the process id of each rank, on its node."""
         return tuple(place.pid for place in self.places)
 
     def close(self) -> None:
-        """As ``Executor.close``.  A rank that does not end by itself is killed."""
+        """Implements ``Executor.close``.  Kills a rank that does not end by itself."""
         if self._closed:
             return
         self._closed = True

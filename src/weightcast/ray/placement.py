@@ -1,8 +1,7 @@
-"""Which rank lives in which bundle of a placement group.
+"""Chooses the bundle of a placement group for each rank.
 
-A rank takes one bundle, or a share of one: that is how a trainer and an engine come to the same GPU.  The order of
-ranks is the caller's where the caller names bundles of a group of their own, and otherwise that of the nodes'
-addresses.  It knows bundles and addresses; what a rank does there is no business of this module.
+A rank takes one bundle, or a share of one, so that a trainer and an engine can use the same GPU.  If the caller names
+bundles of its own group, their order is the order of ranks.  Otherwise ranks follow the nodes' addresses.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ Resource = Literal["CPU", "GPU"]
 
 _HALF = 0.5
 _SLICE_S = 0.5
-PLACE_S = 60.0  # a cluster that has the room gives it at once; this is for one that is growing
+PLACE_S = 60.0  # a cluster with room answers at once; one that is growing needs time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundles:
-    """Bundles of one placement group, one for each rank of something.
+    """Bundles of one placement group, one for each rank of a job or an engine.
 
     Attributes:
         group: The placement group.
         indices: Bundle of rank 0, 1, ...
-        resource: What a rank takes of its bundle, ``"CPU"`` or ``"GPU"``.
-        share: How much of it.
-        owned: ``close`` removes the group.
+        resource: Resource that a rank takes of its bundle, ``"CPU"`` or ``"GPU"``.
+        share: Share of that resource.
+        owned: Whether ``close`` removes the group.
     """
 
     group: PlacementGroup
@@ -49,18 +48,18 @@ class Bundles:
     def create(
         cls, count: int, *, resource: Resource = "CPU", strategy: str = "PACK", timeout_s: float = PLACE_S
     ) -> Bundles:
-        """A placement group of our own with ``count`` bundles of one CPU, or of one GPU and one CPU, sorted by address.
+        """Makes a placement group of ``count`` bundles of one CPU, or of one GPU and one CPU, sorted by address.
 
         Raises:
-            ConfigError: The cluster has not that much to give within ``timeout_s``.
+            ConfigError: The cluster does not provide them within ``timeout_s``.
         """
         require_cluster()
         if count < 1:
-            raise ConfigError(f"{count} bundles: at least one rank")
+            raise ConfigError(f"{count} bundles were asked for, and at least one rank needs one")
         bundle = {"CPU": 1.0} if resource == "CPU" else {"CPU": 1.0, resource: 1.0}
         group = placement_group([dict(bundle) for _ in range(count)], strategy=strategy)
         deadline = time.monotonic() + timeout_s
-        # In slices: this wait lets no signal through.
+        # Wait in slices, because a signal does not interrupt this wait.
         while not group.wait(min(_SLICE_S, max(deadline - time.monotonic(), 0.01))):
             if time.monotonic() < deadline:
                 continue
@@ -68,7 +67,7 @@ class Bundles:
             free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ConfigError(
                 f"the Ray cluster has no {count} bundles of {bundle} after {timeout_s:g} s; free now: {free}",
-                hint="start Ray with more, or ask for fewer ranks",
+                hint="start Ray with more resources, or ask for fewer ranks",
             )
         return cls(group=group, indices=_sorted(group), resource=resource, owned=True)
 
@@ -82,37 +81,39 @@ class Bundles:
         resource: Resource = "CPU",
         share: float = 1.0,
     ) -> Bundles:
-        """Bundles of the caller's own group, which stays the caller's.
+        """Chooses bundles of the caller's own group, which ``close`` does not remove.
 
         Args:
             group: The placement group.
-            count: How many ranks.
-            indices: Bundle of rank 0, 1, ..., in this order; None takes those that have what a rank needs, sorted by
+            count: Number of ranks.
+            indices: Bundle of rank 0, 1, ..., in this order; None takes bundles with enough of the resource, sorted by
                 address.
-            resource: What a rank takes.
-            share: How much of it.
+            resource: Resource that a rank takes of its bundle.
+            share: Share of that resource.
 
         Raises:
-            ConfigError: An index is out of range, is there twice or names a bundle that lacks the resource.
+            ConfigError: An index is out of range, appears twice or names a bundle that lacks the resource.
         """
         require_cluster()
         specs: list[dict[str, float]] = group.bundle_specs
         if not specs:
-            raise ConfigError(f"placement group {group.id.hex()} is not there", hint="was it removed?")
+            raise ConfigError(
+                f"placement group {group.id.hex()} does not exist", hint="check that it was not removed before"
+            )
         order = range(len(specs)) if indices is not None else _sorted(group)
         chosen = choose_bundles(specs, count, indices=indices, order=order, resource=resource, share=share)
         return cls(group=group, indices=chosen, resource=resource, share=share)
 
     def part(self, start: int, stop: int) -> Bundles:
-        """Some of these bundles, for something else; the group stays with this one."""
+        """Returns some of these bundles; closing them does not remove the group."""
         return replace(self, indices=self.indices[start:stop], owned=False)
 
     def shared(self, share: float) -> Bundles:
-        """The same bundles for ranks that take only a share; the group stays with this one."""
+        """Returns the same bundles for ranks that take only a share; closing them does not remove the group."""
         return replace(self, share=share, owned=False)
 
     def options(self, index: int) -> dict[str, Any]:
-        """Arguments of ``actor_class.options`` for a rank in bundle ``index``."""
+        """Returns the arguments of ``actor_class.options`` for a rank in bundle ``index``."""
         gpu = self.resource == "GPU"
         return {
             "num_cpus": 0 if gpu else self.share,
@@ -125,7 +126,7 @@ class Bundles:
         }
 
     def close(self) -> None:
-        """Remove the group if it is ours; safe to call twice."""
+        """Removes the group if it is owned; safe to call twice."""
         if self.owned and ray.is_initialized():
             remove_placement_group(self.group)
 
@@ -133,20 +134,20 @@ class Bundles:
 def colocated(
     num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = PLACE_S
 ) -> tuple[Bundles, tuple[Bundles, ...]]:
-    """Trainers and engines in the same bundles: a half of each for either.
+    """Places trainers and engines in the same bundles; a trainer rank and an engine rank take half of each.
 
     Args:
-        num_trainers: Trainer ranks.
-        num_engines: Engines.
-        tp: Bundles of each engine.
-        resource: ``"CPU"`` or ``"GPU"``: what a bundle is about.
-        timeout_s: Deadline for the cluster to give them.
+        num_trainers: Number of trainer ranks.
+        num_engines: Number of engines.
+        tp: Number of bundles of each engine.
+        resource: Resource of a bundle, ``"CPU"`` or ``"GPU"``.
+        timeout_s: Deadline for the cluster to provide the bundles, in seconds.
 
     Returns:
-        Bundles of the trainers, and of each engine.  Closing the first gives all of them back.
+        Bundles of the trainers, and of each engine.  Closing the first removes the whole group.
 
     Raises:
-        ConfigError: The cluster has not that much, or engines outnumber what a bundle can hold.
+        ConfigError: The cluster has too few resources.
     """
     count = max(num_trainers, num_engines * tp)
     both = replace(Bundles.create(count, resource=resource, timeout_s=timeout_s), share=_HALF)
@@ -157,7 +158,7 @@ def colocated(
 def disaggregated(
     num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = PLACE_S
 ) -> tuple[Bundles, tuple[Bundles, ...]]:
-    """Trainers and engines in bundles of their own; else as ``colocated``."""
+    """Places trainers and engines in separate bundles; otherwise as ``colocated``."""
     count = num_trainers + num_engines * tp
     every = Bundles.create(count, resource=resource, timeout_s=timeout_s)
     engines = tuple(
@@ -175,21 +176,21 @@ def choose_bundles(
     resource: str,
     share: float = 1.0,
 ) -> tuple[int, ...]:
-    """Bundle of each rank; in the caller's order if the caller named bundles.
+    """Returns the bundle of each rank, in the caller's order if the caller named bundles.
 
     Args:
-        specs: What each bundle of the group holds.
-        count: How many ranks.
+        specs: Resources of each bundle of the group.
+        count: Number of ranks.
         indices: The caller's choice, or None.
-        order: All bundles as they are to be tried without one.
-        resource: What a rank takes of its bundle.
-        share: How much of it.
+        order: Order in which to try all bundles if ``indices`` is None.
+        resource: Resource that a rank takes of its bundle.
+        share: Share of that resource.
 
     Raises:
-        ConfigError: Says which index is wrong and why, or how many bundles have the resource.
+        ConfigError: An index is wrong, or too few bundles have the resource; the message says which or how many.
     """
     if count < 1:
-        raise ConfigError(f"{count} ranks: at least one")
+        raise ConfigError(f"{count} ranks were asked for, and at least one is needed")
     if indices is None:
         fit = [index for index in order if specs[index].get(resource, 0.0) >= share]
         if len(fit) < count:
@@ -212,22 +213,22 @@ def choose_bundles(
 
 
 def by_address(addresses: Sequence[str]) -> list[int]:
-    """Order of these nodes' addresses, as numbers and not as text; what is on one node keeps its order."""
+    """Returns the order of these addresses, compared as numbers; bundles of one node keep their order."""
     return sorted(range(len(addresses)), key=lambda place: (_address_key(addresses[place]), place))
 
 
 def require_cluster() -> None:
-    """Check that this process is connected to a Ray cluster.
+    """Checks that this process is connected to a Ray cluster.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The process is not connected.
     """
     if not ray.is_initialized():
         raise ConfigError("this process is not connected to a Ray cluster", hint="call ray.init() first")
 
 
 def _sorted(group: PlacementGroup) -> tuple[int, ...]:
-    """All bundles of a group, by the address of the node that each was given."""
+    """Returns all bundles of a group, sorted by the address of their node."""
     table: dict[str, Any] = placement_group_table(group)
     node_of: dict[int, str] = {int(index): node for index, node in table["bundles_to_node_id"].items()}
     address_of = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in ray.nodes()}

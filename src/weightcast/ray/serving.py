@@ -1,4 +1,4 @@
-"""The reference engine with Ray actors for ranks: what ``weightcast serve --executor ray`` adds to ``serve``."""
+"""Ray options of ``weightcast serve --executor ray``: the cluster to connect to, and the bundles of the ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weightcast.rollout.worker import WorkerSettings, make_worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Where the ranks of one engine go.
+    """The placement of one engine's ranks.
 
     Attributes:
-        group: Name of the caller's placement group in ``namespace``; None makes one.
-        namespace: Of that name: Ray finds named things in the caller's namespace only.
-        indices: Bundle of each rank in that group; None takes those that fit, sorted by address.
+        group: Name of the caller's placement group in ``namespace``; None makes a group.
+        namespace: Ray namespace of that name; Ray finds names only in the namespace of the connection.
+        indices: Bundle of each rank in that group; None takes bundles with enough resources, sorted by address.
     """
 
     group: str | None = None
@@ -32,10 +32,10 @@ class EnginePlace:
     indices: tuple[int, ...] | None = None
 
     def make_executor(self, settings: WorkerSettings, tp_size: int) -> Executor:
-        """Start the ranks.
+        """Starts the ranks.
 
         Raises:
-            ConfigError: The cluster, the group or its bundles are not what was asked for.
+            ConfigError: The cluster, the group or its bundles do not fit the request.
             EngineFailure: A rank could not start.
         """
         resource: Resource = "GPU" if settings.device.startswith("cuda") else "CPU"
@@ -46,52 +46,52 @@ class EnginePlace:
 
 
 def parse_place(group: str | None, indices: str | None) -> EnginePlace:
-    """From the command line.
+    """Parses the options of the command line.
 
     Args:
         group: ``NAMESPACE/NAME``.
         indices: Comma-separated numbers.
 
     Raises:
-        ConfigError: Bundles without a group, a name without a namespace, or no numbers.
+        ConfigError: Bundles come without a group, a name without a namespace, or indices are not numbers.
     """
     if group is None and indices is None:
         return EnginePlace()
     if group is None:
         raise ConfigError(
-            f"bundles {indices} are bundles of a placement group of yours",
-            hint="name it: --placement-group NAMESPACE/NAME",
+            f"bundles {indices} need the placement group that they belong to",
+            hint="add --placement-group NAMESPACE/NAME",
         )
     namespace, _, name = group.partition("/")
     if not namespace or not name:
         raise ConfigError(
-            f"placement group {group!r}: Ray finds a name in a namespace only",
+            f"placement group {group!r} has no namespace, and Ray finds a name only in its namespace",
             hint="write --placement-group NAMESPACE/NAME",
         )
     try:
         chosen = None if indices is None else tuple(int(part) for part in indices.split(","))
     except ValueError:
-        raise ConfigError(f"bundles {indices!r} are no numbers", hint="write --bundles 1,0") from None
+        raise ConfigError(f"bundles {indices!r} are not numbers", hint="write --bundles 1,0") from None
     return EnginePlace(group=name, namespace=namespace, indices=chosen)
 
 
 @contextmanager
 def cluster(address: str, *, namespace: str | None = None, cpus: int = 1) -> Generator[None]:
-    """Be connected to a cluster.
+    """Connects to a cluster inside the block.
 
     Args:
-        address: As ``ray.init`` has it; ``"local"`` starts one here, which ends with this process.
-        namespace: Where names are looked for.
-        cpus: How many ranks a cluster that is started here must hold.
+        address: Address for ``ray.init``; ``"local"`` starts a cluster that ends with this process.
+        namespace: Namespace for names of placement groups.
+        cpus: Number of ranks that a cluster started here must hold.
 
     Raises:
-        ConfigError: There is none at that address.
+        ConfigError: No cluster runs at that address.
     """
     if ray.is_initialized():
         yield
         return
     try:
-        if address == "local":  # CPUs are only counted here: a rank on a small machine is slow, not impossible
+        if address == "local":  # claim enough CPUs: ranks may share the CPUs of a small machine
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -103,7 +103,7 @@ def cluster(address: str, *, namespace: str | None = None, cpus: int = 1) -> Gen
             ray.init(address=address, namespace=namespace, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"no Ray cluster at {address}: {error}", hint="`ray start --head`, or --ray-address local"
+            f"no Ray cluster runs at {address}: {error}", hint="run `ray start --head`, or use --ray-address local"
         ) from error
     try:
         yield
@@ -112,10 +112,10 @@ def cluster(address: str, *, namespace: str | None = None, cpus: int = 1) -> Gen
 
 
 def named_group(name: str) -> PlacementGroup:
-    """The placement group with this name in this connection's namespace.
+    """Finds the placement group with this name in this connection's namespace.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The namespace has no such group.
     """
     try:
         return get_placement_group(name)

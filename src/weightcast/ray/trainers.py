@@ -1,7 +1,7 @@
 """A training job whose ranks are Ray actors, each with its end of a ``WeightUpdater``.
 
-The learner is the caller's: this module gives it a device and a process group, calls its methods on every rank, and
-sends its weights to engines.  It knows no loss, no optimiser and no engine.
+The caller provides the learner.  This module gives it a device and a process group, calls its methods on every rank,
+and sends its weights to engines.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import ray
 import torch
 import torch.distributed as dist
 
-from weightcast.comm.group import Rendezvous
+from weightcast.comm.update_group import Rendezvous
 from weightcast.config import Target
 from weightcast.errors import ConfigError, TrainerRankFailed, UpdateFailed, WeightcastError
 from weightcast.ray.actors import ActorsFailed, Place, collect, place, remote
 from weightcast.ray.engines import RolloutEngines
 from weightcast.ray.placement import Bundles, require_cluster
 from weightcast.report import UpdateReport
-from weightcast.updater import WeightUpdater
+from weightcast.update.updater import WeightUpdater
 
 _STOP_S = 10.0
 
@@ -72,6 +72,16 @@ class _TrainRank:
         self._targets = targets
         return self._updater.update(version=version)
 
+    def catch_up(self, targets: tuple[Target, ...], version: int) -> UpdateReport | None:
+        if self._updater is None:
+            raise ConfigError(
+                f"engines cannot catch up with version {version}: these trainers have not sent it, so their weights "
+                "may differ from it",
+                hint="call update() with a new version",
+            )
+        self._targets = targets
+        return self._updater.retarget(targets, catch_up=True)
+
     def close(self) -> None:
         if self._updater is not None:
             self._updater.close()
@@ -83,7 +93,7 @@ class TrainWorkers:
     """The ranks of one training job.
 
     Attributes:
-        places: Where each rank lives.
+        places: Place of each rank.
     """
 
     def __init__(
@@ -96,12 +106,12 @@ class TrainWorkers:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """Start the ranks, let them meet, and build a learner on each.
+        """Starts the ranks, makes their process group, and builds a learner on each.
 
         Args:
-            make: Called on every rank, in a process group, as ``make(device, **settings)``; returns
-                the learner, whose attribute ``model`` is what ``WeightUpdater.connect`` takes.
-            bundles: Where the ranks go, one in each.
+            make: Function that every rank calls, in a process group, as ``make(device, **settings)``.  It returns the
+                learner, whose attribute ``model`` goes to ``WeightUpdater.connect``.
+            bundles: Bundles of the ranks, one for each.
             settings: Keyword arguments of ``make``.
             update: Keyword arguments of ``WeightUpdater.connect``: transport, bucket_bytes, pause, ...
             env: Environment of the ranks, e.g. ``{"OMP_NUM_THREADS": "1"}``.
@@ -109,7 +119,7 @@ class TrainWorkers:
 
         Raises:
             ConfigError: There is no cluster.
-            TrainerRankFailed: A rank could not start; the text names it and has its words.
+            TrainerRankFailed: A rank could not start; the message names it and has its words.
         """
         require_cluster()
         self._bundles = bundles
@@ -140,13 +150,13 @@ class TrainWorkers:
         return len(self._actors)
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **settings: Any) -> list[Any]:
-        """A method of the learner, on every rank at once.
+        """Calls a method of the learner on every rank at once.
 
         Returns:
-            What it returned, in order of rank.
+            The results, in order of rank.
 
         Raises:
-            TrainerRankFailed: It failed on some ranks, or they died or did not answer in time; they are named.
+            TrainerRankFailed: Some ranks failed, died or did not answer in time; the message names them.
         """
         asked = [actor.call.remote(method, args, settings) for actor in self._actors]
         return self._collect(asked, method, timeout_s or self._timeout_s)
@@ -154,14 +164,14 @@ class TrainWorkers:
     def update(
         self, engines: RolloutEngines | Sequence[Target | str], *, version: int, timeout_s: float | None = None
     ) -> UpdateReport:
-        """Send the learner's weights to every engine.
+        """Sends the learner's weights to every engine.
 
-        Engines of a ``RolloutEngines`` that have died are started again first, and whichever comes out of the update
-        with this version, restarted or not, is one of its ``urls`` from then on.
+        Dead engines of a ``RolloutEngines`` are restarted first.  Every engine that serves this version after the
+        update is in its ``urls``.
 
         Raises:
             UpdateFailed, TargetError, ConfigError: As ``WeightUpdater.connect`` and ``update``.
-            EngineFailure: An engine that had died cannot be started again.
+            EngineFailure: A dead engine cannot be restarted.
             TrainerRankFailed: A rank failed, died or did not answer in time.
         """
         if not isinstance(engines, RolloutEngines):
@@ -176,30 +186,37 @@ class TrainWorkers:
         return report
 
     def recover(self, engines: RolloutEngines, *, timeout_s: float | None = None) -> UpdateReport | None:
-        """Start engines that have died again, and give them the version that the others serve.
+        """Restarts dead engines and gives them the version that the others serve.
 
-        The others go on serving meanwhile.  The learner must still have the weights of that version: call this before
-        the next optimiser step, or let the next ``update`` do it.
+        The others serve meanwhile.  The learner must still have the weights of that version: call this method before
+        the next optimiser step, or let the next ``update`` restart the engines.
 
         Returns:
             The report for the restarted engines; None if all were alive.
 
         Raises:
-            As ``update``.
+            ConfigError: The weights have changed since that version was sent, or no digest can tell.  No engine has
+                switched, and the restarted engines wait for the next ``update``.
+            UpdateFailed, TargetError, EngineFailure, TrainerRankFailed: As ``update``.
         """
         engines.restart_dead()
-        waiting = engines.waiting
-        if not waiting:
+        if not engines.waiting:
             return None
-        if engines.version is None:  # nothing was sent yet: what they started with is what the others serve
+        if engines.version is None:  # before the first update all serve the weights that they were started with
             engines.admit_started()
             return None
-        report = self._send(waiting, engines.version, timeout_s)
+        asked = [actor.catch_up.remote(engines.targets, engines.version) for actor in self._actors]
+        try:
+            found = self._collect(asked, f"recovery at version {engines.version}", timeout_s or self._timeout_s)
+        except WeightcastError as error:
+            engines.admit(error.report if isinstance(error, UpdateFailed) else None)
+            raise
+        report: UpdateReport | None = found[0]
         engines.admit(report)
         return report
 
     def close(self) -> None:
-        """End every rank and give the bundles back if they are ours; safe to call twice."""
+        """Ends every rank and removes the placement group if it is owned; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -224,7 +241,7 @@ class TrainWorkers:
 
     def _collect(self, asked: list[Any], what: str, timeout_s: float) -> list[Any]:
         if self._closed:
-            raise ConfigError("these trainers are closed")
+            raise ConfigError("these trainer ranks were closed")
         if self._broken:
             raise TrainerRankFailed(self._broken, hint="start the trainers again")
         try:

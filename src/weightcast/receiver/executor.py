@@ -1,9 +1,8 @@
-"""Fan out to every rank of an engine, fold nothing: one answer for each rank.
+"""Sends a message to every rank of an engine and returns one answer for each rank.
 
-``LocalExecutor`` has its one rank in this process; ``MpExecutor`` runs each rank in a process of its own; one for Ray
-is in ``weightcast.ray``, which this module does not know.  Two lanes lead to a rank: one for weight messages, one for
-the engine's own work, so that an engine goes on generating while a new version arrives.  Neither lane knows what it
-carries.
+``LocalExecutor`` has its one rank in this process; ``MpExecutor`` runs each rank in a process of its own; the one for
+Ray is in ``weightcast.ray``.  Two lanes lead to a rank: one for weight messages, one for the engine's own work.  So an
+engine generates while a new version arrives.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from weightcast.comm.group import Rendezvous
+from weightcast.comm.update_group import Rendezvous
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.wire.messages import Message, RankAck, decode, decode_rank_ack, encode
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
-_LOOK_S = 1.0  # how long one look for answers takes at most, so that a stop of this process cannot be overlooked
-_STOOD_STILL_S = 0.5  # a look that ends this much too late: more than a busy machine explains
+_LOOK_S = 1.0  # longest single wait for answers, short enough to notice that this process itself was stopped
+_STOOD_STILL_S = 0.5  # a wait that ends this much too late: longer than a busy machine explains
 _SEND_S = 15  # whole seconds; a rank reads its messages at once, unless it is stopped or stuck
 _STOP_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -40,22 +39,22 @@ _OK, _FAILED = b"+", b"-"
 
 
 class Worker(Protocol):
-    """What lives in the process of one rank."""
+    """The object in each rank's process that carries out messages and work."""
 
     def apply(self, message: Message) -> RankAck:
-        """A weight message.  Called by one thread at a time, possibly while ``run`` runs."""
+        """Carries out a weight message.  Called by one thread at a time, possibly while ``run`` runs."""
         ...
 
     def run(self, command: bytes) -> bytes:
-        """The engine's own work; opaque here."""
+        """Does the engine's own work; opaque here."""
         ...
 
     def interrupt(self, reason: str) -> None:
-        """End a wait inside ``apply`` now.  Called from another thread."""
+        """Ends a wait inside ``apply`` now.  Called from another thread."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Frees everything."""
         ...
 
 
@@ -65,7 +64,7 @@ class Executor(Protocol):
     tp_size: int
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
-        """The message on every rank, together.
+        """Runs the message on every rank at once.
 
         Raises:
             EngineFailure: A rank died or did not answer in time; it is named.
@@ -73,7 +72,7 @@ class Executor(Protocol):
         ...
 
     def run(self, command: bytes) -> bytes:
-        """The command on every rank, together; rank 0's answer.
+        """Runs the command on every rank at once and returns rank 0's answer.
 
         Raises:
             EngineFailure: A rank died, failed or did not answer in time; it is named.
@@ -81,7 +80,7 @@ class Executor(Protocol):
         ...
 
     def interrupt(self, reason: str) -> None:
-        """End every wait inside ``apply`` now; it then answers with failures."""
+        """Ends every wait inside ``apply`` now; it then answers with failures."""
         ...
 
     def pids(self) -> Sequence[int]:
@@ -89,7 +88,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """End every rank; safe to call twice."""
+        """Ends every rank; safe to call twice."""
         ...
 
 
@@ -129,7 +128,7 @@ Receive = Callable[[set[int], float], dict[int, bytes]]
 
 
 class FarRanks:
-    """What executors share whose ranks are other processes: one wait for all, one status, and broken stays broken."""
+    """The part that executors with ranks in other processes share.  An executor that broke stays broken."""
 
     def __init__(self) -> None:
         self._broken: EngineFailure | None = None
@@ -142,22 +141,22 @@ class FarRanks:
             raise EngineFailure(str(self._broken), ranks=self._broken.ranks, hint=self._broken.hint)
 
     def _break(self, words: str, ranks: list[int]) -> EngineFailure:
-        """From now on nothing is asked of the ranks: an answer that is still to come would be taken for another's."""
+        """Marks the executor as broken: a late answer would be taken for the answer to another message."""
         if self._broken is None:
             self._broken = EngineFailure(words, ranks=ranks, hint="restart the engine")
         return EngineFailure(words, ranks=ranks, hint="restart the engine")
 
     def _gather(self, count: int, receive: Receive, timeout_s: float, what: str, *, work: bool) -> list[bytes]:
-        """One reply from each rank, in order.
+        """Waits for one reply from each rank and returns them in order.
 
-        A rank that fails on the work lane is an answer too, unless the others hang because of it.
+        On the work lane a failure is a reply too, unless the other ranks hang because of it.
 
         Args:
-            count: How many ranks there are.
-            receive: Waits up to so many seconds for any of these ranks, and raises for one that is lost.
+            count: Number of ranks.
+            receive: Waits for any of the given ranks, up to a limit in seconds; raises for a lost rank.
             timeout_s: Deadline of the whole wait, in seconds.
-            what: For the error, e.g. ``"a step"``.
-            work: Replies are those of the work lane.
+            what: Name of the reply for the error, e.g. ``"a step"``.
+            work: True on the work lane.
         """
         deadline = time.monotonic() + timeout_s
         replies: dict[int, bytes] = {}
@@ -169,8 +168,7 @@ class FarRanks:
             replies |= came
             now = time.monotonic()
             if not came and now - began > limit_s + _STOOD_STILL_S:
-                # Stopped and continued, this process finds the deadline past, or all but; its ranks may have been
-                # stopped as well, and need a moment.
+                # This process was stopped and continued.  Its ranks may have been stopped too and need a moment.
                 deadline = max(deadline, now + _GRACE_S)
             elif not came and now >= deadline:
                 for rank, words in _failures(replies).items() if work else ():
@@ -178,13 +176,13 @@ class FarRanks:
                 late = sorted(waiting)
                 raise self._break(f"rank {late[0]} did not give {what} within {timeout_s:g} s", late)
             if work and _failures(came):
-                # The others may wait for this one in a collective that it will never enter.
+                # The other ranks may wait for this one in a collective that it will never enter.
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         return [replies[rank] for rank in range(count)]
 
     @staticmethod
     def _first(replies: list[bytes], what: str) -> bytes:
-        """Rank 0's answer on the work lane, if every rank has one."""
+        """Rank 0's answer on the work lane; raises if any rank failed."""
         failed = _failures(dict(enumerate(replies)))
         for rank, words in failed.items():
             raise EngineFailure(f"rank {rank} failed in {what}: {words}", ranks=list(failed))
@@ -192,7 +190,7 @@ class FarRanks:
 
 
 class ConnectedRanks(FarRanks):
-    """Ranks with a connection each, at whose other end ``serve_messages`` runs; one that ends closes its end."""
+    """Ranks with a connection each.  ``serve_messages`` runs at its other end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,12 +202,12 @@ class ConnectedRanks(FarRanks):
         self._shout(_INTERRUPT + reason.encode(errors="replace"))
 
     def _tell(self, message: Message, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> list[RankAck]:
-        """The message on every rank.
+        """Sends the message to every rank and waits for the answers.
 
         Args:
-            message: What is to be done.
+            message: The message.
             timeout_s: The ranks' own deadline, in seconds.
-            meanwhile: Done once every rank has the message, before their answers are waited for.
+            meanwhile: Called once every rank has the message, before the wait for their answers.
         """
         with self._apply_lock:
             self._check()
@@ -218,7 +216,7 @@ class ConnectedRanks(FarRanks):
             if meanwhile is not None:
                 try:
                     meanwhile()
-                except Exception as error:  # whatever it is: nobody reads the answers to this message any more
+                except Exception as error:  # any error: the answers to this message will not be read
                     words = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
                     raise self._break(words, list(range(len(self._control)))) from error
             what = f"the answer to {type(message).__name__}"
@@ -226,7 +224,7 @@ class ConnectedRanks(FarRanks):
         return [decode_rank_ack(reply) for reply in replies]
 
     def _shout(self, frame: bytes) -> None:
-        """To every rank, whatever became of the one before."""
+        """Sends a frame to every rank, also after one that is gone."""
         with self._send_lock:
             for connection in self._control:
                 with suppress(OSError, ValueError):
@@ -244,7 +242,7 @@ class ConnectedRanks(FarRanks):
     def _replies(
         self, connections: list[Connection], timeout_s: float, what: str, *, work: bool = False
     ) -> list[bytes]:
-        """One reply from each rank.  A reply is a frame."""
+        """Waits for one frame from each rank."""
 
         def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
             waiting = {connections[rank]: rank for rank in ranks}
@@ -264,7 +262,7 @@ class ConnectedRanks(FarRanks):
 
 
 def limit_sends(connection: Connection) -> None:
-    """Give writes to a rank a deadline: one that is stopped reads nothing, and its pipe fills."""
+    """Gives writes to a rank a deadline: a rank that is stopped reads nothing, and its pipe fills."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
 
@@ -423,7 +421,7 @@ def _rank_main(
 
 
 class Messenger(Protocol):
-    """What can be told of messages: the part of ``Worker`` that a control lane needs."""
+    """The part of ``Worker`` that the message lane needs."""
 
     def apply(self, message: Message) -> RankAck:
         """As ``Worker.apply``."""

@@ -1,32 +1,33 @@
-"""From buckets to parameters: replay the model's own copies, count what arrived, read back what is kept.
+"""Loads buckets into parameters: replays the model's own copies, counts arrivals, reads back what is resident.
 
-The model's ``load_weights`` is watched once (``recorder``); from then on an update replays its copies into
-the waiting set (``staging``).  Sources that the model computes with stay with ``load_weights``: they go into the live
-parameters directly, and their place cannot be read back.
+The loader watches the model's ``load_weights`` once (``recorder``).  From then on an update replays its copies into the
+staging set.  Sources that the model computes with stay with ``load_weights``: they go into the live parameters
+directly, and their place cannot be read back.
 
-It knows names, boxes and storage; sessions, groups and versions are the agent's.
+Neighbours: ``bucket_plan`` and ``bucket_copier`` copy, ``resident_sums`` reads back.  Sessions, groups and versions
+belong to ``rank``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from weightcast.errors import ConfigError, Refused
-from weightcast.receiver.coverage import uncovered
+from weightcast.digest.copies import flat_bytes
+from weightcast.errors import ConfigError, EngineFailure, Refused
+from weightcast.receiver.bucket_copier import BucketCopier, target_of
+from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
+from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.recorder import LoadWeights, record_routes
+from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sums import piece_of
-from weightcast.wire.copies import Flat, bits, copy_all, flat_bytes
-from weightcast.wire.digest import Box, Piece, RepeatedSums, as_unsigned
-from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, dtype_name
+from weightcast.wire.casts import why_no_cast
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Held
 from weightcast.wire.routes import Route
-from weightcast.wire.transfers import RepeatedTransfers, Transfer, can_transfer, transfers_on
 
 Finisher = Callable[[], object]
 
@@ -50,43 +51,6 @@ def _place(tensor: torch.Tensor, name: str) -> tuple[object, ...]:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A copy out of a bucket, in elements: from so far into the bucket to so far behind a parameter's first element."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    source_stride: tuple[int, ...]
-    source_offset: int
-
-
-_Table = list[tuple[TensorSlot, list[_Copy]]]  # a layout's slots, and the copies out of each
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What a layout asks for.  Numbers only: a view would keep memory alive that an engine gives back when it sleeps.
-
-    Attributes:
-        layout: Which.
-        table: Its slots, and the copies out of each.
-        unbroken: The copies that take a whole slot to adjacent elements, by the slot's first byte in the bucket.
-        parameters: Whose copies they are, each once.
-        rows: If every slot is a whole tensor that is copied or ignored, the rows of each by name; else empty.
-    """
-
-    layout: BucketLayout
-    table: _Table
-    unbroken: Mapping[int, tuple[TensorSlot, _Copy]]
-    parameters: tuple[str, ...]
-    rows: Mapping[str, int]
-
-
-_MAX_PLACES = 16
-
-
 class Loader:
     """Loads the buckets of one update into one rank's model."""
 
@@ -99,15 +63,15 @@ class Loader:
         finishers: Sequence[Finisher] = (),
         residents: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Watch ``load_weights`` once; nothing is changed.
+        """Watches ``load_weights`` once and changes nothing.
 
         Args:
             model: This rank's model.
             load_weights: Takes ``(name, tensor)`` pairs of whole tensors.
             expected: Every tensor of a full update, whole.
             finishers: Run once after new weights are live.
-            residents: What ``load_weights`` writes, by name, where that is not what the model computes with (an engine
-                that packs its weights); the finishers bring it there.  None takes the model's parameters and buffers.
+            residents: Tensors that ``load_weights`` writes, by name, for an engine that packs them; the finishers
+                bring them into the model.  None takes the model's parameters and buffers.
 
         Raises:
             ConfigError: The loader writes a parameter twice, or puts another in its place.
@@ -126,49 +90,83 @@ class Loader:
         unwritten = [
             name for name in uncovered(routes, self.residents, recording.filled) if name not in recording.written
         ]
+        written = {name: tensor for name, tensor in self.residents.items() if name not in unwritten}
+        # A view of a written tensor changes with it.
+        unwritten = [name for name in unwritten if not within(self.residents[name], written)]
         self.not_updated = () if recording.opaque else tuple(unwritten)
+        self.skipped = frozenset(
+            name for name in self.expected if name not in self.computed and not self.routes.get(name)
+        )
+        self.copies: Mapping[str, str] = {}
         self._routed = {route.parameter for route in routes}
         self._shared = _sharing(model)
         self.staging = Staging(self.residents, "none")
-        self._repeated = RepeatedSums()
+        self._sums = ResidentSums()
         self._arrived: dict[str, int] = {}
         self._whole: dict[str, torch.Tensor] = {}
-        self._known: dict[int, _Known] = {}
+        self._plans: dict[int, BucketPlan] = {}
         self._abandoned = False
-        self._transfers = RepeatedTransfers()
-        self._places: dict[object, int] = {}  # where the parameters of a bucket lie; a number is a better key
-        self._rests: dict[object, list[tuple[TensorSlot, _Copy]]] = {}  # what of a place is no transfer
-        # Of the tables that were announced last; the same ones in every update.
+        self._copier = BucketCopier()
+        # Caches for the tables that were announced last, which are the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         self._all_rows: tuple[Sequence[TensorSpec], dict[str, int]] | None = None
-        self._kept: tuple[object, list[TensorSpec]] | None = None
+        # Sums of what is live, route by route; None if it was not read back since it was last written.
+        self.known: list[int] | None = None
+        self._before: list[int] | None = None
+        self._finishing = False
         self.touched = False
 
     @property
     def can_stage(self) -> bool:
-        """False if some weights only the model's own code can place (it writes into live parameters), or if
-        parameters share memory, which an exchange of one would tear apart."""
-        return not self.computed and not self._shared
+        """False if a new version of this model cannot be staged in any way."""
+        return not self.unstaged_because()
+
+    def unstaged_because(self, *, keep_storage: bool = False) -> str:
+        """The reason why a new version cannot wait in a second set of weights; empty if it can.
+
+        The model's own code writes computed weights into live parameters.  Parameters that share memory are torn apart
+        if one gets another storage.  An exchange of contents leaves views whole, but two parameters with a common
+        element would exchange it twice.
+
+        Args:
+            keep_storage: A commit exchanges contents and leaves parameters at their addresses; see ``Staging``.
+        """
+        for name, words in self.why_computed.items():
+            more = f", and {len(self.why_computed) - 1} more like it" if len(self.why_computed) > 1 else ""
+            return f"{name}: {words}{more}"
+        if not keep_storage:
+            return self._shared
+        return overlapping({name: tensor for name, tensor in self.residents.items() if name in self._routed})
 
     @property
     def size_bytes(self) -> int:
         """Bytes of one set of parameters and buffers on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.residents.values())
 
+    def partly_written(self) -> list[str]:
+        """Names of the parameters and buffers that a full update leaves as they are, wholly or in part."""
+        written: dict[str, int] = {}
+        for routes in self.routes.values():
+            for route in routes:
+                written[route.parameter] = written.get(route.parameter, 0) + route.box.numel
+        return [name for name, tensor in self.residents.items() if written.get(name, 0) < tensor.numel()]
+
     def stage(self, place: Place, *, keep_storage: bool = False) -> None:
-        """Choose where a new version waits; ``keep_storage``: see ``Staging``."""
-        if place != "none" and not self.can_stage:
-            why = next((f"{name}: {words}" for name, words in self.why_computed.items()), self._shared)
+        """Allocates the staging set; ``keep_storage`` as for ``Staging``."""
+        why = self.unstaged_because(keep_storage=keep_storage)
+        if place != "none" and why:
             raise ConfigError(f"this model's weights cannot be staged: {why}", hint="use staging none")
-        # What no route writes has no second version: it stays where it is.
+        # A parameter that no route writes has no second version and stays where it is.
         written = {name: tensor for name, tensor in self.residents.items() if name in self._routed}
         self.staging = Staging(written if place != "none" else self.residents, place, keep_storage=keep_storage)
+        self.known = None
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
-        """Do these tensors make a full update of this model?
+        """Refuses tensors that are not a full update of this model.  Those that its loader skips are optional.
 
         Raises:
-            Refused: Something is missing, unknown, of another shape or of another family of dtypes; all are named.
+            Refused: Something is missing, unknown, of another shape, or of a dtype whose cast to the model's would not
+                keep its values; all are named.
         """
         if specs is self._fits:
             return
@@ -176,7 +174,7 @@ class Loader:
         problems: list[str] = []
         if len(offered) != len(specs):
             problems.append("a name is announced twice")
-        missing = [name for name in self.expected if name not in offered]
+        missing = [name for name in self.expected if name not in offered and name not in self.skipped]
         unknown = [name for name in offered if name not in self.expected]
         if missing:
             problems.append(f"missing {_some(missing)}")
@@ -188,99 +186,106 @@ class Loader:
                 continue
             if want.shape != spec.shape:
                 problems.append(f"{name} has shape {spec.shape}, the model's has {want.shape}")
-            elif want.torch_dtype.is_floating_point != spec.torch_dtype.is_floating_point:
-                problems.append(f"{name} is {spec.dtype}, the model's is {want.dtype}")
+            elif why := self._why_no_cast(spec, want):
+                problems.append(why)
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise Refused(f"these weights do not fit the model: {shown}", hint="is it a checkpoint of this model?")
         self._fits = specs
 
+    def _why_no_cast(self, spec: TensorSpec, want: TensorSpec) -> str:
+        """The reason why a cast to the expected dtype, or to a parameter's own, would not keep values."""
+        sent = spec.torch_dtype
+        if why := why_no_cast(spec.name, sent, want.torch_dtype):
+            return why
+        for route in self.routes.get(spec.name, ()):
+            kept = self.residents[route.parameter].dtype
+            # A loader may widen what its own checkpoint has: that is how the model got its first weights.
+            if (why := why_no_cast(spec.name, sent, kept)) and why_no_cast(spec.name, torch.float32, kept):
+                return why
+        return ""
+
+    def overflowed(self) -> list[str]:
+        """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
+        return self._copier.overflowed()
+
     def begin(self) -> None:
-        """Forget what an earlier update left."""
+        """Forgets what an earlier update left."""
+        self._copier.begin(len(self._plans))
         if self._abandoned:
             self.staging.allocate()
             self._abandoned = False
         self._arrived.clear()
         self._whole.clear()
-        if len(self._places) > _MAX_PLACES * len(self._known):  # an engine that moves its weights again and again
-            self._transfers = RepeatedTransfers()
-            self._places.clear()
-            self._rests.clear()
         self.touched = False
 
     def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Where slots of the bucket that comes next belong, for those that can come straight there: ``Bucket.lent``.
+        """Destinations of the slots that the next bucket can be received into directly, as ``Bucket.lent``.
 
-        With a model on the host and a waiting set: slots that are a run of their own, kept whole, in their order and
-        dtype.  Whoever writes to a place and gives up half way calls ``abandon``.
+        A slot has one if the model is on the host and staged, and the slot is a run of its own that is kept whole, in
+        its order and dtype.  A receiver that gives up half way calls ``abandon``.
 
         Args:
-            layout: Of the bucket.
-            runs: In runs of so many bytes it comes.
+            layout: Layout of the bucket.
+            runs: Sizes of its runs, in bytes.
 
         Raises:
             Refused: As ``load``.
         """
         places: dict[str, torch.Tensor] = {}
-        for slot, copy in self._straight(self._know(layout), runs):
+        for slot, copy in self._straight(self._plan(layout), runs):
             self._check_turn(slot)  # before anything is overwritten
-            places[slot.spec.name] = flat_bytes(self._target(copy))
+            places[slot.spec.name] = flat_bytes(target_of(copy, self.staging))
         return places
 
     def may_place(self, index: int, runs: Sequence[int]) -> bool:
         """True if ``places`` for the bucket with this number, not announced yet, will probably not be empty."""
-        known = self._known.get(index)
-        if known is None:
+        plan = self._plans.get(index)
+        if plan is None:
             return self.staging.staged and len(runs) > 1
-        return any(True for _ in self._straight(known, runs))
+        return any(True for _ in self._straight(plan, runs))
 
     def abandon(self) -> None:
-        """What writes to ``places`` was given up and may go on for a while: this update is over, and the next one
-        gets another waiting set."""
+        """Gives up this update while a broadcast may still write to ``places``; the next one gets other memory."""
         self.staging.abandon()
         self._abandoned = True
 
     def load(self, bucket: Bucket) -> torch.Tensor | None:
-        """Copy the bucket's tensors where they belong.  Enqueued on the current stream of a GPU, done on a CPU.
+        """Copies the bucket's tensors into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
         Args:
-            bucket: With slots lent if they have come straight to their ``places``.
+            bucket: The bucket; slots that came straight to their ``places`` are lent.
 
         Returns:
-            ``Bucket.sums`` of what was read, where they were taken on the way.
+            ``Bucket.sums`` if they were taken on the way; else None.
 
         Raises:
             Refused: Rows arrive out of order or twice, a tensor was not announced, or the update was abandoned.
         """
-        known = self._know(bucket.layout)
-        table = known.table
-        self._take_over(bucket, known)
-        self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in table))
-        if transfers_on(bucket.data.device):
-            return self._copy_and_sum(bucket, known)
-        lent = bucket.lent
-        self._copy(bucket, [(slot, copy) for slot, copies in table if slot.spec.name not in lent for copy in copies])
-        return None
+        plan = self._plan(bucket.layout)
+        self._take_over(bucket, plan)
+        self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
+        return self._copier.copy(bucket, plan, self.staging)
 
-    def _straight(self, known: _Known, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, _Copy]]:
-        """The slots that can come straight to where they belong."""
+    def _straight(self, plan: BucketPlan, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, Copy]]:
+        """The slots that can be received into their destination directly."""
         start = 0
         for size_bytes in runs if self.staging.staged else ():
-            slot, copy = known.unbroken.get(start, (None, None))
+            slot, copy = plan.unbroken.get(start, (None, None))
             start += size_bytes
             if slot is None or copy is None or slot.end_bytes != start:
                 continue
-            # Not the waiting one: that of a model on a GPU may be in host memory, where no bucket comes.
+            # Not the staged one: that of a model on a GPU may be in host memory, where no bucket arrives.
             live = self.staging.live(copy.parameter)
             if live.device.type == "cpu" and live.dtype == slot.spec.torch_dtype:
                 yield slot, copy
 
-    def _take_over(self, bucket: Bucket, known: _Known) -> None:
-        """Everything but the copies."""
-        if known.rows and not self._abandoned and self._arrived.keys().isdisjoint(known.rows):
-            self._arrived.update(known.rows)  # at once: there may be thousands
+    def _take_over(self, bucket: Bucket, plan: BucketPlan) -> None:
+        """Counts the bucket's rows and hands computed sources to the model's own loader."""
+        if plan.rows and not self._abandoned and self._arrived.keys().isdisjoint(plan.rows):
+            self._arrived.update(plan.rows)  # in one step: there may be thousands
             return
-        for slot, _ in known.table:
+        for slot, _ in plan.table:
             self._check_turn(slot)
             self._arrived[slot.spec.name] = slot.first_row + slot.num_rows
             if slot.spec.name in self.computed:
@@ -293,73 +298,6 @@ class Loader:
         if slot.first_row != (arrived or 0) or (slot.whole and arrived is not None):
             raise Refused(f"{slot.spec.name}: rows from {slot.first_row} arrived after {arrived or 0} rows")
 
-    def _copy(self, bucket: Bucket, copies: Sequence[tuple[TensorSlot, _Copy]]) -> None:
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        flat = Flat(bucket.data)
-        waiting: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter, as it is and as bits
-        for slot, copy in copies:
-            if copy.parameter not in waiting:
-                whole = self.staging.target(copy.parameter).detach()
-                waiting[copy.parameter] = whole, bits(whole)
-            target, as_bits = waiting[copy.parameter]
-            dtype = slot.spec.torch_dtype
-            same = target.dtype == dtype
-            target = as_bits if same else target
-            targets.append(target.as_strided(copy.shape, copy.stride, target.storage_offset() + copy.offset))
-            sources.append(flat.region(dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=same))
-        copy_all(targets, sources)
-
-    def _copy_and_sum(self, bucket: Bucket, known: _Known) -> torch.Tensor:
-        """One launch for all but what has to be cast or comes from another device."""
-        targets = list(map(self.staging.target, known.parameters))
-        now = (
-            bucket.layout.index,
-            tuple(map(torch.Tensor.data_ptr, targets)),
-            tuple(target.dtype for target in targets),
-        )
-        place = bucket.data.data_ptr(), self._places.setdefault(now, len(self._places))
-
-        def transfers() -> list[Transfer]:
-            found, rest = self._transfers_of(bucket, known.table)
-            self._rests[place] = rest
-            return found
-
-        sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(known.table), transfers)
-        self._copy(bucket, self._rests[place])
-        return sums
-
-    def _transfers_of(self, bucket: Bucket, table: _Table) -> tuple[list[Transfer], list[tuple[TensorSlot, _Copy]]]:
-        """What a bucket asks for, and those of its copies that cannot be made so.
-
-        A slot that one copy takes whole is summed on its way; of the others everything is summed, kept here or not.
-        """
-        flat = Flat(bucket.data)
-        transfers: list[Transfer] = []
-        rest: list[tuple[TensorSlot, _Copy]] = []
-        for number, (slot, copies) in enumerate(table):
-            whole = Transfer(piece=piece_of(slot, bucket.view(slot), slot.first_row), total=number)
-            if len(copies) == 1 and copies[0].shape == slot.shape:
-                both = replace(whole, target=self._target(copies[0]))
-                if can_transfer(both):
-                    transfers.append(both)
-                    continue
-            transfers.append(whole)
-            for copy in copies:
-                part = flat.region(
-                    slot.spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False
-                )
-                transfer = Transfer(piece=Piece(tensor=part, full_shape=copy.shape), target=self._target(copy))
-                if can_transfer(transfer):
-                    transfers.append(transfer)
-                else:
-                    rest.append((slot, copy))
-        return transfers, rest
-
-    def _target(self, copy: _Copy) -> torch.Tensor:
-        whole = self.staging.target(copy.parameter).detach()
-        return whole.as_strided(copy.shape, copy.stride, whole.storage_offset() + copy.offset)
-
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
         if self._all_rows is None or self._all_rows[0] is not specs:
@@ -367,69 +305,102 @@ class Loader:
         rows = self._all_rows[1]
         return [] if self._arrived == rows else [name for name in rows if self._arrived.get(name, -1) != rows[name]]
 
+    def check_copies(self, received: Mapping[str, str]) -> None:
+        """Compares tensors that the loader skips as copies (``copies``) with their originals.
+
+        Args:
+            received: Digest of each tensor that arrived, by name.
+
+        Raises:
+            Refused: An update brings another value for a copy, which the model would ignore.
+        """
+        for name, original in self.copies.items():
+            if name in received and received[name] != received.get(original):
+                raise Refused(
+                    f"{name} differs from {original}: the engine was started with weights in which they are equal, "
+                    f"dropped {name}, and would compute with {original} in its place",
+                    hint="tie the two in the trainer, or start the engine from a checkpoint in which they differ",
+                )
+
+    def know(self) -> None:
+        """Sums the live weights if their sums are unknown, for the proof of ``undo``.  Waits for the device."""
+        if self.known is None and self.staging.staged:
+            self.held()
+
     def commit(self) -> None:
-        """Make the new version live and run the finishers, each once."""
+        """Makes the new version live and runs the finishers, each once.
+
+        Raises:
+            Exception: A copy or a finisher failed.  Call ``undo``; without staging there is nothing to go back to.
+        """
+        self._before, self.known = self.known, None
+        self._finishing = False
         self.staging.flip()
+        self._finishing = True
         self.finish()
 
+    def undo(self) -> None:
+        """Brings back the weights that the last ``commit`` replaced, and proves it.
+
+        If the commit came as far as the finishers, they run again for the old weights.  The proof compares sums taken
+        before the commit.  If there are none, it is enough that nothing failed, or that only pointers moved.
+
+        Raises:
+            EngineFailure: The live weights differ from those before, or cannot be compared.
+            Exception: A copy or a finisher failed.
+        """
+        torn = self.staging.torn and self.staging.moves_contents
+        self.staging.undo()
+        if self._finishing:
+            self.finish()
+            self._finishing = False
+        before, self._before = self._before, None
+        if before is None:
+            if torn:
+                raise EngineFailure(
+                    "the copies of a switch failed half way, and nothing was known of the digests before it",
+                    hint="verify resident takes them; a full update heals",
+                )
+            return
+        found = self.held()
+        if self.known != before:
+            self.known = None
+            names = [held.spec.name for held, total in zip(found, before, strict=True) if held.total != total]
+            raise EngineFailure(
+                f"after going back, digests are not those from before in {_some(list(dict.fromkeys(names)))}"
+            )
+
     def finish(self) -> None:
-        """Run the finishers: captured graphs, packed weights, whatever depends on parameters."""
+        """Runs the finishers, which rebuild captured graphs, packed weights and all else that depends on parameters."""
         for finisher in self._finishers:
             finisher()
 
     def held(self) -> list[Held]:
-        """Digest what is live, in terms of the source tensors."""
+        """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on."""
         routes = [route for found in self.routes.values() for route in found]
         if not routes:
+            self.known = []
             return []
         live = {name: self.staging.live(name) for name in self._routed}
+        held = self._sums.held(routes, live, self.expected)
+        self.known = [part.total for part in held]
+        return held
 
-        def pieces() -> list[Piece]:
-            return [
-                Piece(
-                    tensor=_region(live[route.parameter], route),
-                    full_shape=self.expected[route.source].shape,
-                    box=Box(offset=route.box_offset, shape=route.box_shape),
-                )
-                for route in routes
-            ]
-
-        # A parameter may get other memory at any time, and has two in turn where a second set is kept.
-        where = tuple(tensor.data_ptr() for tensor in live.values())
-        how = tuple((tensor.dtype, tensor.stride()) for tensor in live.values())
-        sums = self._repeated.sums(where, how, next(iter(live.values())).device, pieces)
-        if self._kept is None or self._kept[0] != how:  # while the device sums
-            dtypes = {name: dtype_name(tensor.dtype) for name, tensor in live.items()}
-            specs = [
-                TensorSpec(name=route.source, dtype=dtypes[route.parameter], shape=self.expected[route.source].shape)
-                for route in routes
-            ]
-            self._kept = how, specs
-        return [
-            Held(spec=spec, box_offset=route.box_offset, box_shape=route.box_shape, total=as_unsigned(total))
-            for route, spec, total in zip(routes, self._kept[1], sums.tolist(), strict=True)
-        ]
-
-    def _know(self, layout: BucketLayout) -> _Known:
-        """What a layout asks for, worked out when it first comes."""
-        known = self._known.get(layout.index)
-        if known is None or known.layout != layout:
-            table = [
-                (slot, [copy for route in self.routes.get(slot.spec.name, ()) if (copy := _copy_of(route, slot))])
-                for slot in layout.slots
-            ]
-            unbroken = {slot.offset_bytes: (slot, copies[0]) for slot, copies in table if _is_unbroken(slot, copies)}
-            rows = {slot.spec.name: slot.num_rows for slot in layout.slots if slot.whole}
-            if len(rows) != len(table) or not self.computed.isdisjoint(rows):
-                rows = {}
-            parameters = tuple(dict.fromkeys(copy.parameter for _, copies in table for copy in copies))
-            known = self._known[layout.index] = _Known(layout, table, unbroken, parameters, rows)
-        return known
+    def _plan(self, layout: BucketLayout) -> BucketPlan:
+        plan = self._plans.get(layout.index)
+        if plan is None or plan.layout != layout:
+            plan = self._plans[layout.index] = plan_bucket(layout, self.routes, self.computed)
+        return plan
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
-        """Give a whole tensor to the model's own loader, put together first if it came in rows."""
+        """Gives a whole tensor to the model's own loader, after its last row.
+
+        The loader gets a copy: it may change its source in place, and the bucket is the trainer's memory.
+        """
         name = slot.spec.name
-        if not slot.whole:
+        if slot.whole:
+            view = view.clone()
+        else:
             whole = self._whole.setdefault(name, torch.empty(slot.spec.shape, dtype=view.dtype, device=view.device))
             whole.narrow(0, slot.first_row, slot.num_rows).copy_(view)
             if self._arrived[name] < slot.spec.num_rows:
@@ -458,49 +429,6 @@ def _sharing(model: nn.Module) -> str:
             if first != name:
                 return f"{first} and {name} share memory"
     return ""
-
-
-def _region(tensor: torch.Tensor, route: Route) -> torch.Tensor:
-    region = route.region
-    return tensor.detach().as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= size
-    return tuple(reversed(stride))
-
-
-def _copy_of(route: Route, slot: TensorSlot) -> _Copy | None:
-    """The part of a route that lies in the slot's rows; None if none does."""
-    region, stride = route.region, _contiguous(slot.shape)
-    start = slot.offset_bytes // slot.spec.torch_dtype.itemsize
-    if not slot.spec.shape:
-        return _Copy(route.parameter, region.shape, region.stride, region.offset, stride, start)
-    first = max(route.box_offset[0], slot.first_row)
-    last = min(route.box_offset[0] + route.box_shape[0], slot.first_row + slot.num_rows)
-    if last <= first:
-        return None
-    begin = (first - slot.first_row, *route.box_offset[1:])
-    return _Copy(
-        parameter=route.parameter,
-        shape=(last - first, *route.box_shape[1:]),
-        stride=region.stride,
-        offset=region.offset + (first - route.box_offset[0]) * region.stride[0],
-        source_stride=stride,
-        source_offset=start + sum(at * step for at, step in zip(begin, stride, strict=True)),
-    )
-
-
-def _is_unbroken(slot: TensorSlot, copies: Sequence[_Copy]) -> bool:
-    """True if one copy, the only one, takes all of the slot to adjacent elements in the slot's order."""
-    if len(copies) != 1 or not slot.size_bytes:
-        return False
-    copy = copies[0]
-    return copy.shape == slot.shape and copy.stride == _contiguous(copy.shape)
 
 
 def _some(names: Sequence[str]) -> str:

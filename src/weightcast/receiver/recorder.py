@@ -1,14 +1,13 @@
-"""Learn what a model's ``load_weights`` does, by watching it once.
+"""Records what a model's ``load_weights`` does, by watching it once.
 
 The loader is run on weights without memory (meta tensors) under a dispatch mode that sees every operation.  A copy
-from a view of a source tensor into a resident parameter becomes a ``Route`` and is not carried out.  Whatever else
-is written into a parameter is *computed*: those sources stay with the loader.  So slicing, fusing and stacking of any
-engine is learnt from its own code, and can then be staged, replayed and read back.
+from a view of a source tensor into a resident parameter becomes a ``Route`` and is not carried out.  Any other write
+into a parameter is *computed*: its source stays with the loader.  So the slicing, fusing and stacking of any engine is
+learnt from its own code, and can be staged, replayed and read back.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.errors import ConfigError
+from weightcast.wire.box import box_of_view, span_of
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region, Route
 
@@ -26,13 +26,13 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What was seen.
+    """The copies that a loader makes, and the writes that are no copies.
 
     Attributes:
         routes: By source name, in the order of the copies.
-        why: Sources that no route describes completely, by name, with what was seen instead.
-        written: Parameters that get computed values, by name.
-        filled: Elements that only ever get a constant (the padding of a vocabulary), counted, by parameter.
+        why: Reason why no route describes a source completely, by source name.
+        written: Names of the parameters that get computed values.
+        filled: Number of elements that only get a constant (the padding of a vocabulary), by parameter.
         opaque: True if a source's writes could not be seen at all: the loader looks at values.
     """
 
@@ -51,10 +51,10 @@ class Recording:
 def record_routes(
     load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]
 ) -> Recording:
-    """Run ``load_weights`` without changing anything, and write down its copies.
+    """Runs ``load_weights`` without changing anything, and records its copies.
 
-    Once with all sources; if that leaves questions, once more with each source by itself, which is how the loader
-    will be given those that it must place.
+    It runs once with all sources.  If some writes are computed it runs again with each source by itself, as an update
+    will call it for the sources that stay with it.
 
     Args:
         load_weights: Takes ``(name, tensor)`` pairs, as vLLM's and SGLang's models do.
@@ -70,7 +70,7 @@ def record_routes(
     everything = _watch(load_weights, specs, residents)
     if not everything.why:
         return everything
-    # Who computes may have held several sources in its hands at once: whose values they were cannot be told.
+    # A loader that computes may have combined several sources: whose values it wrote cannot be told.
     found = Recording()
     for spec in specs:
         alone = _watch(load_weights, [spec], residents)
@@ -99,7 +99,7 @@ def _watch(load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Ma
         with torch.no_grad(), mode:
             load_weights(mode.sources())
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError) as error:
-        # A loader that looks at values cannot run on tensors without any: everything stays with it.
+        # A loader that looks at values cannot run on meta tensors: every source stays with it.
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Recording(why={spec.name: reason for spec in specs}, opaque=True)
     return mode.recording()
@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):
 
     def recording(self) -> Recording:
         routes = {name: found for name, found in self._routes.items() if name not in self._why}
-        # What the loader places itself it places whole, its pure copies too.
+        # The loader places a computed source whole, its pure copies too.
         copied = {route.parameter for name in self._why for route in self._routes[name]}
         filled = {name: sum(part.numel() for part in parts) for name, parts in self._filled.items()}
         return Recording(routes=routes, why=self._why, written=self._written | copied, filled=filled)
@@ -159,14 +159,14 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The resident that a tensor lies in; all those of its storage if it lies in none of them, or none has it."""
+        """The resident that a tensor lies in; every resident of its storage if it lies in none of them."""
         sharing = self._residents.get(_storage(tensor), [])
         if len(sharing) < 2:
             return sharing
         return next(([owner] for owner in sharing if _lies_in(tensor, owner[1])), sharing)
 
     def _is_padding(self, target: torch.Tensor, value: float) -> bool:
-        """Is this a constant in a place of its own, which has it since the model was first loaded?  Then it stays."""
+        """True for a constant in a place of its own that the model has had since its first load, and keeps."""
         owners = self._owners(target)
         if len(owners) != 1:
             return False
@@ -179,9 +179,9 @@ class _Recorder(TorchDispatchMode):
         ]
         parts = self._filled.setdefault(name, [])
         taken += [span_of(int(part.storage_offset()), part.shape, part.stride()) for part in parts]
-        first, last = span_of(int(target.storage_offset()), target.shape, target.stride())
-        if any(first < end and start < last for start, end in taken):
-            return False  # over what was copied, or a second time: the order counts, which routes do not keep
+        span = span_of(int(target.storage_offset()), target.shape, target.stride())
+        if any(map(span.overlaps, taken)):
+            return False  # over a copy, or a second time: then the order counts, which routes do not keep
         if not bool((target == value).all()):
             return False
         parts.append(target)
@@ -206,22 +206,23 @@ class _Recorder(TorchDispatchMode):
             self._written.add(parameter)
             return
         if not source.numel() and spec.numel:
-            return  # a rank that keeps nothing of it
-        box = box_of(spec.shape, int(source.storage_offset()), tuple(source.shape), source.stride())
-        if box is None:
+            return  # this rank keeps nothing of the source
+        found = box_of_view(spec.shape, int(source.storage_offset()), tuple(source.shape), source.stride())
+        if found is None:
             self._why[name] = f"{parameter} gets a part of the source that is not a box"
             self._written.add(parameter)
             return
-        offset, shape, dims = box
+        box, dims = found
         stride = tuple(target.stride(dim) if dim is not None else 0 for dim in dims)
-        region = Region(offset=int(target.storage_offset()) - int(whole.storage_offset()), shape=shape, stride=stride)
+        offset = int(target.storage_offset()) - int(whole.storage_offset())
+        region = Region(offset=offset, shape=box.shape, stride=stride)
         self._routes[name].append(
-            Route(source=name, box_offset=offset, box_shape=shape, parameter=parameter, region=region)
+            Route(source=name, box_offset=box.offset, box_shape=box.shape, parameter=parameter, region=region)
         )
 
 
 def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Is every element of one view an element of another of the same storage?"""
+    """True if every element of one view is an element of another view of the same storage."""
     if tensor.dtype != whole.dtype:
         return False
     first, last = span_of(int(whole.storage_offset()), whole.shape, whole.stride())
@@ -233,13 +234,6 @@ def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
     seen = torch.zeros(last - first, dtype=torch.bool)
     seen.as_strided(whole.shape, whole.stride(), 0).fill_(True)
     return bool(seen.as_strided(tensor.shape, tensor.stride(), start - first).all())
-
-
-def span_of(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """First element of a strided region and the one after its last."""
-    if math.prod(shape) == 0:
-        return offset, offset
-    return offset, offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -254,40 +248,3 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor
 def _storage(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, which its views share; meta tensors have one although they have no memory."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-def box_of(
-    full: Sequence[int], offset: int, shape: Sequence[int], stride: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int | None, ...]] | None:
-    """Which box of a contiguous tensor a strided view is.
-
-    Args:
-        full: Shape of the contiguous tensor.
-        offset: First element of the view.
-        shape: Extents of the view.
-        stride: Strides of the view, in elements.
-
-    Returns:
-        Offset and extent of the box in the tensor's own dimensions, and for each of these the dimension of the view
-        that runs along it (None where the extent is 1); None if the view is no box.
-    """
-    along: list[int | None] = [None] * len(full)
-    if math.prod(full) == 0:
-        return tuple(0 for _ in full), tuple(full), tuple(along)
-    strides = [math.prod(full[dim + 1 :]) for dim in range(len(full))]
-    extent = [1] * len(full)
-    for dim, (size, step) in enumerate(zip(shape, stride, strict=True)):
-        if size == 1:
-            continue
-        fits = [k for k in range(len(full)) if along[k] is None and full[k] > 1 and strides[k] == step]
-        if not fits:
-            return None
-        along[fits[0]] = dim
-        extent[fits[0]] = size
-    start: list[int] = []
-    for step in strides:
-        start.append(offset // step)
-        offset -= start[-1] * step
-    if offset or any(first + size > whole for first, size, whole in zip(start, extent, full, strict=True)):
-        return None
-    return tuple(start), tuple(extent), tuple(along)

@@ -31,6 +31,7 @@ from weightcast.wire.messages import (
     Message,
     Open,
     Readback,
+    Revert,
     decode,
     encode,
 )
@@ -47,13 +48,13 @@ Score = Callable[[Sequence[int]], Sequence[float]]
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /weightcast/score is asked."""
+    """Body of a request to /weightcast/score."""
 
     token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=2, max_length=MAX_SCORED_TOKENS)]
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """What it answers: one for each token but the first."""
+    """Answer of /weightcast/score: one number for each token but the first."""
 
     logprobs: tuple[float, ...]
 
@@ -87,22 +88,22 @@ async def no_browsers(request: Request) -> None:
 
 
 class Answers(Protocol):
-    """The part of ``ReceiverEngine`` that routes need."""
+    """The part of ``SessionHandler`` that routes need."""
 
     def info(self) -> EngineInfo:
-        """As ``ReceiverEngine.info``."""
+        """As ``SessionHandler.info``."""
         ...
 
     def apply(self, message: Message) -> Ack:
-        """As ``ReceiverEngine.apply``."""
+        """As ``SessionHandler.apply``."""
         ...
 
     def holds(self, session: str) -> bool:
-        """As ``ReceiverEngine.holds``."""
+        """As ``SessionHandler.holds``."""
         ...
 
     def lease_lost(self, session: str) -> None:
-        """As ``ReceiverEngine.lease_lost``."""
+        """As ``SessionHandler.lease_lost``."""
         ...
 
 
@@ -124,7 +125,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
 
     @router.post(
         "/apply",
-        summary="One message of an update: Join, Announce, Close, Commit, Abort, Leave",
+        summary="One message of an update: Join, Announce, Close, Commit, Revert, Abort, Leave",
         response_class=Response,
         responses={200: _ACK, **_REFUSALS},
         openapi_extra={"requestBody": {"required": True, **_MESSAGES}},
@@ -289,7 +290,7 @@ _LEASE = {
     "description": "A length (4 bytes, big endian) and an Ack, then heartbeats until the session is over",
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
-_MESSAGES = json_content("One message", Join | Leave | Announce | Close | Commit | Abort | Readback)
+_MESSAGES = json_content("One message", Join | Leave | Announce | Close | Commit | Revert | Abort | Readback)
 _OPEN = json_content("The first message of an update", Open)
 _SCORED = json_content("A text as tokens", Scored)
 _FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (409, GROUP_FAILED, 500)}

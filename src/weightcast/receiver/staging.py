@@ -1,18 +1,20 @@
-"""Where a new version waits for its commit: a second set of parameters, on the device or on the host.
+"""The staging set: a second set of parameters, on the device or on the host, that holds a version until its commit.
 
-The set is made once, when the receiver is, and not during an update; so an update needs no more memory
+The receiver allocates the set when it is made, and not during an update.  So an update needs no more memory
 than its buckets, and a model whose second set does not fit is known at the start and not in the middle.
-After a flip it holds the old version, which is what a rollback needs.
+A flip allocates nothing on a device.  After a flip the second set holds the old version, which a rollback needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
 
+from weightcast.digest.copies import bits
 from weightcast.errors import ConfigError
+from weightcast.runtime.free_memory import free_host_bytes
 
 Place = Literal["device", "host", "none"]
 _CHUNK_BYTES = 32 << 20
@@ -20,7 +22,7 @@ _HEADROOM = 1.2
 
 
 def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes: int, device: torch.device) -> Place:
-    """Where a second set of ``size_bytes`` may live.
+    """Chooses the place of a staging set of ``size_bytes``.
 
     Raises:
         ConfigError: The place asked for has not enough free memory.
@@ -29,7 +31,7 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
         return "none"
     need = int(size_bytes * _HEADROOM)
     on_device = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] >= need
-    on_host = _free_host_bytes() >= need
+    on_host = free_host_bytes() >= need
     fits: dict[str, bool] = {"device": on_device if device.type == "cuda" else on_host, "host": on_host}
     if asked != "auto":
         if not fits[asked]:
@@ -44,10 +46,10 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
 
 
 class Staging:
-    """The second set."""
+    """A second set of parameters, and its exchange with the live one."""
 
     def __init__(self, residents: Mapping[str, torch.Tensor], place: Place, *, keep_storage: bool = False) -> None:
-        """Allocate it.
+        """Allocates the set.
 
         Args:
             residents: Live parameters and buffers by name; each once, none a view of another.  What an update leaves
@@ -60,14 +62,21 @@ class Staging:
         self._keep_storage = keep_storage
         self._live = dict(residents)
         self._waiting: dict[str, torch.Tensor] = {}
+        self._scratch: dict[torch.device, torch.Tensor] = {}
+        # How far a flip has come: so many steps are done, and of the next one the scratch memory has the old contents.
+        self._done = 0
+        self._torn = False
+        self._in_scratch = False
         self.allocate()
 
     def allocate(self) -> None:
-        """Get the memory of the second set, where it is not there."""
+        """Allocates what is missing of the second set and of the scratch memory of a flip."""
         for name, tensor in self._live.items():
             if self.place == "none" or name in self._waiting:
                 continue
-            if self.place == "device":
+            if self.place == "device" or not _is_dense(tensor):
+                # Between a GPU and the host, torch copies memory with gaps through memory that it allocates: so the
+                # copy of such a parameter waits on the device.
                 waiting = torch.empty_strided(
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
@@ -76,17 +85,31 @@ class Staging:
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
                 )
             self._waiting[name] = waiting.copy_(tensor.detach())  # rows that no update writes are in both sets
+        if not self.moves_contents or self._scratch:
+            return
+        sizes: dict[torch.device, int] = {}
+        for tensor in self._live.values():
+            size_bytes = _elements_at_once(tensor) * tensor.element_size()
+            sizes[tensor.device] = max(sizes.get(tensor.device, 0), size_bytes)
+        self._scratch = {
+            device: torch.empty(size_bytes, dtype=torch.uint8, device=device) for device, size_bytes in sizes.items()
+        }
 
     def free(self) -> None:
-        """Give back what it takes on the device; ``allocate`` before the next update."""
+        """Frees the set's memory on the device; call ``allocate`` before the next update."""
+        self._forget_flip()
+        self._scratch.clear()
         if self.place == "device":
             self._waiting.clear()
+        else:
+            self._waiting = {name: tensor for name, tensor in self._waiting.items() if tensor.device.type == "cpu"}
 
     def abandon(self) -> None:
-        """Let go of it, wherever it is, since somebody may write there for a while yet; ``allocate`` gets other memory.
+        """Drops the set while a broadcast may still write to it; ``allocate`` then gets other memory.
 
-        Whoever still writes must keep what is written to alive.
+        The broadcast must keep its memory alive.
         """
+        self._forget_flip()
         self._waiting.clear()
 
     @property
@@ -94,51 +117,135 @@ class Staging:
         """True if live parameters stay untouched until ``flip``."""
         return self.place != "none"
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the second set takes while it is allocated."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._live.values()) if self.staged else 0
+
     def target(self, name: str) -> torch.Tensor:
-        """Where the new values of a parameter go."""
+        """The tensor that takes the new values of a parameter."""
         return self._waiting[name] if self.staged else self._live[name]
 
     def live(self, name: str) -> torch.Tensor:
         """The live parameter."""
         return self._live[name]
 
+    @property
+    def moves_contents(self) -> bool:
+        """True if a flip copies bytes; False if it moves pointers, or nothing."""
+        return self.place == "host" or (self.place == "device" and self._keep_storage)
+
+    @property
+    def torn(self) -> bool:
+        """True if a flip began and did not end: the live set is a mixture."""
+        return self._torn
+
     def flip(self) -> None:
-        """Exchange the waiting set and the live one.  Twice is as if never.
+        """Exchanges the waiting set and the live one.  Allocates nothing on a device.
 
         On the device only pointers move: the parameter objects stay, their storage changes, so captured graphs must be
         captured again (a finisher's task).  On the host, or if storage is to be kept, contents move, chunk by chunk.
+
+        Raises:
+            Exception: A copy failed, in torch's words.  The live set is then a mixture until ``undo``.
         """
-        if self.place == "device" and not self._keep_storage:
+        self._forget_flip()
+        self._torn = True
+        if self.moves_contents:
+            for live, waiting in self._chunks():
+                old = self._scratch_for(live)
+                old.copy_(live)
+                self._in_scratch = True
+                live.copy_(waiting)
+                waiting.copy_(old)
+                self._done += 1
+                self._in_scratch = False
+        elif self.place == "device":
             for name, tensor in self._live.items():
-                waiting = self._waiting[name]
-                self._waiting[name] = tensor.data
-                tensor.data = waiting
-        elif self.place != "none":
-            for name, tensor in self._live.items():
-                _exchange(tensor.data, self._waiting[name])
+                self._swap(name, tensor)
+                self._done += 1
+        self._torn = False
+
+    def undo(self) -> None:
+        """Brings back what the last flip has moved.  A second call does nothing.
+
+        Where contents moved, both sets hold the old version afterwards.  One that failed can be repeated.
+
+        Raises:
+            Exception: A copy failed, in torch's words.  The live set is then still a mixture.
+        """
+        if self.moves_contents:
+            if self._done or self._in_scratch:
+                self._torn = True  # until it is through
+                self._undo_chunks()
+        elif self._done:
+            self._torn = True
+            for name, tensor in list(self._live.items())[self._done - 1 :: -1]:
+                self._swap(name, tensor)
+                self._done -= 1
+        self._forget_flip()
+
+    def _undo_chunks(self) -> None:
+        for number, (live, waiting) in enumerate(self._chunks()):
+            if number < self._done:
+                live.copy_(waiting)
+            elif number == self._done and self._in_scratch:
+                old = self._scratch_for(live)
+                live.copy_(old)
+                waiting.copy_(old)
+            else:
+                return
+
+    def _swap(self, name: str, tensor: torch.Tensor) -> None:
+        waiting = self._waiting[name]
+        old = tensor.data
+        tensor.data = waiting
+        self._waiting[name] = old
+
+    def _forget_flip(self) -> None:
+        self._done = 0
+        self._torn = self._in_scratch = False
+
+    def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Live and waiting memory, piece by piece, in an order that is always the same."""
+        for name, tensor in self._live.items():
+            yield from _chunks_of(bits(tensor.data), bits(self._waiting[name]), _elements_at_once(tensor))
+
+    def _scratch_for(self, live: torch.Tensor) -> torch.Tensor:
+        size_bytes = live.numel() * live.element_size()
+        return self._scratch[live.device][:size_bytes].view(live.dtype).view(live.shape)
 
 
-def _exchange(live: torch.Tensor, waiting: torch.Tensor) -> None:
-    first = live.view(-1) if live.is_contiguous() else None
-    if first is None:
-        old = live.clone()
-        live.copy_(waiting)
-        waiting.copy_(old)
+def _elements_at_once(tensor: torch.Tensor) -> int:
+    return min(tensor.numel(), max(1, _CHUNK_BYTES // tensor.element_size()))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements lie in one run of memory without gaps, in whatever order."""
+    run = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
+        if size == 1:
+            continue
+        if stride != run:
+            return tensor.numel() == 0
+        run *= size
+    return True
+
+
+def _chunks_of(live: torch.Tensor, waiting: torch.Tensor, elements: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of at most so many elements of two tensors with the same strides; flat where there are no gaps."""
+    if not live.numel():
         return
-    second = waiting.view(-1)
-    step = max(1, _CHUNK_BYTES // live.element_size())
-    for start in range(0, first.numel(), step):
-        old = first[start : start + step].clone()
-        first[start : start + step].copy_(second[start : start + step])
-        second[start : start + step].copy_(old)
-
-
-def _free_host_bytes() -> int:
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return 0
-    return 0
+    if live.dim() != 1 and _is_dense(live):
+        flat = (live.numel(),), (1,)
+        live = live.as_strided(*flat, live.storage_offset())
+        waiting = waiting.as_strided(*flat, waiting.storage_offset())
+    if live.numel() <= elements:
+        yield live, waiting
+        return
+    dim = max(range(live.dim()), key=lambda dim: (live.shape[dim] > 1, live.stride(dim)))
+    size = live.shape[dim]
+    step = max(1, elements // (live.numel() // size))
+    for start in range(0, size, step):
+        count = min(step, size - start)
+        yield from _chunks_of(live.narrow(dim, start, count), waiting.narrow(dim, start, count), elements)

@@ -1,1 +1,1 @@
-"""The reference engine: model, scheduler and OpenAI server.  Started by `launch.serve`."""
+"""The reference engine: model, scheduler and OpenAI server.  `launch.serve` starts it."""

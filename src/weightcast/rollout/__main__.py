@@ -1,6 +1,6 @@
-"""``python -m weightcast.rollout MODEL_DIR``: the reference engine without the command line's extras.
+"""Runs ``python -m weightcast.rollout MODEL_DIR``: the reference engine without the command line's extras.
 
-The processes of the ranks import this module too (multiprocessing does), so it imports nothing by itself.
+multiprocessing imports this module in the ranks' processes too, so it imports nothing at the top.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Keys and values of the running sequences, one slot per sequence.
+"""The cache of keys and values, one slot per running sequence.
 
-Slots ``[0, batch)`` are the running sequences, without holes, so that a decode step reads views of
-the cache and copies nothing.  Who sits where is the scheduler's decision; this module only moves.
+The scheduler keeps the running sequences in slots ``[0, batch)`` without holes, so that a decode
+step reads views of the cache and copies nothing.
 
-Memory is reserved for ``slots x max_len`` tokens.  On a CPU the pages are mapped zeroed and touched
-when first written, so an idle slot costs nothing.
+The cache reserves memory for ``slots x max_len`` tokens.  On a CPU the pages are mapped zeroed and
+touched when first written, so an idle slot costs nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from weightcast.errors import ConfigError
 class SlotCache(Cache):
     """A transformers cache over one preallocated tensor, (layers, 2, slots, kv heads, max_len, head_dim).
 
-    Before each forward pass the runner calls `start_prefill` or `start_decode`, which says what
-    `update` does with the keys and values that the layers hand in.
+    Before each forward pass the runner calls `start_prefill` or `start_decode`, which decides where
+    `update` stores the keys and values of the layers.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class SlotCache(Cache):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes reserved while the cache is allocated."""
+        """Size of the cache while it is allocated, in bytes."""
         return math.prod(self._shape) * self._dtype.itemsize
 
     def allocate(self) -> None:
-        """Get the memory, if it is not there.  Everything in it is zero.
+        """Allocates the cache, zeroed, unless it is allocated already.
 
         Raises:
-            ConfigError: There is not enough.
+            ConfigError: There is not enough memory.
         """
         if self._layers:
             return
@@ -70,38 +70,38 @@ class SlotCache(Cache):
         except (OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(
                 f"a cache of {self.size_bytes / 2**30:.1f} GiB does not fit on {self._device}: {error}",
-                hint="fewer requests at once (max_batch) or a shorter context (max_len)",
+                hint="allow fewer requests at once (max_batch) or a shorter context (max_len)",
             ) from error
         self._layers = [(layer[0], layer[1]) for layer in self._data]
 
     def free(self) -> None:
-        """Give the memory back; the next forward pass needs `allocate` first."""
+        """Frees the memory; the next forward pass needs `allocate` first."""
         self._layers = []
         self._data = torch.empty(0)
         self._used = [0] * len(self._used)
 
     def start_prefill(self, *, first: int, lengths: list[int]) -> None:
-        """The next forward pass fills slots ``first, first + 1, ...`` from position 0.
+        """Makes the next forward pass fill slots ``first, first + 1, ...`` from position 0.
 
         Args:
             first: First slot.
-            lengths: Tokens of each row, without padding.
+            lengths: Number of tokens of each row, without padding.
         """
         self._rows = None
         self._first, self._count = first, len(lengths)
         longest = max(lengths)
         for slot in range(first, first + len(lengths)):
-            # Positions after the end are masked, but 0 * nan is nan: what an earlier sequence left there must be
-            # finite, whatever weights it was computed with.
+            # Positions after the end are masked, but 0 * nan is nan: values that an earlier sequence left there must
+            # be finite, even if bad weights computed them.
             if self._used[slot] > longest:
                 self._data[:, :, slot, :, longest : self._used[slot]].zero_()
             self._used[slot] = longest
 
     def start_decode(self, positions: torch.Tensor, *, length: int) -> None:
-        """The next forward pass appends one token to slots ``[0, len(positions))``.
+        """Makes the next forward pass append one token to slots ``[0, len(positions))``.
 
         Args:
-            positions: Where the new token goes, per slot, int64, on the cache's device.
+            positions: Position of the new token in each slot, int64, on the cache's device.
             length: 1 + the largest position.
         """
         self._rows = torch.arange(len(positions), device=self._device)
@@ -111,7 +111,7 @@ class SlotCache(Cache):
             self._used[slot] = max(self._used[slot], length)
 
     def copy(self, source: int, target: int, *, length: int) -> None:
-        """Copy the first `length` positions of one slot over another."""
+        """Copies the first `length` positions of one slot over another."""
         data = self._data
         data[:, :, target, :, :length].copy_(data[:, :, source, :, :length])
         if self._used[target] > length:
@@ -121,13 +121,13 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store one layer's new keys and values; return all that the layer shall attend to.
+        """Stores one layer's new keys and values; returns all keys and values that the layer attends to.
 
         Args:
             key_states: (batch, kv heads, tokens, head_dim).
             value_states: The same shape.
-            layer_idx: The layer.
-            args: Unused; transformers passes more in some versions.
+            layer_idx: Number of the layer.
+            args: Unused; some versions of transformers pass more.
             kwargs: Unused.
         """
         keys, values = self._layers[layer_idx]

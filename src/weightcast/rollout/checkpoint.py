@@ -1,6 +1,6 @@
-"""A model folder: its configuration, what of it can be served, and its weights on disk.
+"""Reads a model folder: its configuration, which it checks, and its weights on disk.
 
-Needs nothing of transformers that computes, so that a process that only serves HTTP starts quickly.
+It imports only transformers' configurations, so that a process that only serves HTTP starts quickly.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def read_config(model_dir: Path) -> PretrainedConfig:
-    """The configuration of a model folder.
+    """Reads the configuration of a model folder.
 
     Raises:
-        ConfigError: Not a model folder, or not a family that the reference engine knows.
+        ConfigError: The folder is no model folder, or of a family that the reference engine does not know.
     """
     path = model_dir / "config.json"
     if not path.is_file():
@@ -41,11 +41,11 @@ def read_config(model_dir: Path) -> PretrainedConfig:
 
 
 def check_config(config: PretrainedConfig, *, tp_size: int, max_len: int | None = None) -> None:
-    """Refuse what would be computed wrongly.
+    """Refuses a model that the reference engine would compute wrongly.
 
     Raises:
-        ConfigError: A tensor-parallel degree that does not divide the model, attention over a sliding
-            window, quantised weights, or a context longer than the model was made for.
+        ConfigError: The tensor-parallel degree does not divide the model, it attends over a sliding
+            window, its weights are quantised, or the context exceeds the model's limit.
     """
     sizes = {
         "attention heads": int(config.num_attention_heads),
@@ -68,20 +68,20 @@ def check_config(config: PretrainedConfig, *, tp_size: int, max_len: int | None 
     longest = max_len or int(config.max_position_embeddings)
     if window is not None and longest > window:
         raise ConfigError(
-            f"this model attends over a sliding window of {window} tokens, which the reference engine does not do",
+            f"this model attends over a sliding window of {window} tokens, which the reference engine does not support",
             hint=f"limit the context to {window} tokens",
         )
     if max_len is not None and not 2 <= max_len <= int(config.max_position_embeddings):
         raise ConfigError(
-            f"a context of {max_len} tokens is outside what the model was made for",
-            hint=f"between 2 and {config.max_position_embeddings}",
+            f"the model does not support a context of {max_len} tokens",
+            hint=f"choose a context between 2 and {config.max_position_embeddings} tokens",
         )
     if getattr(config, "quantization_config", None):
         raise ConfigError("the reference engine serves unquantised weights only")
 
 
 def config_dtype(config: PretrainedConfig) -> torch.dtype:
-    """The dtype that a configuration names, float32 if it names none."""
+    """The dtype in a configuration; float32 if it has none."""
     dtype: Any = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
@@ -89,14 +89,14 @@ def config_dtype(config: PretrainedConfig) -> torch.dtype:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """A dtype that weights can be served in, by torch's name for it.
+    """Finds a dtype for weights by torch's name.
 
     Raises:
-        ConfigError: There is no such dtype, or it does not hold weights.
+        ConfigError: The name is no dtype that weights can be served in.
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
     if dtype is None:
-        raise ConfigError(f"{name!r} is not a dtype for weights", hint="float32, bfloat16 or float16")
+        raise ConfigError(f"{name!r} is not a dtype for weights", hint="use float32, bfloat16 or float16")
     return dtype
 
 
@@ -104,7 +104,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder.
 
     Raises:
-        ConfigError: There are none, or their index cannot be read.
+        ConfigError: The folder has none, or their index cannot be read.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -115,20 +115,20 @@ def weight_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{index} is not a safetensors index: {error}") from error
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder} holds no safetensors")
+        raise ConfigError(f"{folder} has no safetensors files")
     return files
 
 
 def stored_tensors(path: Path, expected: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of one safetensors file, one at a time; what a model computes by itself is left out.
+    """Yields each name and tensor of one safetensors file, without tensors that the model computes itself.
 
     Args:
         path: The file.
-        expected: Names that the model wants.
+        expected: Names of the model's weights.
     """
     opened: Any = safe_open(path, framework="pt", device="cpu")
     with opened as file:
         for name in file.keys():  # noqa: SIM118 - not a dict
-            # Some checkpoints repeat the tied head or carry rotary tables; the model computes both.
+            # Some checkpoints repeat the tied head or have rotary tables; the model computes both.
             if name in expected or not (name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")):
                 yield name, file.get_tensor(name)

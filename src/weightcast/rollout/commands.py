@@ -1,8 +1,7 @@
-"""What the scheduler tells the ranks, and what rank 0 answers.
+"""The commands that the scheduler sends to the ranks, and rank 0's answers.
 
-Every rank runs every command, in the same order, and keeps nothing else that a decision hangs on:
-tokens, positions and slots all come from the scheduler.  So ranks cannot disagree about what was
-generated; only rank 0 computes logits and chooses tokens.
+Every rank runs every command, in the same order.  Tokens, positions and slots all come from the
+scheduler, so ranks cannot disagree about them.  Only rank 0 computes logits and chooses tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from weightcast.wire.layout import TensorSpec
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose one token per row; every list has one entry per row.
+    """Sampling settings of each row; every list has one entry per row.
 
     Attributes:
-        temperature: 0 takes the likeliest token.
-        top_k: Choose among this many; 0 for all.
-        top_p: Choose among the likeliest that together reach this mass; 1 for all.
-        uniform: In [0, 1): where in the cumulative distribution the choice falls.  The random numbers
-            belong to the requests, so a request's tokens do not depend on who shares its batch.
-        top_logprobs: How many alternatives to report; 0 for none.
+        temperature: Sampling temperature; 0 takes the likeliest token.
+        top_k: Number of the likeliest tokens to choose from; 0 for all.
+        top_p: Probability mass of the likeliest tokens to choose from; 1 for all.
+        uniform: Random number in [0, 1), the point of the cumulative distribution to choose.  It belongs to the
+            request, so that a request's tokens do not depend on the rest of the batch.
+        top_logprobs: Number of alternatives to report; 0 for none.
     """
 
     temperature: list[float]
@@ -35,7 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """Copy the first `length` positions of slot `source` over slot `target`."""
+    """Copies the first `length` positions of slot `source` over slot `target`."""
 
     source: int
     target: int
@@ -43,14 +42,14 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
-    """Compute whole sequences into new slots and choose the next token of each.
+    """Computes whole sequences into new slots and chooses the next token of each.
 
     Attributes:
-        moves: To do first, in order.
-        first_slot: Rows go to this slot and the ones after it.
-        rows: Token ids.
-        twins: For the slots after those of `rows`, in order: the index of the row that has the same tokens.
-        sampling: One entry for each row, then for each twin.
+        moves: Moves to make first, in order.
+        first_slot: Slot of the first row; the other rows follow.
+        rows: Token ids of each row.
+        twins: For each slot after those of `rows`, the index of the row with the same tokens.
+        sampling: Settings of each row, then of each twin.
     """
 
     moves: list[Move]
@@ -61,13 +60,13 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
-    """Append one token to each slot from 0 and choose the next of each.
+    """Appends one token to each slot from 0 on and chooses the next token of each.
 
     Attributes:
-        moves: To do first, in order.
-        tokens: The token of each slot.
-        positions: Where it goes.
-        sampling: One entry for each slot.
+        moves: Moves to make first, in order.
+        tokens: Token of each slot.
+        positions: Position of that token in the slot.
+        sampling: Settings of each slot.
     """
 
     moves: list[Move]
@@ -77,29 +76,29 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
-    """Log-probability of each token given those before it; touches no slot."""
+    """Computes the log-probability of each token given those before it; uses no slot."""
 
     rows: list[list[int]]
 
 
 class DropCache(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
-    """Forget all keys and values."""
+    """Drops all keys and values."""
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
-    """Free the cache and move the weights off the accelerator."""
+    """Frees the cache and moves the weights off the accelerator."""
 
 
 class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
-    """Undo `Sleep`."""
+    """Undoes `Sleep`."""
 
 
 class Describe(msgspec.Struct, frozen=True, kw_only=True, tag="describe"):
-    """What are you?"""
+    """Asks each rank for its `Description`."""
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
-    """Nothing: is everybody there?"""
+    """Does nothing; a dead rank does not answer."""
 
 
 Command = Prefill | Decode | Score | DropCache | Sleep | Wake | Describe | Ping
@@ -109,9 +108,9 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's choice, one entry per row.
 
     Attributes:
-        tokens: The token; -1 where the logits were not finite.
+        tokens: Chosen token; -1 where the logits were not finite.
         logprobs: Its natural log-probability in the model's own distribution, before temperature and filters.
-        top: Likeliest tokens with their log-probabilities, likeliest first; empty where none were asked for.
+        top: Likeliest tokens with their log-probabilities, likeliest first; empty if not requested.
     """
 
     tokens: list[int]
@@ -129,18 +128,20 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to `Describe`.
 
     Attributes:
-        devices: For each rank, the UUID of its GPU or ``"cpu"``.
-        hosts: For each rank, the boot id of its host.
-        staging: Where a new version waits until it is committed.
-        specs: Every tensor that a complete update holds.
-        dtype: Of the weights.
-        weight_bytes: Of rank 0's weights.
-        cache_bytes: Reserved by rank 0 for keys and values.
+        devices: UUID of each rank's GPU, or ``"cpu"``.
+        hosts: Boot id of each rank's host.
+        staging: Place where a new version waits for its commit.
+        staging_bytes: Size of the staging set on rank 0.
+        specs: Every tensor of a complete update.
+        dtype: Dtype of the weights.
+        weight_bytes: Size of rank 0's weights.
+        cache_bytes: Memory that rank 0 reserves for keys and values.
     """
 
     devices: list[str]
     hosts: list[str]
     staging: Place
+    staging_bytes: int
     specs: list[TensorSpec]
     dtype: str
     weight_bytes: int
@@ -148,7 +149,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of commands without a result, and of ranks other than 0."""
+    """Answer to commands without a result, and of ranks other than 0."""
 
 
 T = TypeVar("T")
@@ -158,15 +159,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(value: Command | Chosen | Scores | Description | Done) -> bytes:
-    """A command or an answer as bytes."""
+    """Encodes a command or an answer."""
     return _encoder.encode(value)
 
 
 def decode_command(data: bytes) -> Command:
-    """The command in `data`, which only our own scheduler makes."""
+    """Decodes a command, which only our own scheduler makes."""
     return _decoder.decode(data)
 
 
 def decode_answer(data: bytes, kind: type[T]) -> T:
-    """The answer in `data`."""
+    """Decodes an answer of this type."""
     return msgspec.msgpack.decode(data, type=kind)

@@ -1,6 +1,6 @@
-"""Stacked experts, cut for tensor parallelism: which whole tensor lands where in a stacked parameter.
+"""Maps a checkpoint's expert weights to stacked parameters that are cut for tensor parallelism.
 
-Each rank has its share of every expert's width.  Knows shapes and names; it does not know the model around them.
+Each rank has its share of every expert's width.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPart:
-    """One expert's weight, as a checkpoint has it, in a stacked parameter.
+    """The place of one expert's weight from a checkpoint in a stacked parameter.
 
     Attributes:
-        name: The checkpoint's name for it.
-        shape: Its whole shape.
-        dim: The dimension of it that is cut.
+        name: Name of the weight in the checkpoint.
+        shape: Unsharded shape of the weight.
+        dim: Dimension of the weight that is cut.
         expert: Index of the expert in the parameter.
-        first_row: First row of the expert that it fills.
-        num_rows: How many.
+        first_row: First row of the expert that the weight fills.
+        num_rows: Number of rows that it fills.
     """
 
     name: str
@@ -44,10 +44,10 @@ def local_shape(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, i
 
 
 def parts(name: str, shape: tuple[int, ...], tp_size: int) -> Iterator[ExpertPart]:
-    """The weights of a stacked parameter, one by one.
+    """Yields the weights that fill a stacked parameter.
 
     Args:
-        name: Of the parameter.
+        name: Name of the parameter.
         shape: Its shape without tensor parallelism.
         tp_size: Number of ranks.
     """

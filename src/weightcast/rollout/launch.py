@@ -1,7 +1,7 @@
-"""Starting and ending the reference engine: port, ranks, scheduler, server, and the way back.
+"""Starts and ends the reference engine: port, ranks, scheduler and server.
 
-``serve(ServeConfig(...))`` blocks until SIGTERM or SIGINT and ends every process that it started.  A
-rank's process dies with this one even if this one is killed; the executor sees to that.
+``serve(ServeConfig(...))`` blocks until SIGTERM or SIGINT and ends every process that it started.  The executor ends
+the ranks' processes even if this one is killed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 from transformers import PretrainedConfig
 
-from weightcast import __version__
-from weightcast.comm.collector import spare_what_lives
 from weightcast.comm.tls import server_context
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.receiver.agent import StagingChoice
-from weightcast.receiver.engine import EngineFacts, ReceiverEngine
+from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import Executor, LocalExecutor, MpExecutor
+from weightcast.receiver.rank import StagingChoice
+from weightcast.receiver.session import SessionHandler
 from weightcast.rollout import commands
+from weightcast.rollout.batch import Limits
 from weightcast.rollout.bounded_http import BoundedHttp
 from weightcast.rollout.checkpoint import check_config, config_dtype, parse_dtype, read_config
-from weightcast.rollout.scheduler import Limits, Scheduler
-from weightcast.rollout.server import RolloutEngine, build_app
+from weightcast.rollout.engine import RolloutEngine
+from weightcast.rollout.scheduler import Scheduler
+from weightcast.rollout.server import ExtraRoutes, build_app
 from weightcast.rollout.text import Text
 from weightcast.rollout.worker import WorkerSettings, make_worker
+from weightcast.runtime.gc_pause import spare_what_lives
+from weightcast.version import __version__
 from weightcast.wire.messages import RankInfo
 
 log = logging.getLogger("weightcast.rollout")
@@ -52,29 +55,27 @@ _DRAIN_S = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """How to serve one model.
+    """Settings of one engine.
 
     Attributes:
-        model_dir: A Hugging Face folder: config.json, safetensors, tokenizer if there is one.
+        model_dir: A Hugging Face folder with config.json, safetensors and possibly a tokenizer.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one, which the ready line names.
-        tp: Tensor-parallel ranks.
+        tp: Number of tensor-parallel ranks.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype: ``"auto"`` for the checkpoint's own, or a torch name such as ``"bfloat16"``.
         executor: ``"local"`` (one rank, in this process), ``"mp"`` (a process per rank), ``"ray"`` (an actor per rank,
             which the caller of ``serve`` makes) or ``"auto"``.
-        api_key: Wanted from every caller; None asks for none.
-        tls_cert: PEM file with the server's certificate (and those between it and its authority); None: plain HTTP.
-        tls_key: PEM file with its private key, where that is not in ``tls_cert``.
-        tls_client_ca: PEM file of the authorities that must have signed a caller's certificate; None asks for none.
-        max_batch: Requests that generate at once.
-        max_len: Tokens of a request, prompt and answer; cut to what the model was made for.
-        staging: Where a new version waits until it is committed.
+        api_key: Key that every caller must send; None requires none.
+        tls_cert: PEM file with the server's certificate chain; None serves plain HTTP.
+        tls_key: PEM file with its private key, if that is not in ``tls_cert``.
+        tls_client_ca: PEM file of the authorities that must have signed a caller's certificate; None requires none.
+        max_batch: Largest number of requests that generate at once.
+        max_len: Largest number of tokens of a request, prompt and answer; cut to the model's own limit.
+        staging: Place where a new version waits for its commit.
         name: Name under which the model is served; None for the folder's.
         version: Version of the weights in the folder.
         threads: CPU threads of each rank; 0 divides the cores among the ranks.
-        dialect: Weight routes of this stock engine as well: ``"sglang"``, ``"lmdeploy"`` or ``"none"``.
-        faults: What is to go wrong with those; see ``rollout.dialects.faults``.
     """
 
     model_dir: str
@@ -94,16 +95,14 @@ class ServeConfig:
     name: str | None = None
     version: int = 0
     threads: int = 0
-    dialect: str = "none"
-    faults: str = ""
 
     def __post_init__(self) -> None:
         if self.tp < 1:
-            raise ConfigError(f"tp={self.tp}: an engine has at least one rank")
+            raise ConfigError(f"tp={self.tp}: an engine needs at least one rank")
         if self.max_batch < 1:
-            raise ConfigError(f"max_batch={self.max_batch}: at least one request runs")
+            raise ConfigError(f"max_batch={self.max_batch}: an engine needs room for at least one request")
         if self.max_len < 2:
-            raise ConfigError(f"max_len={self.max_len}: a prompt and an answer are at least two tokens")
+            raise ConfigError(f"max_len={self.max_len}: a prompt and an answer have at least two tokens")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port}: ports go from 0 (any free one) to 65535")
         if self.executor not in get_args(ExecutorName):
@@ -113,9 +112,9 @@ class ServeConfig:
         if self.executor == "local" and self.tp > 1:
             raise ConfigError(f"the local executor has one rank, not {self.tp}", hint="use executor mp")
         if self.api_key is not None and not self.api_key:
-            raise ConfigError("the API key is empty", hint="leave it out to ask for none")
+            raise ConfigError("the API key is empty", hint="leave it out to serve without a key")
         if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
-            raise ConfigError("TLS needs a certificate of this server", hint="pass tls_cert (--tls-cert) too")
+            raise ConfigError("TLS needs this server's certificate", hint="pass tls_cert (--tls-cert) too")
 
 
 def serve(
@@ -123,15 +122,17 @@ def serve(
     *,
     on_ready: Callable[[str], None] | None = None,
     make_executor: MakeExecutor | None = None,
+    extra_routes: ExtraRoutes | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; then end everything that was started.
+    """Serves until SIGTERM or SIGINT, then ends everything that it started.
 
     Prints one line on stderr when ready: ``serving NAME on http://HOST:PORT ...``.
 
     Args:
-        config: How to serve.
-        on_ready: Called once it accepts requests, with its URL.
-        make_executor: Starts so many ranks of these settings, for executor ``"ray"``; see ``weightcast.ray.serving``.
+        config: Settings of the engine.
+        on_ready: Function that gets the URL once the server accepts requests.
+        make_executor: Function that starts a number of ranks, for executor ``"ray"``; see ``weightcast.ray.serving``.
+        extra_routes: The same as for ``build_app``.
 
     Returns:
         The exit code of the process: 0 after a signal, 1 if serving ended by itself.
@@ -161,14 +162,14 @@ def serve(
                 if on_ready is not None:
                     on_ready(url)
 
-            app = build_app(engine, api_key=config.api_key, dialect=config.dialect, faults=config.faults)
+            app = build_app(engine, api_key=config.api_key, extra_routes=extra_routes)
             server = _Server(
                 _Config(app, trust=trust),
                 ready=announce,
                 stopping=engine.scheduler.close,
             )
             server.run(sockets=[listener])
-            # uvicorn comes back without a signal only when it could not start.
+            # uvicorn returns without a signal only if it could not start.
             return 0 if server.started else 1
         except _Stop:
             return 0
@@ -181,11 +182,11 @@ def _start(
     make_executor: MakeExecutor | None,
     stack: contextlib.ExitStack,
 ) -> RolloutEngine:
-    """Ranks, scheduler and receiver; what `stack` closes ends them in reverse."""
+    """Starts ranks, scheduler and receiver; `stack` closes them in reverse order."""
     text = Text.load(Path(config.model_dir), max_len=settings.max_len)
     if config.executor == "ray":
         if make_executor is None:
-            raise ConfigError("executor ray needs a way to make it", hint="use `weightcast serve --executor ray`")
+            raise ConfigError("executor ray needs make_executor", hint="use `weightcast serve --executor ray`")
         executor = make_executor(settings, config.tp)
     elif config.executor == "mp" or config.tp > 1:
         executor: Executor = MpExecutor(make_worker, config.tp, {"settings": settings})
@@ -205,23 +206,24 @@ def _start(
     facts = EngineFacts(
         engine=f"weightcast {__version__}",
         model=name,
-        # Ranks on several hosts are on none that a trainer could share memory with.
+        # A trainer cannot share memory with ranks on several hosts.
         host_id=described.hosts[0] if len(set(described.hosts)) == 1 else "",
         ranks=tuple(
             RankInfo(rank=rank, pid=pid, device=device)
             for rank, (pid, device) in enumerate(zip(executor.pids(), described.devices, strict=True))
         ),
         staging=described.staging,
+        staging_bytes=described.staging_bytes,
         transports=("ipc", "broadcast"),
         specs=tuple(described.specs),
     )
-    receiver = ReceiverEngine(executor, scheduler, facts, version=config.version)
+    receiver = SessionHandler(executor, scheduler, facts, version=config.version)
     stack.callback(receiver.close)
     return RolloutEngine(scheduler=scheduler, text=text, model=name, receiver=receiver)
 
 
 def _settings(config: ServeConfig) -> tuple[PretrainedConfig, WorkerSettings]:
-    """What the ranks are built from, with every mistake found that needs no weights."""
+    """The ranks' settings, after every check that needs no weights."""
     model_config = read_config(Path(config.model_dir))
     longest = int(model_config.max_position_embeddings)
     if config.max_len > longest:
@@ -231,7 +233,7 @@ def _settings(config: ServeConfig) -> tuple[PretrainedConfig, WorkerSettings]:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Ranks that are actors may live on other hosts; theirs is to say.
+    # Ray actors may live on other hosts, so they check for a GPU themselves.
     if device.startswith("cuda") and not torch.cuda.is_available() and config.executor != "ray":
         raise ConfigError(f"device {device}: torch sees no GPU here", hint="use --device cpu")
     dtype = str(config_dtype(model_config)).removeprefix("torch.") if config.dtype == "auto" else config.dtype
@@ -271,9 +273,9 @@ def _trust(config: ServeConfig) -> ssl.SSLContext | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The socket, bound but not listening: until the model is loaded, connections are refused."""
+    """Binds the socket without listening, so that connections are refused until the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio switches Nagle off; without, answers wait for acknowledgements.
+    # asyncio switches Nagle off only if the protocol is given; with Nagle, answers wait for acknowledgements.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -288,12 +290,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Stop(BaseException):
-    """Somebody asked this process to end."""
+    """A signal asked this process to end."""
 
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Generator[None]:
-    """Turn SIGTERM and SIGINT into an exception here, so that everything is closed on the way out.
+    """Turns SIGTERM and SIGINT into an exception, so that everything is closed on the way out.
 
     uvicorn takes the signals while it serves and raises them again when it has drained.
     """
@@ -304,7 +306,7 @@ def _stop_on_signals() -> Generator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # The way out is bounded by deadlines of its own; a second signal must not cut it short.
+        # Closing has deadlines of its own, and a second signal must not cut it short.
         for wanted in numbers:
             signal.signal(wanted, signal.SIG_IGN)
         raise _Stop
@@ -325,13 +327,13 @@ class _Config(uvicorn.Config):
         self._trust = trust
 
     def load(self) -> None:
-        """As uvicorn does, then the context."""
+        """Loads the settings, then sets the TLS context."""
         super().load()
         self.ssl = self._trust
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with a word when it is ready and one before it waits for open connections to end."""
+    """uvicorn with two callbacks: when it is ready, and before it waits for open connections to end."""
 
     def __init__(self, config: uvicorn.Config, *, ready: Callable[[], None], stopping: Callable[[], None]) -> None:
         super().__init__(config)
@@ -339,13 +341,13 @@ class _Server(uvicorn.Server):
         self._stopping = stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept, then say so."""
+        """Starts to accept, then calls ``ready``."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what is generated, so that its connections end too."""
+        """Ends all generations, so that their connections end too."""
         await run_in_threadpool(self._stopping)
         await super().shutdown(sockets)
 
@@ -356,7 +358,7 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """``python -m weightcast.rollout MODEL_DIR [--port 0 ...]``: the fields of `ServeConfig` as options."""
+    """Runs ``python -m weightcast.rollout MODEL_DIR [--port 0 ...]``; the options are the fields of `ServeConfig`."""
     parser = argparse.ArgumentParser(prog="python -m weightcast.rollout")
     parser.add_argument("model_dir")
     for field in fields(ServeConfig):

@@ -1,10 +1,10 @@
-"""The engine's counters for Prometheus, read when somebody asks."""
+"""Exposes the engine's counters to Prometheus; each scrape reads them anew."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,11 +14,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics(Collector):
-    """A registry of its own, so that an engine can live in a process that has another.
+    """The metrics of one engine, in a registry of their own, so that several engines can share a process.
 
     Args:
-        stats: Gives the numbers.
-        model: The label of every metric.
+        stats: Function that returns the counters.
+        model: Label of every metric.
     """
 
     def __init__(self, stats: Callable[[], Stats], *, model: str) -> None:
@@ -26,23 +26,24 @@ class Metrics(Collector):
         self._model = model
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # start time, memory and CPU time of the process
 
     def render(self) -> bytes:
-        """The text format."""
+        """Renders Prometheus' text format."""
         return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry need not collect to know the names."""
+        """Yields nothing, so that the registry does not collect to learn the names."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, now."""
+        """Yields all metrics with their present values."""
         stats = self._stats()
         gauges = {
             "requests_running": ("Requests that generate", stats.running),
             "requests_waiting": ("Requests that wait for a slot", stats.waiting),
             "weight_version": ("Version of the weights that generate", stats.version),
-            "paused": ("1 while the engine holds still", int(stats.state in ("paused", "asleep"))),
+            "paused": ("1 while the engine is paused or asleep", int(stats.state in ("paused", "asleep"))),
             "healthy": ("0 once the engine has failed", int(stats.state != "failed")),
         }
         for name, (text, value) in gauges.items():

@@ -1,12 +1,12 @@
-"""A transformers causal LM, cut for tensor parallelism.
+"""A transformers causal LM, sharded for tensor parallelism.
 
 Heads and the MLP's inner width are divided among the ranks; embeddings, norms and the output head
-are whole on each.  The forward pass is transformers' own, with the attention product and the two
-sums per layer put in.  Nothing here knows about requests, versions or how weights arrive.
+are whole on each.  The forward pass is transformers' own, except for the attention product and the
+two sums per layer.  This module does not know requests, versions or how weights arrive.
 
-Names are Hugging Face's, on both faces: `expected_weights` says what a complete update holds, whole
-and unsharded, and `load_weights` takes exactly that.  `load_weights` is views and `copy_` alone, so
-that whoever watches it can learn which box of which tensor goes where and repeat it without it.
+Names and shapes are those of a Hugging Face checkpoint: `expected_weights` lists the tensors of a
+complete update, and `load_weights` takes them.  `load_weights` uses views and `copy_` alone, so that
+a recorder can learn which box of which tensor goes where.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from weightcast.errors import ConfigError
+from weightcast.rollout.all_reduce import GroupReduce, Reduce, no_group
 from weightcast.rollout.cache import SlotCache
 from weightcast.rollout.checkpoint import check_config, config_dtype, read_config, stored_tensors, weight_files
 from weightcast.rollout.experts import ExpertPart, is_stacked, local_shape, parts
-from weightcast.rollout.reduce import GroupReduce, Reduce, no_group
 from weightcast.wire.layout import TensorSpec, dtype_name
 
 ATTENTION = "weightcast"
@@ -38,12 +38,12 @@ _BY_INPUT = frozenset({"o_proj", "down_proj"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a whole tensor goes on this rank.
+    """The place of a checkpoint's tensor on this rank.
 
     Attributes:
         parameter: Name of the parameter that takes it.
-        expert: Where in a stacked parameter; None for one that is this tensor's alone.
-        shape: Its whole shape.
+        expert: Place in a stacked parameter; None if the parameter takes this tensor alone.
+        shape: Unsharded shape of the tensor.
         dim: The dimension that is cut, or None.
         start: First index of this rank's part.
         length: Length of this rank's part.
@@ -63,7 +63,7 @@ class _Place:
 
 
 class _SummedLinear(nn.Module):
-    """A linear layer that holds some input columns; the ranks' results are added up, the bias once."""
+    """A linear layer with some of the input columns; it sums over the ranks, then adds the bias once."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, reduce: Reduce) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _SummedLinear(nn.Module):
         self._reduce = reduce
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., local inputs) to (..., outputs)."""
+        """Maps (..., local inputs) to (..., outputs)."""
         out = F.linear(x, self.weight)
         self._reduce(out)
         return out if self.bias is None else out.add_(self.bias)
@@ -100,7 +100,7 @@ def _attend(
     batch, heads, tokens, head_dim = query.shape
     groups = heads // key.shape[1]
     if attention_mask is not None:
-        # The heads that share keys become rows of one product: the cache is read once and never repeated.
+        # The heads that share keys become rows of one product, so that the cache is read once.
         query = query.reshape(batch, heads // groups, groups, head_dim)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
         return out.reshape(batch, 1, heads, head_dim), None
@@ -116,10 +116,10 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 class ReferenceModel(nn.Module):
-    """One rank's part of a causal LM; parameters carry Hugging Face's names.
+    """One rank's part of a causal LM; parameters have Hugging Face's names.
 
     Attributes:
-        config: The model's configuration, undivided.
+        config: Configuration of the whole model.
         tp_rank: This rank.
         tp_size: Number of ranks.
         tied: True if the output head is the embedding.
@@ -141,7 +141,7 @@ class ReferenceModel(nn.Module):
         self._host_copies: dict[str, torch.Tensor] = {}
 
     def materialise(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Give every parameter of this rank its memory, uninitialised."""
+        """Allocates every parameter of this rank, uninitialised."""
         if self.tied:
             self.lm_head.register_parameter("weight", None)
         for prefix, module in list[tuple[str, nn.Module]](self.named_modules()):
@@ -161,13 +161,13 @@ class ReferenceModel(nn.Module):
             self.lm_head.register_parameter("weight", self._parameters_by_name["model.embed_tokens.weight"])
         if self.tp_size > 1:
             self._sum_outputs()
-        # Rotary frequencies are computed, not loaded: what was made on the meta device has no values.
+        # Rotary frequencies are computed, not loaded, and those made on the meta device have no values.
         with torch.device("cpu"):
             rotary = type(cast(nn.Module, self.model.rotary_emb))(self.config)
         self.model.rotary_emb = rotary.to(device)
         lost = [name for name, buffer in self.named_buffers() if buffer.is_meta]
         if lost:
-            raise ConfigError(f"{self.config.model_type}: no values for buffers {', '.join(lost[:5])}")
+            raise ConfigError(f"{self.config.model_type}: the buffers {', '.join(lost[:5])} have no values")
         self.eval()
 
     def _place(self, name: str, shape: tuple[int, ...]) -> _Place:
@@ -198,7 +198,7 @@ class ReferenceModel(nn.Module):
             )
 
     def _region(self, place: _Place) -> torch.Tensor:
-        """What of this rank's parameters a whole tensor's part is copied to."""
+        """The part of this rank's parameters that takes a tensor."""
         parameter, part = self._parameters_by_name[place.parameter], place.expert
         return parameter if part is None else parameter[part.expert, part.first_row : part.first_row + part.num_rows]
 
@@ -226,7 +226,7 @@ class ReferenceModel(nn.Module):
     # -- weights
 
     def expected_weights(self) -> list[TensorSpec]:
-        """Every tensor that a complete update holds: Hugging Face names, whole shapes, this engine's dtype."""
+        """Every tensor of a complete update: Hugging Face names, unsharded shapes, this engine's dtype."""
         return [
             TensorSpec(name=name, dtype=dtype_name(self._region(place).dtype), shape=place.shape)
             for name, place in self._places.items()
@@ -234,16 +234,16 @@ class ReferenceModel(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copy whole tensors into this rank's parameters: views and `copy_`, nothing else.
+        """Copies unsharded tensors into this rank's parameters, with views and `copy_` only.
 
         Args:
-            weights: Hugging Face name and whole tensor, on any device, in any order.
+            weights: Hugging Face name and unsharded tensor, on any device, in any order.
 
         Returns:
             The names that were loaded.
 
         Raises:
-            ConfigError: An unknown name, or a shape that is not the model's.  What came before it is loaded.
+            ConfigError: A name is unknown, or a shape is not the model's.  The tensors before it are loaded.
         """
         loaded: set[str] = set()
         for name, tensor in weights:
@@ -269,13 +269,13 @@ class ReferenceModel(nn.Module):
         mask: torch.Tensor | None,
         cache: SlotCache | None,
     ) -> torch.Tensor:
-        """The last hidden states, (batch, tokens, hidden); every rank gets the same.
+        """Computes the last hidden states, (batch, tokens, hidden), the same on every rank.
 
         Args:
             input_ids: (batch, tokens), int64.
             position_ids: (batch, tokens), int64.
             mask: None for whole prompts, else (batch, 1, 1, length), added to the scores.
-            cache: Prepared with `start_prefill` or `start_decode`; None to keep nothing.
+            cache: The cache after `start_prefill` or `start_decode`; None stores no keys and values.
         """
         output = self.model(
             input_ids=input_ids,
@@ -288,14 +288,14 @@ class ReferenceModel(nn.Module):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden) to (rows, vocabulary), float32."""
+        """Maps (rows, hidden) to (rows, vocabulary), float32."""
         return self.lm_head(hidden).float()
 
     # -- sleep
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Move the weights from the accelerator to host memory; on a CPU they stay where they are."""
+        """Moves the weights from the accelerator to host memory; on a CPU they stay."""
         for name, parameter in self._parameters_by_name.items():
             if parameter.device.type == "cpu":
                 continue
@@ -306,7 +306,7 @@ class ReferenceModel(nn.Module):
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:
-        """Undo `offload`.  The parameters have new storage afterwards."""
+        """Undoes `offload`.  The parameters have new storage afterwards."""
         for name, host in self._host_copies.items():
             self._parameters_by_name[name].data = host.to(device)
         self._host_copies.clear()
@@ -322,17 +322,17 @@ def build_model(
     device: torch.device | str = "cpu",
     max_len: int | None = None,
 ) -> ReferenceModel:
-    """One rank's part of the model in `model_dir`, loaded.
+    """Builds and loads one rank's part of the model in `model_dir`.
 
     Args:
-        model_dir: A Hugging Face folder: config.json and safetensors.
+        model_dir: A Hugging Face folder with config.json and safetensors.
         tp_rank: This rank.
         tp_size: Number of ranks; must divide heads, key-value heads and the MLP's width.
-        group: The ranks: something that adds a tensor up over them in place, or a process group.  None will do
-            for one rank, and for a part of a model that is never run.
+        group: A function that sums a tensor over the ranks in place, or a process group.  None for one rank, or for a
+            part of a model that is never run.
         dtype: Dtype of all weights; None for the checkpoint's own.
-        device: Where they live.
-        max_len: The longest context that will be served; None for the model's own limit.
+        device: Device of the weights.
+        max_len: The longest context to serve, in tokens; None for the model's own limit.
 
     Raises:
         ConfigError: The folder, the model or the degree cannot be served; the text says why.
@@ -348,10 +348,10 @@ def build_model(
 
 
 def load_checkpoint(model: ReferenceModel, folder: Path) -> None:
-    """Fill a model from safetensors, one tensor at a time, cast to the model's dtype.
+    """Loads a model from safetensors, one tensor at a time, cast to the model's dtype.
 
     Raises:
-        ConfigError: No safetensors, an unreadable file, or tensors that are not the model's.
+        ConfigError: There are no safetensors, a file is unreadable, or its tensors are not the model's.
     """
     expected = {spec.name for spec in model.expected_weights()}
     loaded: set[str] = set()

@@ -1,6 +1,6 @@
-"""OpenAI's requests and responses as data, with what reinforcement learning needs beside them.
+"""OpenAI's requests and responses as data, with fields for reinforcement learning.
 
-Beyond OpenAI: `top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids` in requests; `weight_version`,
+Fields beyond OpenAI's: `top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids` in requests; `weight_version`,
 `weight_versions` and `token_ids` in responses.  Unknown fields are ignored, as OpenAI does.
 """
 
@@ -16,12 +16,12 @@ from weightcast.rollout.requests import Answer
 from weightcast.rollout.text import Text
 
 MAX_PROMPTS = 1024
-_MOST = (1 << 31) - 1  # of anything that counts tokens or names one: what the ranks are told has to fit 64 bits
+_MOST = (1 << 31) - 1  # largest count of tokens and largest token id; the ranks' commands have 64-bit integers
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Sampled(BaseModel):
-    """What both kinds of request have in common."""
+    """The fields that both kinds of request have."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -45,19 +45,19 @@ class Sampled(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings, however they were written."""
+        """The stop strings; a request may give one string or a list."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def include_usage(self) -> bool:
-        """True if a stream shall end with its token counts."""
+        """True if a stream should end with its token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
 class CompletionRequest(Sampled):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: (
         str
@@ -81,7 +81,7 @@ class CompletionRequest(Sampled):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation; fields that we do not know reach the chat template."""
+    """One message of a conversation; the chat template gets unknown fields too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -89,17 +89,17 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message with its text parts joined; parts of another kind are refused."""
+        """Joins the message's text parts; refuses parts of another type."""
         message = self.model_dump()
         if isinstance(self.content, list):
             if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in self.content):
-                raise ValueError("content parts have to be of type text")
+                raise ValueError("content parts must be of type text")
             message["content"] = "".join(part["text"] for part in self.content)
         return message
 
 
 class ChatRequest(Sampled):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(default=None, ge=1, le=1 << 24)
@@ -110,7 +110,7 @@ class ChatRequest(Sampled):
 
 
 class PauseRequest(BaseModel):
-    """POST /pause and /sleep."""
+    """Body of POST /pause and /sleep."""
 
     mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
     timeout_s: float = Field(default=60.0, gt=0, le=86400)
@@ -121,10 +121,10 @@ class Choice:
     """One complete answer, as text and as tokens.
 
     Attributes:
-        index: Its place in the response.
+        index: Place in the response.
         text: The text, or None for a model without a tokenizer.
-        answer: Tokens, log-probabilities and versions; no more tokens than the text was made from.
-        finish_reason: Why it ended.
+        answer: Tokens, log-probabilities and versions of the text, without tokens after a stop string.
+        finish_reason: Reason of the end.
     """
 
     index: int
@@ -144,7 +144,7 @@ def usage(prompt_tokens: int, answers: Iterable[Answer]) -> dict[str, int]:
 
 
 def spans(answers: Iterable[Answer]) -> list[dict[str, int]]:
-    """Which version how many tokens came from: one answer's in order, several answers' by version."""
+    """Number of tokens from each weight version: one answer's in order, several answers' summed by version."""
     listed = list(answers)
     if len(listed) == 1:
         return [{"version": version, "tokens": count} for version, count in listed[0].spans]
@@ -156,7 +156,7 @@ def spans(answers: Iterable[Answer]) -> list[dict[str, int]]:
 
 
 def versions(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The fields that say which weights were used."""
+    """The response fields with the weight versions."""
     return {"weight_version": max(answer.version for answer in answers), "weight_versions": spans(answers)}
 
 

@@ -1,7 +1,6 @@
-"""One request to generate, and its answer as it grows.
+"""One generation request and its growing answer.
 
-The scheduler writes an answer from its own thread; one reader follows it, from any thread or from an
-event loop.  Nothing here decides what is generated.
+The scheduler writes the answer from its own thread; one reader follows it, from any thread or from an event loop.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What to generate.
+    """A prompt and its sampling settings.
 
     Attributes:
-        request_id: Unique among the requests under way.
+        request_id: Identifier, unique among the requests under way.
         prompt: Token ids, at least one.
-        max_tokens: Most tokens to generate; None until the context is full.
-        temperature: 0 takes the likeliest token each time.
-        top_p: Choose among the likeliest tokens that together reach this mass; 1 for all.
-        top_k: Choose among this many tokens; 0 for all.
-        seed: Same seed, prompt and weights, same tokens, whoever shares the batch; None for fresh randomness.
-        stop_token_ids: Tokens that end the answer; they are part of it.
-        ignore_eos: Go on past the model's own end-of-sequence tokens.
-        top_logprobs: Alternatives to report with each token.
+        max_tokens: Largest number of tokens to generate; None generates until the context is full.
+        temperature: Sampling temperature; 0 takes the likeliest token each time.
+        top_p: Probability mass of the likeliest tokens to choose from; 1 for all.
+        top_k: Number of the likeliest tokens to choose from; 0 for all.
+        seed: Seed of the random numbers.  The same seed, prompt and weights give the same tokens, independent of the
+            rest of the batch.  None for fresh randomness.
+        stop_token_ids: Tokens that end the answer and are part of it.
+        ignore_eos: Continue after the model's own end-of-sequence tokens.
+        top_logprobs: Number of alternatives to report with each token.
     """
 
     request_id: str
@@ -49,14 +49,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What an answer gained since its reader last looked.
+    """The part of an answer that is new since its reader last looked.
 
     Attributes:
         tokens: New token ids.
         logprobs: Their log-probabilities in the model's own distribution.
         top: Alternatives of each, likeliest first.
-        finish_reason: Why it ended, or None.
-        error: What went wrong, if the reason is ``"error"``.
+        finish_reason: Reason of the end, or None.
+        error: Text of the error, if the reason is ``"error"``.
     """
 
     tokens: list[int]
@@ -68,16 +68,16 @@ class Progress:
 
 @dataclass(slots=True)
 class Answer:
-    """Tokens so far, and which version of the weights each came from.
+    """Tokens so far, with the weight version of each.
 
     Attributes:
         tokens: Generated token ids.
         logprobs: Natural log-probability of each in the model's own distribution, before temperature and filters.
         top: Alternatives of each token.
-        spans: (version, tokens) in order; the counts add up to ``len(tokens)``.
-        version: Version of the last token, or the one served when an answer without tokens ended.
-        finish_reason: Why it ended, or None while it grows.
-        error: What went wrong, if the reason is ``"error"``.
+        spans: (version, number of tokens) in order; the numbers add up to ``len(tokens)``.
+        version: Version of the last token; for an answer without tokens, the one served when it ended.
+        finish_reason: Reason of the end, or None while the answer grows.
+        error: Text of the error, if the reason is ``"error"``.
     """
 
     tokens: list[int] = field(default_factory=list[int])
@@ -90,10 +90,7 @@ class Answer:
 
 
 class Generation:
-    """The reader's end of a request.
-
-    One reader: `result` from a thread, or `finished` or `progress` from an event loop.
-    """
+    """A request under way, for one reader: `result` in a thread, `finished` or `progress` in an event loop."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -107,7 +104,7 @@ class Generation:
     # -- the scheduler's side
 
     def add(self, token: int, logprob: float, top: list[tuple[int, float]], *, version: int) -> None:
-        """One more token."""
+        """Appends one token."""
         answer = self._answer
         with self._changed:
             answer.tokens.append(token)
@@ -122,7 +119,7 @@ class Generation:
             self._notify()
 
     def finish(self, reason: FinishReason, *, version: int, error: str | None = None) -> None:
-        """The answer is complete; calls after the first change nothing."""
+        """Completes the answer; calls after the first change nothing."""
         with self._changed:
             if self._answer.finish_reason is not None:
                 return
@@ -141,11 +138,11 @@ class Generation:
         return self._answer
 
     def result(self, timeout_s: float) -> Answer:
-        """Wait in a thread until the answer is complete.
+        """Waits in a thread until the answer is complete.
 
         Raises:
-            DeadlineExceeded: It was not complete in time; it goes on growing.
-            EngineFailure: It ended with an error.
+            DeadlineExceeded: The answer was not complete in time; it continues to grow.
+            EngineFailure: The answer ended with an error.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._answer.finish_reason is not None, timeout_s):
@@ -155,16 +152,16 @@ class Generation:
         return self._complete()
 
     async def finished(self) -> Answer:
-        """Wait in an event loop until the answer is complete.
+        """Waits in an event loop until the answer is complete.
 
         Raises:
-            EngineFailure: It ended with an error.
+            EngineFailure: The answer ended with an error.
         """
         await self._wait(each_token=False)
         return self._complete()
 
     async def progress(self) -> AsyncIterator[Progress]:
-        """What the answer gains, as it gains it; the last one has the finish reason."""
+        """Yields each new part of the answer; the last one has the finish reason."""
         while True:
             await self._wait(each_token=True)
             with self._changed:

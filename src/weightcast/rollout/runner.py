@@ -1,4 +1,4 @@
-"""Commands of the scheduler, carried out on one rank's model and cache."""
+"""Carries out the scheduler's commands on one rank's model and cache."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from weightcast.rollout.commands import (
 from weightcast.rollout.model import ReferenceModel
 from weightcast.rollout.sampling import choose
 
-_HEAD_BYTES = 64 << 20  # logits computed at once when scoring
+_HEAD_BYTES = 64 << 20  # largest block of logits when scoring
 
 
 class Runner:
-    """One rank's part of the engine's work.
+    """Runs one rank's forward passes.
 
     Args:
         model: This rank's part of the model.
-        max_batch: Slots of the cache.
+        max_batch: Number of slots in the cache.
         max_len: Positions of a slot.
         dtype: Dtype of keys and values.
-        device: Where model and cache live.
+        device: Device of model and cache.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes reserved for keys and values."""
+        """Memory reserved for keys and values, in bytes."""
         return self._cache.size_bytes
 
-    # Not in inference mode as a whole: `Wake` makes tensors that an update writes into later, outside of it.
+    # No inference mode here: `Wake` makes tensors that an update later writes outside inference mode.
     @torch.no_grad()
     def run(self, command: Command) -> Chosen | Scores | Done:
-        """Carry out one command; ranks other than 0 answer `Done`."""
+        """Carries out one command; ranks other than 0 answer `Done`."""
         match command:
             case Decode():
                 self._move(command.moves)
@@ -121,7 +121,7 @@ class Runner:
         return torch.cat([rows, rows[command.twins]]) if command.twins else rows
 
     def _whole(self, rows: list[list[int]], *, cache: SlotCache | None) -> torch.Tensor:
-        """Hidden states of whole sequences, padded on the right, where causal attention never looks."""
+        """Hidden states of whole sequences, padded on the right, which causal attention ignores."""
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self._device)
         positions = torch.arange(longest, device=self._device)[None].expand(len(rows), longest)

@@ -1,6 +1,6 @@
-"""Choosing one token per row of logits.
+"""Chooses one token per row of logits.
 
-A pure function of logits and `Sampling`: it holds no random state and knows no requests.
+`choose` is a pure function of logits and `Sampling`, without random state.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import torch
 
 from weightcast.rollout.commands import Chosen, Sampling
 
-_NUCLEUS = 1024  # candidates looked at before a whole vocabulary is sorted for top_p
+_NUCLEUS = 1024  # candidates that are tried before the whole vocabulary is sorted for top_p
 _BLOCK = 256
-# Below it the likeliest token is taken: divided by less, logits leave float32, and what is no number has no place to be
-# drawn from.  vLLM's limit is the same.
+# Temperatures below this take the likeliest token, because logits divided by less overflow float32.  vLLM has the same
+# limit.
 _COLDEST = 1e-5
 
 
 @torch.inference_mode()
 def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
-    """One token per row.
+    """Chooses one token per row.
 
     Args:
         logits: (rows, vocabulary), float32.
-        sampling: One entry per row.
+        sampling: Settings with one entry per row.
     """
     size = logits.shape[1]
     logprobs = logits.log_softmax(dim=-1)
-    # One logit that is not finite makes the whole row so (minus infinity alone does not: such a token is never chosen).
+    # A nan or inf makes the whole row of log-probabilities nan; minus infinity does not, and is never chosen.
     finite = logprobs[:, :_BLOCK].sum(dim=-1).isnan().logical_not().tolist()
 
     greedy: list[int] = []
@@ -76,8 +76,8 @@ def _probabilities(logits: torch.Tensor, sampling: Sampling, rows: list[int]) ->
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Index where the cumulative weight first exceeds `uniform` of the total; never one of weight 0.
 
-    Two steps, the block and the place in it: a running sum over a whole vocabulary is slow, and in float32
-    its end would swallow the small ones.
+    It searches for the block and then inside it, because a running sum over the whole vocabulary is slow and loses
+    small weights in float32.
     """
     rows, size = weights.shape
     if size % _BLOCK:
@@ -91,9 +91,9 @@ def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _search(weights: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index whose running sum exceeds the threshold, and what of the threshold is left at its start."""
+    """First index whose running sum exceeds the threshold, and the threshold minus the sum before that index."""
     sums = weights.cumsum(dim=-1)
-    # Rounding may put the threshold on the total; just below it lies the last index with a weight.
+    # Rounding may put the threshold on the total; just below the total is the last index with a weight.
     total = sums[:, -1:]
     index = torch.searchsorted(
         sums, torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))), right=True
@@ -105,7 +105,7 @@ def _search(weights: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tenso
 def _pick_filtered(
     logits: torch.Tensor, sampling: Sampling, rows: list[int], tokens: torch.Tensor, *, width: int
 ) -> None:
-    """Set the tokens of rows that have top_k or top_p, looking at the `width` likeliest first."""
+    """Sets the tokens of rows with top_k or top_p from the `width` likeliest, or from all if those are too few."""
     size = logits.shape[1]
     width = min(width, size)
     top_k = [sampling.top_k[row] if 0 < sampling.top_k[row] < size else size for row in rows]
@@ -115,10 +115,10 @@ def _pick_filtered(
     rank = torch.arange(values.shape[1], device=logits.device)
     values = values.masked_fill(rank >= limit, 0.0)
     found = values.sum(dim=-1, keepdim=True)
-    # top_p is a share of what top_k left; without top_k, of everything, also of what is not in `values`.
+    # top_p is a share of the mass that top_k keeps; without top_k, of the whole distribution, beyond `values` too.
     share = values / torch.where(limit < size, found, torch.ones_like(found))
     values = values.masked_fill((share.cumsum(dim=-1) - share >= top_p) & (rank > 0), 0.0)
-    # Of a top_k that reaches further than `values` the whole is not known, and so no share of it.
+    # If top_k reaches further than `values`, its whole mass is not known.
     enough = ((limit <= values.shape[1]) | ((limit >= size) & (found >= top_p)))[:, 0].tolist()
     drawn = order.gather(1, _draw(values, _column(sampling.uniform, rows, logits))[:, None])[:, 0]
     tokens[rows] = drawn

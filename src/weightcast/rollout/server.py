@@ -1,7 +1,6 @@
-"""The OpenAI-compatible server: parse, hand on, render.
+"""The OpenAI-compatible server: parses requests, submits them to the scheduler and renders answers.
 
-It owns no weights and decides nothing about batching.  The weight endpoints are the receiver's own
-router, mounted in one place (`build_app`).
+`build_app` mounts the weight endpoints, which are the receiver's own router.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -23,10 +22,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError
-from weightcast.receiver.engine import ReceiverEngine
-from weightcast.receiver.keys import Keys
+from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.server import NOT_FOR_YOU, no_browsers, weight_routes
-from weightcast.rollout import dialects
+from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.metrics import CONTENT_TYPE, Metrics
 from weightcast.rollout.openai import (
     ChatRequest,
@@ -41,73 +39,35 @@ from weightcast.rollout.openai import (
     versions,
 )
 from weightcast.rollout.requests import Answer, Generation, GenerationRequest
-from weightcast.rollout.scheduler import Scheduler
-from weightcast.rollout.text import Text, TextStream
+from weightcast.rollout.text import TextStream
 
 MAX_BODY_BYTES = 16 << 20
 _OPEN_ROUTES = frozenset({"/health"})
 _Result = TypeVar("_Result")
-_REFUSED: dict[str, Any] = {"description": "Refused; the answer says why, in OpenAI's shape"}
+_REFUSED: dict[str, Any] = {"description": "Refused; the body is an error in OpenAI's shape"}
 _WHOLE_OR_STREAM: dict[str, Any] = {
-    "description": "The answer, whole or (with stream) as events",
+    "description": "The answer: one body, or events if stream is true",
     "content": {"text/event-stream": {"schema": {"title": "Events"}}},
 }
-# What FastAPI would answer with 422 we answer with 400, as OpenAI does.
+# OpenAI answers 400 where FastAPI would answer 422.
 _REFUSALS: dict[int | str, dict[str, Any]] = {code: _REFUSED for code in (400, 409, 413, 422, 503, 504)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutEngine:
-    """Everything the server speaks for.
-
-    Attributes:
-        scheduler: Generates.
-        text: The tokenizer; None serves token ids only.
-        model: Name under which the model is served.
-        receiver: Takes weights; None for an engine whose weights never change.
-    """
-
-    scheduler: Scheduler
-    text: Text | None
-    model: str
-    receiver: ReceiverEngine | None = None
-
-    @property
-    def state(self) -> Literal["serving", "paused", "asleep", "updating", "quarantined", "failed"]:
-        """The one word that describes it best."""
-        stats = self.scheduler.stats()
-        receiver = self.receiver.state if self.receiver is not None else "serving"
-        if stats.state == "failed":
-            return "failed"
-        if receiver == "quarantined":
-            return "quarantined"
-        if stats.state == "asleep":
-            return "asleep"
-        return receiver if receiver == "updating" else stats.state
-
-    def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Log-probability of each token but the first, all under one version of the weights.
-
-        Raises:
-            Refused: An update holds the engine still, or left it quarantined.
-        """
-        if self.receiver is not None and self.receiver.state == "quarantined":
-            raise Refused("this engine is quarantined: what it has may be a mixture of two versions")
-        return self.scheduler.score(token_ids, during_update=False)
+ExtraRoutes = Callable[[FastAPI, RolloutEngine], None]
 
 
-def build_app(engine: RolloutEngine, *, api_key: str | None = None, dialect: str = "none", faults: str = "") -> FastAPI:
-    """All routes of one engine.
+def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes: ExtraRoutes | None = None) -> FastAPI:
+    """Builds the app with all routes of one engine.
 
     Args:
-        engine: Whom to hand requests to.
-        api_key: Wanted as ``Authorization: Bearer`` on every route but /health; None asks for none.
-        dialect: Of which stock engine it has the weight routes too; see ``rollout.dialects``.
-        faults: What is to go wrong with them.
+        engine: The engine that answers requests.
+        api_key: Key required as ``Authorization: Bearer`` on every route but /health; None requires none.
+        extra_routes: Function that adds the caller's own routes and middleware first, so that they take precedence.
     """
     app = FastAPI(title="weightcast reference engine", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
-    dialects.mount(app, dialect, engine, faults)
-    # Starlette wraps in reverse: the key is looked at before a byte of the body is read.
+    if extra_routes is not None:
+        extra_routes(app, engine)
+    # Starlette wraps in reverse: the key is checked before a byte of the body is read.
     app.add_middleware(_BodyLimit)
     if api_key is not None:
         app.add_middleware(_ApiKey, keys=Keys([api_key]))
@@ -198,8 +158,8 @@ def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
         return _json(status())
 
     def fall_asleep(body: PauseRequest) -> None:
-        # Sleep and a commit both move the weights; one of them at a time.  Asked for twice: at once, before any
-        # request is ended for it, and again when nothing runs, since no message to the receiver waits that long.
+        # Sleep and a commit both move the weights, so only one may run.  This is checked twice: now, before any request
+        # is ended for it, and when nothing runs, because messages to the receiver do not wait until then.
         alone = engine.receiver.between_updates if engine.receiver is not None else contextlib.nullcontext
         with alone():
             pass
@@ -209,14 +169,14 @@ def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
         await run_in_threadpool(scheduler.wake)
         return _json(status())
 
-    unwell: dict[int | str, dict[str, Any]] = {503: {"description": "It cannot serve; the answer says why"}}
-    app.get("/health", summary="200 while it can serve; says what it does and which version", responses=unwell)(health)
+    unwell: dict[int | str, dict[str, Any]] = {503: {"description": "The engine cannot serve; the body says why"}}
+    app.get("/health", summary="200 while the engine can serve, with state and version", responses=unwell)(health)
     metrics_type: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     app.get("/metrics", summary="Counters for Prometheus", response_class=Response, responses=metrics_type)(prometheus)
     ours = APIRouter(dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU | _REFUSALS)
-    ours.post("/pause", summary="Hold still: abort, retract, in_place or wait")(pause)
+    ours.post("/pause", summary="Pause: abort, retract, in_place or wait")(pause)
     ours.post("/continue", summary="Undo /pause")(resume)
-    ours.post("/sleep", summary="Hold still, free the cache, move the weights off the accelerator")(sleep)
+    ours.post("/sleep", summary="Pause, free the cache and move the weights off the accelerator")(sleep)
     ours.post("/wake", summary="Undo /sleep")(wake)
     app.include_router(ours)
 
@@ -233,7 +193,7 @@ def _prompt_ids(engine: RolloutEngine, prompt: str | list[int]) -> list[int]:
 
 
 class _Call:
-    """All generations of one HTTP request; they end when the client goes away."""
+    """All generations of one HTTP request; they end when the client disconnects."""
 
     def __init__(
         self,
@@ -245,9 +205,9 @@ class _Call:
         max_tokens: int | None,
     ) -> None:
         if body.model is not None and body.model != engine.model:
-            raise HTTPException(404, f"the model {body.model!r} is not served here; {engine.model!r} is")
+            raise HTTPException(404, f"this engine does not serve the model {body.model!r}; it serves {engine.model!r}")
         if body.stops and engine.text is None:
-            raise ConfigError("stop strings need a tokenizer, which this model has not", hint="use stop_token_ids")
+            raise ConfigError("stop strings need a tokenizer, and this model has none", hint="use stop_token_ids")
         self._engine = engine
         self._body = body
         self.prompt_tokens = sum(map(len, prompts))
@@ -269,7 +229,7 @@ class _Call:
                 )
                 self._generations.append(engine.scheduler.submit(request))
         except WeightcastError:
-            self._abort()  # one of many was refused: none shall go on
+            self._abort()  # one was refused, so the whole call fails
             raise
 
     async def answer(self, request: Request, shape: _Shape) -> Response:
@@ -281,7 +241,7 @@ class _Call:
         finally:
             self._abort()
         if choices is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         body = shape.whole(self.id, choices, usage(self.prompt_tokens, [choice.answer for choice in choices]))
         return _json(body)
 
@@ -329,7 +289,7 @@ class _Call:
                 reader.cancel()
 
     async def _read(self, index: int, shape: _Shape, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
-        """Turn one generation into events; None at its end, whatever the end is."""
+        """Turns one generation into events; always puts None at its end."""
         generation, text = self._generations[index], self._engine.text
         stream = TextStream(text, self._body.stops) if text is not None else None
         offset = start = 0
@@ -405,7 +365,7 @@ class _Piece:
 
 
 class _Shape:
-    """How one of the two endpoints writes its responses."""
+    """The response format of one of the two endpoints."""
 
     prefix = ""
     kind = ""
@@ -428,7 +388,7 @@ class _Shape:
         return {**head, "choices": entries, "usage": counts, **versions([choice.answer for choice in choices])}
 
     def piece(self, call: str, piece: _Piece) -> dict[str, Any]:
-        """One event of a stream; the last of a choice says which versions its tokens came from."""
+        """One event of a stream; the last of a choice has the weight versions of its tokens."""
         entry = {"index": piece.index, **self.delta(piece), "finish_reason": piece.finish_reason}
         if self._ids:
             entry["token_ids"] = piece.tokens
@@ -446,11 +406,11 @@ class _Shape:
         return {**self._head(call, self.chunk_kind), "choices": [], "usage": counts}
 
     def content(self, choice: Choice) -> dict[str, Any]:
-        """What a whole choice holds."""
+        """Text and log-probabilities of a whole choice."""
         raise AssertionError("each endpoint has its own")
 
     def delta(self, piece: _Piece) -> dict[str, Any]:
-        """What a part of a choice holds."""
+        """Text and log-probabilities of a part of a choice."""
         raise AssertionError("each endpoint has its own")
 
     def _head(self, call: str, kind: str) -> dict[str, Any]:
@@ -554,11 +514,11 @@ class _ApiKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401."""
+        """Passes a request on, or answers 401."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in _OPEN_ROUTES):
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # nothing here speaks it
+            await send({"type": "websocket.close", "code": 1008})  # no route is a websocket
         elif self._keys.admit(dict(scope["headers"]).get(b"authorization", b"")):
             await self._app(scope, receive, send)
         else:
@@ -567,13 +527,13 @@ class _ApiKey:
 
 
 class _BodyLimit:
-    """Refuses bodies that no honest client sends; the weight routes have a limit of their own."""
+    """Refuses bodies over ``MAX_BODY_BYTES``; the weight routes have a limit of their own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; answer 413 as soon as it is too large."""
+        """Passes a request on, or answers 413 as soon as its body is too large."""
         if scope["type"] != "http" or scope["path"].startswith("/weightcast/"):
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the tokenizer of a model folder, and answers that become text as they grow."""
+"""Converts text to token ids and back, and turns growing answers into text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from weightcast.errors import ConfigError
 
-_FOR_TEMPLATES = frozenset({"tools", "documents"})  # what `apply_chat_template` passes on under a name of its own
-_CHARACTERS_PER_TOKEN = 256  # no tokenizer packs more into one; saves tokenizing what cannot fit anyway
+_FOR_TEMPLATES = frozenset({"tools", "documents"})  # parameters of `apply_chat_template` that it passes to templates
+_CHARACTERS_PER_TOKEN = 256  # no tokenizer has longer tokens; longer texts are refused before they are tokenized
 
 
 class Text:
@@ -20,32 +20,32 @@ class Text:
 
     Args:
         tokenizer: A transformers tokenizer.
-        max_len: Tokens that the context holds.
+        max_len: Number of tokens that fit into the context.
     """
 
     def __init__(self, tokenizer: Any, *, max_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_len = max_len
-        # Some tokenizers bring their own, which takes the base's parameters as keywords.
+        # Some tokenizers have a method of their own, which takes the base's parameters as keywords.
         methods: list[Any] = [PreTrainedTokenizerBase.apply_chat_template, tokenizer.apply_chat_template]
         self._not_for_templates = _parameters(methods) - _FOR_TEMPLATES
 
     @staticmethod
     def load(model_dir: Path, *, max_len: int) -> Text | None:
-        """The tokenizer in a model folder, or None if the folder has none."""
+        """Loads the tokenizer of a model folder; None if the folder has none."""
         if not any((model_dir / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return None
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)  # pyright: ignore[reportUnknownMemberType]
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{model_dir}: its tokenizer cannot be loaded: {error}") from error
+            raise ConfigError(f"the tokenizer of {model_dir} cannot be loaded: {error}") from error
         return Text(tokenizer, max_len=max_len)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model starts with.
+        """Token ids of a prompt, with the special tokens that the model expects at the start.
 
         Raises:
-            ConfigError: The text cannot fit into the context, or is none (half of a surrogate pair).
+            ConfigError: The text cannot fit into the context, or has half of a surrogate pair.
         """
         self._check_length(len(text))
         try:
@@ -55,15 +55,15 @@ class Text:
         return list(self._tokenizer(text)["input_ids"])
 
     def chat(self, messages: Sequence[dict[str, Any]], /, **settings: Any) -> list[int]:
-        """Token ids of a conversation, up to where the answer starts.
+        """Token ids of a conversation, up to the start of the answer.
 
         Args:
             messages: ``role`` and ``content`` of each, in order.
-            settings: Passed on to the model's chat template.
+            settings: Variables for the model's chat template.
 
         Raises:
-            ConfigError: The model has no chat template, it refuses these messages, they cannot fit, or a setting is not
-                for templates but for how the tokenizer applies them.
+            ConfigError: The model has no chat template, the template refuses these messages, they cannot fit, or a
+                setting is the tokenizer's and not the template's.
         """
         taken = sorted(self._not_for_templates & settings.keys())
         if taken:
@@ -71,7 +71,7 @@ class Text:
         if self._tokenizer.chat_template is None:
             raise ConfigError("this model has no chat template", hint="use /v1/completions")
         self._check_length(sum(len(str(message.get("content") or "")) for message in messages))
-        # jinja2 and the templates themselves raise what they like; it is about the caller's messages all the same.
+        # jinja2 and templates may raise anything, and the cause is always the caller's messages.
         try:
             ids = self._tokenizer.apply_chat_template(
                 list(messages), **settings, add_generation_prompt=True, tokenize=True, return_dict=False
@@ -85,7 +85,7 @@ class Text:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def piece(self, token: int) -> str:
-        """One token by itself, special or not."""
+        """Text of one token, special or not."""
         return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
     def _check_length(self, characters: int) -> None:
@@ -94,7 +94,7 @@ class Text:
 
 
 def _parameters(methods: Sequence[Any]) -> frozenset[str]:
-    """Names that may be given as keywords, other than those that are gathered in a ``**``."""
+    """Names of the methods' parameters, without ``**`` parameters."""
     return frozenset(
         name
         for method in methods
@@ -104,30 +104,30 @@ def _parameters(methods: Sequence[Any]) -> frozenset[str]:
 
 
 class TextStream:
-    """One answer becoming text: whole characters only, and nothing that may be the start of a stop string.
+    """Turns one growing answer into text: whole characters only, without a possible start of a stop string.
 
     Args:
         text: The tokenizer.
-        stops: Strings that end the answer; they are not part of it.
+        stops: Strings that end the answer and are not part of it.
     """
 
     def __init__(self, text: Text, stops: Sequence[str] = ()) -> None:
         self._text = text
         self._stops = tuple(stops)
         self._tokens: list[int] = []
-        # Tokens from _start on are decoded again with each new one: what a token means in letters may hang on the
-        # one before it.  Tokens up to _done have been given out.
+        # Tokens from _start on are decoded again with each new one, because a token's text may depend on the one
+        # before it.  The text of tokens before _done has been returned.
         self._start = self._done = 0
         self._held = ""
         self.stopped = False
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the text was made from; those after a stop string do not count."""
+        """Number of tokens in the text, without those after a stop string."""
         return len(self._tokens)
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Text that is certain now.  Once `stopped`, nothing more comes."""
+        """Takes tokens and returns the text that is now certain; empty once `stopped`."""
         given = ""
         for token in tokens:
             if self.stopped:
@@ -137,7 +137,7 @@ class TextStream:
         return given
 
     def end(self) -> str:
-        """What was held back, when no more tokens come."""
+        """Returns the text that was held back; call it when no more tokens come."""
         if self.stopped:
             return ""
         before = self._text.decode(self._tokens[self._start : self._done])

@@ -1,6 +1,6 @@
 """One rank of the reference engine: model, cache and weight receiver in one process.
 
-The executor hands it the scheduler's commands and the trainer's messages; it knows neither.
+The executor calls it with the scheduler's commands and the trainer's messages.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.agent import StagingChoice
+from weightcast.receiver.rank import StagingChoice
 from weightcast.receiver.staging import Place, choose_place
 from weightcast.rollout import commands
+from weightcast.rollout.all_reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.rollout.checkpoint import parse_dtype
-from weightcast.rollout.reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.wire.layout import dtype_name
 from weightcast.wire.messages import Message, RankAck
 
@@ -27,18 +27,18 @@ _LEAST_FIRST: tuple[Place, ...] = ("none", "host", "device")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What every rank of one engine is built from.
+    """Settings of every rank of one engine.
 
     Attributes:
-        model_dir: A Hugging Face folder: config.json and safetensors.
+        model_dir: A Hugging Face folder with config.json and safetensors.
         dtype: torch's name of the dtype of weights and cache, e.g. ``"bfloat16"``.
-        device: ``"cpu"``, ``"cuda"`` (rank r takes GPU r of those visible) or ``"cuda:N"`` (rank r takes N + r).
-        max_batch: Sequences that run at once.
+        device: ``"cpu"``, ``"cuda"`` (rank r takes visible GPU r) or ``"cuda:N"`` (rank r takes GPU N + r).
+        max_batch: Number of sequences that run at once.
         max_len: Tokens of a sequence, prompt and answer together.
-        staging: Where a new version waits until it is committed.
+        staging: Place where a new version waits for its commit.
         threads: CPU threads of each rank; 0 divides the cores among the ranks.
-        own_gpu: Each rank sees its own GPUs and no others', so it takes the first (or N) whatever its number.
-        sum_timeout_s: Limit for a sum over the ranks, in seconds; only a rank that is lost comes near it.
+        own_gpu: Each rank sees only its own GPUs, so every rank takes the first one (or GPU N).
+        sum_timeout_s: Deadline of a sum over the ranks, in seconds; only a lost rank comes near it.
     """
 
     model_dir: str
@@ -53,26 +53,26 @@ class WorkerSettings:
 
 
 class RolloutWorker:
-    """One rank.  `run` and `apply` may be called by two threads at once; each by one thread at a time."""
+    """One rank.  Two threads may call `run` and `apply` at once, but each of them only one thread at a time."""
 
     def __init__(self, settings: WorkerSettings, *, rank: int, tp_size: int, rendezvous: str) -> None:
-        """Build and load this rank; returns when it can work.
+        """Builds and loads this rank; returns when it can work.
 
         Args:
-            settings: The same on every rank.
+            settings: Settings, the same on every rank.
             rank: This rank.
             tp_size: Number of ranks.
-            rendezvous: ``host:port`` of a TCP store where the ranks meet; unused for one rank.
+            rendezvous: ``host:port`` of the TCP store for the ranks' rendezvous; unused for one rank.
 
         Raises:
-            ConfigError: The model cannot be served as asked.
-            EngineFailure: The ranks did not meet.
+            ConfigError: The model cannot be served with these settings.
+            EngineFailure: The rendezvous of the ranks failed.
         """
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(settings.threads or max(1, cores // tp_size))
         device = _device(settings.device, 0 if settings.own_gpu else rank)
-        # Here and not above: the process that starts the ranks imports this module to name the factory, and
-        # has no use for seconds of transformers' modelling code.
+        # Imported here because the process that starts the ranks imports this module too, and transformers'
+        # modelling code takes seconds to import.
         from weightcast.rollout.model import build_model
         from weightcast.rollout.runner import Runner
 
@@ -107,16 +107,16 @@ class RolloutWorker:
             staging=settings.staging,
         )
         if store is not None:
-            # Each rank chose by the memory that it found free.  The engine pauses for the whole update only where
-            # nothing is staged: a rank that alone stages nothing would overwrite weights that generate.
+            # Each rank chose a place by its own free memory, and all must use the same one.  The engine pauses for a
+            # whole update only if no rank stages: a single rank without staging would overwrite weights in use.
             self._stage_at_most(exchange(store, "staging", self._place, rank=rank, size=tp_size))
 
     def apply(self, message: Message) -> RankAck:
-        """Hand a weight message to the receiver."""
+        """Passes a weight message to the receiver."""
         return self._receiver.apply(message)
 
     def run(self, command: bytes) -> bytes:
-        """Carry out one of the scheduler's commands."""
+        """Carries out one of the scheduler's commands."""
         decoded = commands.decode_command(command)
         if isinstance(decoded, commands.Describe):
             return commands.encode(self._describe())
@@ -132,7 +132,7 @@ class RolloutWorker:
         return self._receiver.loader.staging.place
 
     def _stage_at_most(self, places: list[str]) -> None:
-        """Stage where the rank with the least room does."""
+        """Stages in the place of the rank with the least memory."""
         least: Place = next(place for place in _LEAST_FIRST if place in places)
         if least != self._place:
             loader = self._receiver.loader
@@ -144,6 +144,7 @@ class RolloutWorker:
             devices=self._devices,
             hosts=self._hosts,
             staging=self._place,
+            staging_bytes=self._receiver.loader.staging.size_bytes,
             specs=self._model.expected_weights(),
             dtype=dtype_name(parameters[0].dtype),
             weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
@@ -151,18 +152,18 @@ class RolloutWorker:
         )
 
     def interrupt(self, reason: str) -> None:
-        """End a wait for the trainer now."""
+        """Ends a wait for the trainer now."""
         self._receiver.interrupt(reason)
 
     def close(self) -> None:
-        """Let go of groups and shared memory; safe to call twice."""
+        """Frees groups and shared memory; safe to call twice."""
         self._receiver.close()
         if self._reduce is not None:
             self._reduce.close()
 
 
 def make_worker(rank: int, tp_size: int, rendezvous: str, *, settings: WorkerSettings) -> RolloutWorker:
-    """Build one rank; what an executor calls in the rank's process."""
+    """Builds one rank; an executor calls it in the rank's process."""
     return RolloutWorker(settings, rank=rank, tp_size=tp_size, rendezvous=rendezvous)
 
 
@@ -170,15 +171,15 @@ def _device(name: str, rank: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"{name!r} is not a device", hint="cpu, cuda or cuda:N") from error
+        raise ConfigError(f"{name!r} is not a device", hint="use cpu, cuda or cuda:N") from error
     if device.type == "cpu":
         return device
     if device.type != "cuda":
-        raise ConfigError(f"the reference engine does not run on {device.type}", hint="cpu, cuda or cuda:N")
+        raise ConfigError(f"the reference engine does not run on {device.type}", hint="use cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     index = (device.index or 0) + rank
     if index >= count:
-        raise ConfigError(f"rank {rank} needs GPU {index} and {count} are visible")
+        raise ConfigError(f"rank {rank} needs GPU {index}, and torch sees {count} GPUs")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

@@ -13,11 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from weightcast.comm.share import Shared
+from weightcast.comm.shared_buckets import Shared
+from weightcast.errors import ConfigError
 from weightcast.protocols import Meeting
+from weightcast.transports.blame import raise_together
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.pump import Pumped
+from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.bucket import Bucket
 
 
@@ -110,12 +113,39 @@ class BroadcastTransport(Pumped):
         self._each(lambda channel: channel.send(bucket, filled))
 
     def _each(self, do: Callable[[Channel], None]) -> None:
-        """The same on every channel at once; the first failure, after all have ended."""
+        """Does the same on every channel at once; raises after all have ended, and names every engine that failed."""
         if len(self._channels) == 1:
             do(self._channels[0])
             return
         futures = [self._pool.submit(do, channel) for channel in self._channels]
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        raise_together([future.exception() for future in futures])
+
+
+def _build(wiring: Wiring) -> BroadcastTransport:
+    config = wiring.config
+    return BroadcastTransport(
+        wiring.links,
+        device=wiring.device,
+        host=config.rendezvous_host or wiring.address(),
+        bucket_bytes=config.bucket_bytes,
+        timeout_s=config.timeout_s,
+    )
+
+
+def _check(placement: Placement) -> None:
+    on_gpu = placement.device.type == "cuda"
+    unlike = [device for device in placement.devices if (device != "cpu") != on_gpu]
+    if unlike:
+        raise ConfigError(
+            "broadcast needs weights of one kind of device; "
+            f"the trainer's are on {placement.device}, an engine's on {unlike[0]}",
+            hint='use ipc on one host (transport="ipc", --via ipc), or weights on the engines\' kind of device',
+        )
+    if on_gpu and placement.places[0] in placement.devices:
+        raise ConfigError(
+            f"trainer and engine share GPU {placement.places[0]}, and nccl wants a GPU for each rank",
+            hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
+        )
+
+
+SPEC = TransportSpec(name="broadcast", zero_copy=True, suits=lambda _: True, build=_build, check=_check)

@@ -1,9 +1,9 @@
-"""One process group across both worlds, and the targets that are in it.
+"""One process group that joins the trainer's head and the engine ranks.
 
-Rank 0 of the group is the trainer's head; the engine ranks follow, target by target.  Order, for each bucket: post to
-every target, enter the collective, read the replies last.  Engines answer after they have received; a target that
-refuses will never enter, so the group is aborted, not waited for.  Of engines that allow it, the next bucket is posted
-while this one is on its way, and goes when its turn comes.
+Rank 0 of the group is the head; the engine ranks follow, target by target.  For each bucket, the head posts to every
+target, enters the collective, and reads the replies last, because engines answer after they have received.  A target
+that refuses never enters the collective, so the head aborts the group and does not wait.  If the engines allow it, the
+head posts the next bucket while this one is in flight.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, cast
 
 import torch
 
-from weightcast.comm.group import WHERE_TO_LOOK, GroupFailed, Rendezvous, WorldGroup, backend_for
 from weightcast.comm.nccl import NcclGroup, nccl_binding, new_unique_id
+from weightcast.comm.update_group import GroupFailed, Rendezvous, UpdateGroup, backend_for
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
-from weightcast.transports.ipc import leave_all, tell
-from weightcast.transports.link import Link
+from weightcast.transports.blame import find_culprit
+from weightcast.transports.link import Link, leave_all, tell
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.messages import GROUP_FAILED
 
-_Unanswered = tuple[int, list[Future[None]]]  # a bucket, and what the targets say to it
+_Unanswered = tuple[int, list[Future[None]]]  # a bucket's index and the targets' answers
 
-_COME_S = 1.0  # for engines that were asked to join to come to where we listen
-_TURN_POLL_S = 0.05  # a group that is aborted wakes nobody who waits for a turn in it
-_LATE_S = 10.0  # targets keep the deadline themselves and answer; this much later they are given up
+_COME_S = 1.0  # for engines on their way to the rendezvous to reach it
+_TURN_POLL_S = 0.05  # the abort of a group does not wake threads that wait for a turn
+_OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 
 
 class Channel:
-    """The group of those targets that meet in one way.
+    """The group of the targets that share one way of rendezvous.
 
     Thread rule: one thread at a time calls ``connect`` or ``close``, as many as buckets may be in flight ``send``;
     ``abort`` may come from any other.
@@ -57,10 +55,10 @@ class Channel:
         """Nothing is created yet; the arguments are those of ``BroadcastTransport``.
 
         Raises:
-            ConfigError: Engines that meet by an id of NCCL's want a binding that is not installed.
+            ConfigError: The rendezvous by NCCL's id needs a binding that is not installed.
         """
         if meeting == "nccl-id":
-            nccl_binding()  # here and not in ``connect``: no engine has been told to hold still yet
+            nccl_binding()  # here, not in ``connect``, because no engine is paused yet
         self._links = list(links)
         self._meeting: Meeting = meeting
         self._device = device
@@ -73,16 +71,16 @@ class Channel:
         self._in_flight = in_flight
         self._unanswered: deque[_Unanswered] = deque()
         self._turns = threading.Condition()
-        self._turn = 0  # the bucket whose broadcast is entered next
-        self._group: WorldGroup | NcclGroup | None = None
+        self._turn = 0  # index of the bucket whose broadcast is entered next
+        self._group: UpdateGroup | NcclGroup | None = None
         self._store: Rendezvous | None = None
 
     def connect(self) -> None:
-        """Make the group if there is none.
+        """Makes the group if there is none.
 
         Raises:
-            TargetError: Targets could not join or did not come; they are named, with their own words if they have any.
-            DeadlineExceeded: They did not all come, and it is not known who stayed away.
+            TargetError: Targets could not join or did not come; the error names them and quotes their answers.
+            DeadlineExceeded: Not all targets came, and the absent ones are not known.
         """
         self._turn = 0
         if self._group is not None:
@@ -102,9 +100,9 @@ class Channel:
         for link in self._links:
             if unique_id and isinstance(link.adapter, Storing):
                 for key, value in link.adapter.stored(unique_id).items():
-                    cast(Any, meeting.store).set(key, value)  # it takes bytes, whatever its annotations say
+                    cast(Any, meeting.store).set(key, value)  # it takes bytes, although its annotations say text
         refused = threading.Event()
-        deadline = time.monotonic() + self._timeout_s  # engines start later, so none of them is sooner at its own
+        deadline = time.monotonic() + self._timeout_s  # engines start later, so their deadlines end later
         joins = [
             self._pool.submit(
                 _join,
@@ -139,8 +137,8 @@ class Channel:
                     cancelled=refused,
                 )
             else:
-                self._group = WorldGroup(
-                    # Gloo waits for the others inside torch, holding its store: it must not be the one that listens.
+                self._group = UpdateGroup(
+                    # Gloo waits for the others inside torch and holds its store, so it needs another one than ours.
                     store=meeting.visit if self._device.type == "cpu" else lambda: meeting.store,
                     name=name,
                     token=token,
@@ -149,35 +147,36 @@ class Channel:
                     device=self._device,
                     address=self._host,
                     timeout_s=self._timeout_s,
-                    cancelled=refused,  # who refuses will never come
+                    cancelled=refused,  # a target that refuses will never come
                     meeting="torch" if self._meeting == "torch" else "weightcast",
                 )
             for join in joins:
                 join.result()
         except BaseException as error:
+            self._await_refusals(error, joins)
             self.abort("not all could join")
-            answered = _answered(joins)  # the others answer because of what comes now
+            answered = _answered(joins)  # later answers follow from the abort
             suspects = self._links
-            if time.monotonic() < deadline:  # the others may only be on their way
+            if time.monotonic() < deadline:  # targets without an answer may be on their way
                 suspects = [link for link, join in zip(self._links, joins, strict=True) if join in answered]
             absent = self._absent(suspects, meeting, token, rank)
             if self._meeting == "torch" and refused.is_set():
-                # Torch goes on trying for half an hour where nobody listens: who is on the way must find us first.
+                # Torch retries for half an hour where no process listens, so engines on their way must arrive first.
                 wait(joins, timeout=min(self._timeout_s, _COME_S))
-            meeting.close()  # a stock engine would wait there for the others, for half an hour
+            meeting.close()  # a stock engine would wait there for half an hour
             raise self._culprit(error, joins, name, answered, absent) from error
 
     def send(self, bucket: Bucket, filled: torch.cuda.Event | None) -> None:
-        """Post, broadcast, read the replies; where two may be in flight, those to the bucket before.
+        """Posts and broadcasts a bucket, and reads the replies; with two in flight, those to the bucket before.
 
-        When it returns the bucket may be filled again.
+        When it returns, the bucket may be filled again.
 
         Args:
-            bucket: What.
-            filled: On a GPU, when it is complete.
+            bucket: The bucket.
+            filled: Event that completes when the bucket is filled; None on the host.
 
         Raises:
-            TargetError, GroupFailed, DeadlineExceeded: The group is aborted, the culprit named where it is known.
+            TargetError, GroupFailed, DeadlineExceeded: The group is aborted; the error names the culprit if known.
         """
         group = self._group
         assert group is not None, "connect() comes first"
@@ -190,6 +189,7 @@ class Channel:
                 link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=()),
                 what=f"bucket {index}",
                 timeout_s=self._timeout_s,
+                bucket=index,
             )
             for link in self._links
         ]
@@ -209,10 +209,11 @@ class Channel:
             for work in works:
                 group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
         except BaseException as error:
+            self._await_refusals(error, posts)
             answered = _answered(posts)
             group.abort(f"bucket {index} failed")
             try:
-                self.drain()  # the bucket before may have failed, and this one because of that
+                self.drain()  # the bucket before may have failed and be the cause
             except WeightcastError as cause:
                 raise cause from error
             raise self._give_up(error, posts, index, answered) from error
@@ -222,7 +223,7 @@ class Channel:
             self.drain()
 
     def drain(self) -> None:
-        """Read the replies that are due.
+        """Reads the replies that are due.
 
         Raises:
             TargetError, GroupFailed: As ``send``.
@@ -230,10 +231,9 @@ class Channel:
         self._read_replies(None)
 
     def _read_replies(self, last: int | None) -> None:
-        """To the buckets up to this one; None for all.
+        """Reads the replies to the buckets up to ``last``; None for all.
 
-        They stay due until they are read and good: who fails meanwhile, because of what one of them says, finds it here
-        too.
+        A reply stays due until it is read and good.  So a thread that fails because of a bad reply finds that reply.
         """
         while (unanswered := self._first_unanswered(last)) is not None:
             index, posts = unanswered
@@ -245,7 +245,7 @@ class Channel:
             self._was_answered(unanswered)
 
     def settle(self) -> None:
-        """Wait for the replies that are due, whatever they are."""
+        """Waits for the replies that are due, good or bad."""
         while (unanswered := self._first_unanswered(None)) is not None:
             wait(unanswered[1])
             self._was_answered(unanswered)
@@ -258,22 +258,27 @@ class Channel:
 
     def _was_answered(self, unanswered: _Unanswered) -> None:
         with self._turns:
-            if self._unanswered and self._unanswered[0] is unanswered:  # two threads may read the same ones
+            if self._unanswered and self._unanswered[0] is unanswered:  # two threads may read the same replies
                 self._unanswered.popleft()
 
     def _give_up(
         self, error: BaseException, posts: Sequence[Future[None]], index: int, answered: Sequence[Future[None]]
     ) -> BaseException:
-        """End the group; what to raise.  Those that have not answered yet do so because of that."""
+        """Aborts the group and returns the error to raise.  Answers that come later follow from the abort."""
         group = self._group
         assert group is not None
         group.abort(f"bucket {index} failed")
-        self._let_go(group.name, posts)
+        self._release_waiting(group.name, posts)
         return self._culprit(error, posts, f"bucket {index}", answered)
 
+    def _await_refusals(self, error: BaseException, posts: Sequence[Future[None]]) -> None:
+        """Gives stock engines a moment to refuse on their own, before the abort makes them answer."""
+        if self._meeting != "weightcast" and isinstance(error, TargetRejected):
+            wait(posts, timeout=min(self._timeout_s, _OTHERS_S))
+
     @contextmanager
-    def _in_turn(self, index: int, group: WorldGroup | NcclGroup) -> Generator[None]:
-        """Members enter a group's collectives in one order."""
+    def _in_turn(self, index: int, group: UpdateGroup | NcclGroup) -> Generator[None]:
+        """Makes threads enter the group's collectives in the order of the buckets."""
         with self._turns:
             while self._turn != index:
                 if not group.alive:
@@ -285,12 +290,12 @@ class Channel:
             self._turns.notify_all()
 
     def abort(self, reason: str) -> None:
-        """Make every wait end; the next ``connect`` makes a new group.  Safe to call twice and from any thread."""
+        """Ends every wait; the next ``connect`` makes a new group.  Safe to call twice and from any thread."""
         if self._group is not None:
             self._group.abort(reason)
 
     def close(self) -> None:
-        """Let go of the group on both sides; safe to call twice."""
+        """Closes the group on both sides; safe to call twice."""
         if self._group is not None:
             leave_all(self._links, self._group.name)
             self._group.close()
@@ -298,23 +303,23 @@ class Channel:
         self._store = None
         self._pool.shutdown(wait=True)
 
-    def _let_go(self, name: str, posts: Sequence[Future[None]]) -> None:
-        """Let stock engines on CPUs hear of a broadcast that failed.
+    def _release_waiting(self, name: str, posts: Sequence[Future[None]]) -> None:
+        """Tells stock engines on CPUs that a broadcast failed.
 
-        Gloo's bytes go from member to member: who waits for another engine does not hear of our end, and waits for half
-        an hour.  Those that have answered are told to leave, which hangs up on those that wait for them.
+        Gloo's bytes go from member to member.  An engine that waits for another engine does not notice our abort and
+        waits for half an hour.  Engines that have answered are told to leave, which ends the waits for them.
         """
         if self._meeting == "torch" and self._device.type == "cpu":
             answered = [link for link, post in zip(self._links, posts, strict=True) if post.done()]
             leave_all(answered, name)
 
     def _absent(self, links: Sequence[Link], meeting: Rendezvous, token: str, world_size: int) -> dict[str, list[int]]:
-        """By URL, the engine ranks that have not come; only of members that meet as ours do can it be known."""
+        """Returns the absent engine ranks by URL; known only for members with our own rendezvous."""
         if self._meeting != "weightcast" or not links:
             return {}
         try:
             missing = meeting.absent(token, world_size)
-        except GroupFailed:  # a worse reason than the one that is being looked into
+        except GroupFailed:  # the reason under inspection is better than this one
             return {}
         found: dict[str, list[int]] = {}
         for link in links:
@@ -331,64 +336,16 @@ class Channel:
         first: Sequence[Future[None]] = (),
         absent: Mapping[str, Sequence[int]] | None = None,
     ) -> BaseException:
-        """Because of whom a step failed, by the targets' answers to it.
-
-        When one member of a group dies, all the others fail too, and may say so first.  So the one that is lost
-        counts before one that refuses, that one before those who were to meet the others and did not come, and these
-        before those who only say that their group has failed.  Stock engines have one status for everything: what they
-        say after we gave up is because we did.
-        """
-        if not isinstance(error, Exception):
-            return error
-        refusals: list[TargetRejected] = []
-        waiting = dict(zip(posts, self._links, strict=True))
-        try:
-            others = [post for post in posts if post not in first]
-            for post in chain(first, as_completed(others, timeout=self._timeout_s + _LATE_S)):
-                waiting.pop(post)
-                answer = post.exception()
-                if isinstance(answer, TargetRejected):
-                    refusals.append(answer)
-                    if answer.status != GROUP_FAILED and (self._meeting != "torch" or post in first):
-                        break
-                elif isinstance(answer, WeightcastError):
-                    return answer
-        except TimeoutError:
-            url = next(iter(waiting.values())).url
-            return TargetLost(f"{url}: silent during {what}", url=url)
-        for refusal in refusals:
-            if refusal.status != GROUP_FAILED:
-                return refusal
-        if absent:
-            return _did_not_come(what, absent, [post.exception() for post in first], error)
-        if len(self._links) == 1 and refusals:
-            return refusals[0]
-        return GroupFailed(f"{what}: {error}") if isinstance(error, TargetRejected) else error
-
-
-def _did_not_come(
-    group: str, absent: Mapping[str, Sequence[int]], unprompted: Sequence[BaseException | None], error: Exception
-) -> TargetError:
-    """All of them at once: one at a time, each would cost an update another deadline.
-
-    Args:
-        group: Where they were to come.
-        absent: Which ranks of which targets did not, by URL.
-        unprompted: How targets answered before the meeting was given up; later it is only because of that.
-        error: How it was given up.
-    """
-    own_words = {refusal.url: refusal for refusal in unprompted if isinstance(refusal, TargetRejected)}
-    limit = f" within {error.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
-    parts: list[str] = []
-    for url, ranks in absent.items():
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        words = f": {own_words[url]}" if url in own_words else limit
-        parts.append(f"{url}: {which} did not come to {group}{words}")
-    hints = [refusal.hint for url, refusal in own_words.items() if url in absent]
-    own = error.hint if isinstance(error, WeightcastError) else None
-    hint = next((hint for hint in hints if hint), own or WHERE_TO_LOOK)
-    first, *others = absent
-    return TargetError("; ".join(parts), url=first, also=others, hint=hint)
+        return find_culprit(
+            error,
+            posts,
+            what,
+            links=self._links,
+            timeout_s=self._timeout_s,
+            tells_group_failure=self._meeting == "weightcast",
+            first=first,
+            absent=absent,
+        )
 
 
 def _answered(posts: Sequence[Future[None]]) -> list[Future[None]]:

@@ -8,29 +8,37 @@ text.  Everything goes through memory of this host.
 
 from __future__ import annotations
 
+import re
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol, cast
 
-from weightcast.comm import opcodes
-from weightcast.comm.opcodes import integer, integers, listing, mapping, text
-from weightcast.comm.reduced import reduced_storage
-from weightcast.comm.share import Shared, TorchMemory
+from weightcast.comm import pickle_writer
+from weightcast.comm.owned_folder import OwnedFolder, remove_abandoned
+from weightcast.comm.pickle_writer import integer, integers, listing, mapping, text
+from weightcast.comm.run_steps import Steps
+from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.comm.torch_reductions import reduced_storage
 from weightcast.errors import ConfigError, TargetLost, TargetRejected, WeightcastError
-from weightcast.protocols import Steps
+from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pumped
+from weightcast.transports.spec import TransportSpec
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
 _POLL_MS = 20
 _FAREWELL_S = 10.0
 _WHOLE_UPDATE_S = 86400.0  # of the request that lasts as long as the update; each step has a deadline of its own
-_NOTHING = opcodes.pickled(opcodes.NONE)
+_NOTHING = pickle_writer.pickled(pickle_writer.NONE)
+_SOCKETS = re.compile(r"weightcast-sockets-[0-9a-f]{16}")
+_MAX_PATH = 100  # of a socket's name, in bytes; the kernel's limit is 107
 
 
 class TakesHandles(Protocol):
@@ -50,11 +58,13 @@ class CheckpointEngineTransport(Pumped):
         """Nothing is sent yet.
 
         Raises:
-            ConfigError: pyzmq is not installed.
+            ConfigError: pyzmq is not installed, or there is no place for sockets.
         """
         super().__init__(self._send_one)
-        self._context = _zmq().Context()
-        self._feeds = [Feed(link, self._context, timeout_s=timeout_s) for link in links]
+        zmq = _zmq()
+        self._folder = _folder_for_sockets()
+        self._context = zmq.Context()
+        self._feeds = [Feed(link, self._context, folder=self._folder.path, timeout_s=timeout_s) for link in links]
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(links)), thread_name_prefix="weightcast-feed")
         self._closed = False
 
@@ -86,15 +96,13 @@ class CheckpointEngineTransport(Pumped):
         self._pump.close()
         self._pool.shutdown(wait=True)
         self._context.term()
+        self._folder.remove()
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         self._each(lambda feed: feed.take(bucket.layout, feed.link.shared(shared)))
 
     def _each(self, do: Callable[[Feed], None]) -> None:
-        errors = [future.exception() for future in [self._pool.submit(do, feed) for feed in self._feeds]]
-        for error in errors:
-            if error is not None:
-                raise error
+        raise_together([future.exception() for future in [self._pool.submit(do, feed) for feed in self._feeds]])
 
 
 class Feed:
@@ -103,9 +111,10 @@ class Feed:
     Thread rule: one thread at a time, but for ``give_up``.
     """
 
-    def __init__(self, link: Link, context: Any, *, timeout_s: float) -> None:
+    def __init__(self, link: Link, context: Any, *, folder: Path, timeout_s: float) -> None:
         self.link = link
         self._context = context
+        self._folder = folder
         self._timeout_s = timeout_s
         self._sockets: list[Any] = []
         self._owed: set[int] = set()  # ranks that have not answered the last message
@@ -124,7 +133,7 @@ class Feed:
         if not self._sockets:
             self._begin(memories, what)
         first = memories[0].first_byte
-        self._ask(opcodes.pickled(table(layout, first)), what)
+        self._ask(pickle_writer.pickled(table(layout, first)), what)
         self.link.took_over()
 
     def finish(self) -> None:
@@ -142,12 +151,14 @@ class Feed:
         self._hang_up()
 
     def give_up(self) -> None:
-        """Whoever waits raises now; from any thread."""
+        """Makes a waiting thread raise at once; safe from any thread."""
         self._given_up.set()
 
     def part(self, reason: str) -> None:
         """End the conversation so that no rank waits for more; safe to call twice."""
-        farewell = opcodes.pickled(opcodes.call(opcodes.name("builtins", "RuntimeError"), text(reason[:4096])))
+        farewell = pickle_writer.pickled(
+            pickle_writer.call(pickle_writer.name("builtins", "RuntimeError"), text(reason[:4096]))
+        )
         deadline = time.monotonic() + _FAREWELL_S
         waiting = set(range(len(self._sockets)))
         while waiting and time.monotonic() < deadline and not self._ended():
@@ -164,11 +175,11 @@ class Feed:
 
     def _begin(self, memories: Sequence[TorchMemory], what: str) -> None:
         zmq = _zmq()
-        token = secrets.token_hex(8)
+        token = secrets.token_hex(4)
         addresses: dict[str, str] = {}
         for rank, memory in zip(self.link.info.ranks, memories, strict=True):
-            # An abstract name: nothing is left in the file system, whoever dies.
-            address = f"ipc://@weightcast-{token}-{rank.rank}.sock"
+            # A path in a folder of this user's, not an abstract name: any user of the host could connect to that one.
+            address = f"ipc://{self._folder}/{token}-{rank.rank}"
             socket = self._context.socket(zmq.REQ)
             socket.bind(address)
             self._sockets.append(socket)
@@ -187,7 +198,7 @@ class Feed:
 
         # A daemon: it waits for an engine that may never answer, and must not keep this process.
         threading.Thread(target=ask, name="weightcast-handles", daemon=True).start()
-        handles = [opcodes.pickled(reduced_storage(memory, "uint8")) for memory in memories]
+        handles = [pickle_writer.pickled(reduced_storage(memory, "uint8")) for memory in memories]
         self._tell(handles, what)
 
     def _ask(self, message: bytes, what: str) -> None:
@@ -224,6 +235,8 @@ class Feed:
                     f"{self.link.url}: no answer to {what} within {self._timeout_s:g} s",
                     url=self.link.url,
                     half_updated=True,
+                    hint=f"the engine must run as this user, or root, and see the sockets in {self._folder} "
+                    "(TMPDIR chooses the folder)",
                 )
             time.sleep(0.0005)
 
@@ -256,8 +269,22 @@ class Feed:
         self._answer = None
 
 
+def _folder_for_sockets() -> OwnedFolder:
+    root = Path(tempfile.gettempdir())
+    path = root / f"weightcast-sockets-{secrets.token_hex(8)}"
+    if len(f"{path}/{secrets.token_hex(4)}-{1 << 20}".encode()) > _MAX_PATH:
+        raise ConfigError(f"{root}: its name is too long for sockets", hint="set TMPDIR to a shorter one")
+    try:
+        remove_abandoned(root, _SOCKETS)
+        return OwnedFolder(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror or error}", hint="sockets go into the folder for temporary files: TMPDIR"
+        ) from error
+
+
 def table(layout: BucketLayout, first_byte: int) -> bytes:
-    """What is in a bucket, as checkpoint-engine's receiver reads it; offsets count from the storage's first byte.
+    """Returns the table of a bucket's tensors for checkpoint-engine's receiver; offsets count from the storage's start.
 
     Raises:
         ConfigError: A tensor is cut, which the receiver could not put together.
@@ -273,7 +300,7 @@ def table(layout: BucketLayout, first_byte: int) -> bytes:
                 [
                     ("name", text(slot.spec.name)),
                     ("shape", integers(slot.spec.shape)),
-                    ("dtype", opcodes.name("torch", slot.spec.dtype)),
+                    ("dtype", pickle_writer.name("torch", slot.spec.dtype)),
                     ("offset", integer(first_byte + slot.offset_bytes)),
                 ]
             )
@@ -311,3 +338,12 @@ def _zmq() -> Any:
             hint="pip install 'weightcast[checkpoint-engine]'",
         ) from None
     return zmq
+
+
+SPEC = TransportSpec(
+    name="checkpoint-engine",
+    one_host=True,
+    shares_memory=True,
+    sharing="ring",
+    build=lambda wiring: CheckpointEngineTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+)

@@ -2,18 +2,20 @@
 
 Buckets are written one behind the other into one safetensors file, so the model is never whole in memory; the folder
 gets its name when the file is complete, and goes away when the engines have answered.  Trainer and engines must see it
-under the same path.
+under the same path.  Only the trainer's user may read it, unless the caller says otherwise.  What a killed trainer left
+is removed by the next one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -21,12 +23,15 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from weightcast.comm.share import Shared
+from weightcast.comm.owned_folder import OwnedFolder, remove_abandoned
+from weightcast.comm.shared_buckets import Shared
+from weightcast.config import DiskReaders
 from weightcast.errors import ConfigError
 from weightcast.protocols import FromFolder
-from weightcast.transports.ipc import tell
-from weightcast.transports.link import Link
+from weightcast.transports.blame import raise_together
+from weightcast.transports.link import Link, tell
 from weightcast.transports.pump import Pumped
+from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, total_bytes
 
@@ -44,6 +49,12 @@ _STORED = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_MODES: dict[DiskReaders, tuple[int, int]] = {  # of the folder and of the file
+    "user": (0o700, 0o600),
+    "group": (0o750, 0o640),
+    "all": (0o755, 0o644),
+}
+_OURS = re.compile(r"weightcast-[0-9a-f]{16}|\.weightcast-[0-9a-f]{16}\.part")
 
 
 class DiskTransport(Pumped):
@@ -52,15 +63,22 @@ class DiskTransport(Pumped):
     name = "disk"
 
     def __init__(
-        self, links: Sequence[Link], *, specs: Sequence[TensorSpec], folder: str | None, timeout_s: float
+        self,
+        links: Sequence[Link],
+        *,
+        specs: Sequence[TensorSpec],
+        folder: str | None,
+        timeout_s: float,
+        readers: DiskReaders = "user",
     ) -> None:
-        """Nothing is written yet.
+        """Nothing is written yet; what killed trainers of this user left in the folder is removed.
 
         Args:
             links: The targets; their adapters are ``FromFolder``.
             specs: What will be sent, in order.
             folder: Where, as trainer and engines see it; None takes the folder for temporary files.
             timeout_s: Deadline of a target's answer, in seconds.
+            readers: Users that may read the weights.
 
         Raises:
             ConfigError: It is no folder, or there is not enough room in it.
@@ -70,7 +88,9 @@ class DiskTransport(Pumped):
         self._specs = tuple(specs)
         self._root = Path(folder or tempfile.gettempdir()).absolute()
         self._timeout_s = timeout_s
+        self._folder_mode, self._file_mode = _MODES[readers]
         try:
+            remove_abandoned(self._root, _OURS)
             free_bytes = shutil.disk_usage(self._root).free
         except OSError as error:
             raise ConfigError(f"{self._root}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
@@ -81,7 +101,8 @@ class DiskTransport(Pumped):
             )
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
         self._lock = threading.Lock()
-        self._folder: Path | None = None
+        self._folder: OwnedFolder | None = None
+        self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is written
         self._file: BinaryIO | None = None
         self._left_bytes = 0
         self._staged = bytearray()  # torch gives no plain bytes of a tensor, least of all of one on a GPU
@@ -99,34 +120,36 @@ class DiskTransport(Pumped):
         folder = self._root / f".weightcast-{secrets.token_hex(8)}.part"
         try:
             with self._lock:
-                folder.mkdir()
-                self._folder = folder  # from here on it is ours to remove
-                self._file = (folder / "model.safetensors").open("wb")
+                self._folder = OwnedFolder(folder)  # from here on it is ours to remove
+                file = folder / "model.safetensors"
+                self._file = file.open("wb")
+                # In this order: until the second line nobody else comes as far as the file.
+                file.chmod(self._file_mode)
+                folder.chmod(self._folder_mode)
                 self._file.write(header)
         except OSError as error:
             self._discard()
             raise ConfigError(f"{folder}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``."""
+        """As ``Transport.send``; the caller's stream fills the bucket."""
+        if bucket.data.is_cuda:
+            event = self._filled[bucket.layout.index] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(bucket.data.device))
         self._pump.put(bucket, ())
 
     def drain(self) -> None:
         """Finish the file, have it loaded by every target, and remove it.
 
         Raises:
-            TargetError: As ``transports.ipc.tell``; the first, after all have answered.
+            TargetError: As ``transports.link.tell``, after all targets have answered; it names every one that failed.
             ConfigError: The file could not be written.
         """
         super().drain()
         try:
             folder = str(self._publish())
             posts = [self._pool.submit(self._load, link, folder) for link in self._links]
-            first: BaseException | None = None
-            for done in as_completed(posts):
-                first = first or done.exception()
-            if first is not None:
-                raise first
+            raise_together([post.exception() for post in posts])
         finally:
             self._discard()
 
@@ -144,6 +167,9 @@ class DiskTransport(Pumped):
         self._pool.shutdown(wait=True)
 
     def _write(self, bucket: Bucket, _: tuple[Shared, ...]) -> None:
+        filled = self._filled.pop(bucket.layout.index, None)
+        if filled is not None:
+            filled.synchronize()  # this thread's stream does not wait for the caller's
         with self._lock:
             file = self._file
             if file is None:
@@ -158,7 +184,7 @@ class DiskTransport(Pumped):
                     file.write(data[slot.offset_bytes : slot.end_bytes])
                     self._left_bytes -= slot.size_bytes
             except OSError as error:
-                raise ConfigError(f"{self._folder}: {error.strerror or error}") from error
+                raise ConfigError(f"{self._root}: {error.strerror or error}") from error
 
     def _publish(self) -> Path:
         with self._lock:
@@ -170,11 +196,10 @@ class DiskTransport(Pumped):
                 os.fsync(self._file.fileno())  # a shared file system shows it elsewhere only after this
                 self._file.close()
                 self._file = None
-                done = self._root / self._folder.name.removeprefix(".").removesuffix(".part")
-                self._folder = self._folder.rename(done)
+                self._folder.rename(self._root / self._folder.path.name.removeprefix(".").removesuffix(".part"))
             except OSError as error:
-                raise ConfigError(f"{self._folder}: {error.strerror or error}") from error
-            return self._folder
+                raise ConfigError(f"{self._root}: {error.strerror or error}") from error
+            return self._folder.path
 
     def _load(self, link: Link, folder: str) -> None:
         adapter = link.adapter
@@ -189,7 +214,7 @@ class DiskTransport(Pumped):
                 with suppress(OSError):
                     file.close()
             if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                folder.remove()
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:
@@ -206,3 +231,25 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     text = msgspec.json.encode(table)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _build(wiring: Wiring) -> DiskTransport:
+    config = wiring.config
+    return DiskTransport(
+        wiring.links,
+        specs=wiring.specs,
+        folder=config.disk_folder,
+        timeout_s=config.timeout_s,
+        readers=config.disk_readers,
+    )
+
+
+def _check(placement: Placement) -> None:
+    if placement.other_host is not None and not placement.shared_folder:
+        raise ConfigError(
+            "an engine runs on another host, and would not find a folder among this host's temporary files",
+            hint="name a folder that all hosts see under the same path: disk_folder, --disk-folder",
+        )
+
+
+SPEC = TransportSpec(name="disk", build=_build, check=_check)

@@ -7,13 +7,13 @@ rank gathers the handles and posts them once for each bucket; an engine rank tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 
-from weightcast.comm.share import Shared
-from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected
-from weightcast.protocols import Steps
-from weightcast.transports.link import Link, in_flight_to
+from weightcast.comm.shared_buckets import Shared
+from weightcast.transports.blame import raise_together
+from weightcast.transports.link import Link, in_flight_to, leave_all, tell
 from weightcast.transports.pump import Pumped
+from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.bucket import Bucket
 
 
@@ -56,11 +56,7 @@ class IpcTransport(Pumped):
             self._tell(self._links[0], bucket, shared)  # without another thread's way there and back
             return
         posts = [self._pool.submit(self._tell, link, bucket, shared) for link in self._links]
-        first: BaseException | None = None
-        for post in as_completed(posts):
-            first = first or post.exception()
-        if first is not None:
-            raise first
+        raise_together([post.exception() for post in posts])
 
     def _tell(self, link: Link, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         tell(
@@ -68,42 +64,21 @@ class IpcTransport(Pumped):
             link.adapter.bucket(link.session, bucket.layout, group=None, shared=link.shared(shared)),
             what=f"bucket {bucket.layout.index}",
             timeout_s=self._timeout_s,
+            bucket=bucket.layout.index,
         )
 
 
-def tell(link: Link, steps: Steps, *, what: str, timeout_s: float) -> None:
-    """Tell one target of new weights, a bucket or a folder, and read its answer.
-
-    Raises:
-        TargetRejected, TargetLost: Named, with what it was, and half updated where the engine does not stage.
-    """
-    half = not link.stages
-    link.touch()
-    try:
-        link.took_over(link.ask(steps, timeout_s=timeout_s))
-    except DeadlineExceeded as error:
-        raise TargetLost(
-            f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half
-        ) from error
-    except TargetRejected as error:
-        raise TargetRejected(
-            f"{link.url} refused {what} after {link.sent} buckets: {error}",
-            url=link.url,
-            half_updated=half,
-            hint=error.hint,
-            status=error.status,
-        ) from error
-    except TargetError as error:
-        raise TargetLost(
-            f"{link.url}: lost at {what} after {link.sent} buckets: {error}", url=link.url, half_updated=half
-        ) from error
+def _suits(placement: Placement) -> bool:
+    # An engine that does not tell its GPUs ("cuda") may run on others than the trainer; then the caller has to say so.
+    told = "cuda" not in placement.devices
+    all_take_it = all(IpcTransport.name in info.transports for info in placement.infos.values())
+    return placement.other_host is None and told and all_take_it
 
 
-def leave_all(links: Sequence[Link], group: str | None = None) -> None:
-    """Ask targets to let go; one that does not answer has let go, or will be told when it comes back."""
-
-    def leave(link: Link) -> None:
-        link.let_go(link.adapter.leave(group))
-
-    with ThreadPoolExecutor(max_workers=max(1, len(links))) as pool:
-        list(pool.map(leave, links))
+SPEC = TransportSpec(
+    name="ipc",
+    one_host=True,
+    shares_memory=True,
+    suits=_suits,
+    build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+)

@@ -6,16 +6,19 @@ A request that fails says which target and, after the first bucket, that it may 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from weightcast.comm.converse import converse, send_plain
 from weightcast.comm.http import Client, Lease
-from weightcast.comm.share import Shared
-from weightcast.errors import DeadlineExceeded, TargetError, TargetRejected, WeightcastError, WireError
-from weightcast.protocols import Adapter, EngineRequest, Sharing, Steps
-from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
+from weightcast.comm.run_steps import EngineRequest, Steps, converse, send_plain
+from weightcast.comm.shared_buckets import Shared
+from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
+from weightcast.protocols import Adapter, Reverting, Sharing
+from weightcast.runtime.deadline import Deadline
+from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open, Revert
 
 _ABORT_S = 30.0
 _LEAVE_S = 5.0
@@ -42,10 +45,13 @@ class Link:
         opens: Which of torch's handles to a buffer are this target's.
         planned: True once what is sent, and how, was checked against this target.
         sent: Buckets that it has taken over.
+        digest: Model digest of what it committed last; None if nothing was committed or no digest was taken.
         mixed: True if its live weights may be parts of two versions and it does not know that itself.
         silent: True once it let a deadline pass.
         load_s: Seconds that its slowest rank spent copying, so far.
         verify_s: Likewise on digests.
+        asked: The Commit of this session, from when it is sent.
+        notes: What went wrong beside the update, since ``take_notes`` was called last.
     """
 
     client: Client
@@ -62,12 +68,16 @@ class Link:
     sent: int = 0
     silent: bool = False
     mixed: bool = False
+    digest: str | None = None
     opened: Ack | None = None
     closed: Ack | None = None
     committed: Ack | None = None
+    asked: Commit | None = None
+    notes: list[str] = field(default_factory=list[str])
     _limit_s: float = _ABORT_S
     _lease: Lease | None = field(default=None, repr=False)
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _answered_at: dict[int, float] = field(default_factory=dict, repr=False)  # by bucket, ``time.monotonic``
 
     @property
     def url(self) -> str:
@@ -78,6 +88,11 @@ class Link:
     def stages(self) -> bool:
         """True if a bucket changes nothing that is live."""
         return self.info.staging != "none"
+
+    @property
+    def can_revert(self) -> bool:
+        """True if the engine can go back to what it served, after a commit."""
+        return self.stages and isinstance(self.adapter, Reverting)
 
     def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
         """The handles that are for this target."""
@@ -90,7 +105,8 @@ class Link:
         self.load_s = self.verify_s = 0.0
         self.peak_extra_bytes = self.sent = 0
         self.silent = False
-        self.opened = self.closed = self.committed = None
+        self._answered_at.clear()
+        self.opened = self.closed = self.committed = self.asked = None
         self._check_version(message)
         # Without a lease nothing tells the engine of the end but we, even if it went wrong half way through opening.
         self.session = "" if self.adapter.leased else message.session
@@ -99,26 +115,46 @@ class Link:
         self.session = message.session
         return self.opened
 
-    def ask(self, steps: Steps, *, timeout_s: float) -> Ack:
+    def ask(self, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
         """Send a step's requests and read the answer; its costs are added up.
 
         The engine keeps the deadline itself and answers; ours is a little later, for an engine that cannot.
-        """
-        return self._timed(steps, timeout_s + margin_s(timeout_s))
 
-    def let_go(self, steps: Steps, *, limit_s: float = _LEAVE_S) -> Ack | None:
-        """Send a step that ends something; None if the engine does not answer.
-
-        One that has been silent before is not waited for: if it lives, it hears of it.
+        Args:
+            steps: The requests.
+            timeout_s: The engine's deadline, in seconds.
+            bucket: Index of the bucket that the step is about.  An engine may hear of it while it still loads the one
+                before, so the clock begins when that one has been answered.
         """
-        limit_s = min(limit_s, _SILENT_S) if self.silent else limit_s
+        limit_s = timeout_s + margin_s(timeout_s)
+        if bucket is None:
+            return self._timed(steps, limit_s)
         try:
-            return self._converse(steps, limit_s)
-        except WeightcastError:
-            return None
+            return self._timed(steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)))
+        finally:
+            self._answered_at[bucket] = time.monotonic()
+
+    def _turn_began(self, bucket: int) -> float | None:
+        """When the engine was through with the bucket before; None while it is not."""
+        if bucket == 0 or self.silent:  # a silent engine is not waited for twice
+            return 0.0
+        return self._answered_at.get(bucket - 1)
+
+    def leave(self, group: str | None) -> None:
+        """Tell the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
+        try:
+            self._let_go(self.adapter.leave(group), _LEAVE_S)
+        except WeightcastError as error:
+            what = f"leave the group {group}" if group is not None else "let go of the trainer's buffers"
+            self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Returns the notes since the last call, each once."""
+        notes, self.notes = tuple(dict.fromkeys(self.notes)), []
+        return notes
 
     def took_over(self, ack: Ack | None = None) -> None:
-        """One bucket more; with the last one an engine may have closed, which its answer says."""
+        """Counts a bucket that the engine took over; the answer to the last one may say that the session closed."""
         with self._adding:
             self.sent += 1
             if ack is not None and ack.closed:
@@ -129,7 +165,7 @@ class Link:
         self.mixed = not self.adapter.leased
 
     def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
-        """Everything was sent.
+        """Tells the engine that everything was sent.
 
         Args:
             buckets: So many.
@@ -141,18 +177,45 @@ class Link:
         return self.closed
 
     def commit(self, expected: Mapping[str, str], *, as_received: bool, timeout_s: float) -> Ack:
-        """Make it live.
+        """Makes the new weights live.
 
         Args:
             expected: Digest by tensor name of what it is to keep otherwise than it received it.
             as_received: It is to keep the rest as it received it; without either there is no proof.
             timeout_s: The deadline.
         """
-        message = Commit(session=self.session, expected=dict(expected), as_received=as_received)
+        self.asked = Commit(session=self.session, expected=dict(expected), as_received=as_received)
+        return self._commit(self.asked, timeout_s)
+
+    def commit_again(self, *, timeout_s: float) -> Ack:
+        """Sends the Commit again whose answer was lost.
+
+        An engine with our receiver switches once, and repeats its answer.
+
+        Raises:
+            TargetRejected: It has not committed the session, and will not.
+        """
+        assert self.asked is not None
+        return self._commit(self.asked, timeout_s)
+
+    def _commit(self, message: Commit, timeout_s: float) -> Ack:
         self.committed = self.ask(self.adapter.commit(message), timeout_s=timeout_s)
         self.mixed = False
         self.end()
         return self.committed
+
+    def revert(self, reason: str, *, timeout_s: float) -> Ack:
+        """Go back to what the engine served before the commit.  Said again once, if its answer is lost."""
+        adapter, asked = self.adapter, self.asked
+        assert isinstance(adapter, Reverting)
+        assert asked is not None
+        message = Revert(session=asked.session, reason=reason[:4096])
+        try:
+            return self.ask(adapter.revert(message), timeout_s=timeout_s)
+        except TargetRejected:
+            raise
+        except WeightcastError:
+            return self.ask(adapter.revert(message), timeout_s=timeout_s)
 
     def abort(self, reason: str) -> Ack | None:
         """End the session if one is open; None if the engine does not answer."""
@@ -161,17 +224,26 @@ class Link:
         session, self.session = self.session, ""
         try:
             # Without an answer the lease's closing tells the engine too; what became of it is asked later.
-            return self.let_go(self.adapter.abort(session, reason), limit_s=min(_ABORT_S, self._limit_s))
+            return self._let_go(self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
+        except WeightcastError:
+            return None
         finally:
             self.end()
 
     def end(self) -> None:
-        """Let the lease go."""
+        """Closes the lease."""
         self.session = ""
         if self._lease is not None:
             with suppress(WeightcastError):
                 self._lease.close()
             self._lease = None
+
+    def _let_go(self, steps: Steps, limit_s: float) -> Ack:
+        """Send a step that ends something.
+
+        An engine that has been silent is not waited for: if it lives, it hears of it.
+        """
+        return self._converse(steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
 
     def _check_version(self, message: Open) -> None:
         """Engines with our receiver refuse this themselves; the others take what comes."""
@@ -183,16 +255,16 @@ class Link:
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
 
-    def _timed(self, steps: Steps, limit_s: float) -> Ack:
+    def _timed(self, steps: Steps, limit: float | Deadline) -> Ack:
         try:
-            return self._converse(steps, limit_s)
+            return self._converse(steps, limit)
         except DeadlineExceeded:
             self.silent = True
             raise
 
-    def _converse(self, steps: Steps, timeout_s: float) -> Ack:
+    def _converse(self, steps: Steps, limit: float | Deadline) -> Ack:
         try:
-            ack = converse(self.client, steps, timeout_s=timeout_s, send=self._send)
+            ack = converse(self.client, steps, timeout_s=limit, send=self._send)
         except WireError as error:
             raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
         with self._adding:  # two buckets may be answered at once
@@ -201,13 +273,60 @@ class Link:
             self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
         return ack
 
-    def _send(self, request: EngineRequest, limit_s: float) -> bytes:
+    def _send(self, request: EngineRequest, limit: Deadline) -> bytes:
         if not request.lease:
-            return send_plain(self.client, request, limit_s)
-        reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=limit_s)
+            return send_plain(self.client, request, limit)
+        reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=limit)
         return reply
 
 
 def in_flight_to(links: Sequence[Link]) -> int:
     """How many buckets all targets may be told of before they have answered the first."""
     return min((link.adapter.in_flight for link in links), default=1)
+
+
+def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int | None = None) -> None:
+    """Tells one target of new weights, a bucket or a folder, and reads its answer.
+
+    Args:
+        link: The target.
+        steps: The requests.
+        what: Name of the weights, for the error.
+        timeout_s: Deadline of the answer, in seconds.
+        bucket: Index of the bucket, if the weights are one.  Its clock begins when the target has answered to the
+            bucket before.
+
+    Raises:
+        TargetRejected, TargetLost: The error names the target and the weights.  It says "half updated" if the engine
+            does not stage.
+    """
+    half = not link.stages
+    link.touch()
+    try:
+        link.took_over(link.ask(steps, timeout_s=timeout_s, bucket=bucket))
+    except DeadlineExceeded as error:
+        raise TargetLost(
+            f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half
+        ) from error
+    except TargetRejected as error:
+        raise TargetRejected(
+            f"{link.url} refused {what} after {link.sent} buckets: {error}",
+            url=link.url,
+            half_updated=half,
+            hint=error.hint,
+            status=error.status,
+        ) from error
+    except TargetError as error:
+        raise TargetLost(
+            f"{link.url}: lost at {what} after {link.sent} buckets: {error}", url=link.url, half_updated=half
+        ) from error
+
+
+def leave_all(links: Sequence[Link], group: str | None = None) -> None:
+    """Asks targets to leave a group and to unmap buffers.  A failure becomes a note in the target's link."""
+
+    def leave(link: Link) -> None:
+        link.leave(group)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(links))) as pool:
+        list(pool.map(leave, links))

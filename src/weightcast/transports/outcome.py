@@ -1,22 +1,24 @@
-"""How each target came out of an update, and what was proven on it.
+"""Each target's outcome of an update, with the proof that was reached.
 
-The checks compare what a target answered with what was sent; they ask nobody.
+The checks compare a target's answers with the digests of what was sent.  They send nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from weightcast.digest.definition import model_digest, unequal
+from weightcast.digest.sent import Sent
 from weightcast.errors import VerificationFailed, WeightcastError
 from weightcast.report import TargetReport, TargetStatus
-from weightcast.transports.digests import Sent
+from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
-from weightcast.wire.digest import model_digest, unequal
 from weightcast.wire.messages import Ack, EngineInfo
 
-Proof = Literal["none", "received", "resident", "behaviour"]
+Proof = Literal["none", "received", "partial", "resident", "behaviour"]
 
 
 @dataclass(slots=True)
@@ -24,14 +26,19 @@ class Outcome:
     """One target in one update, across attempts.
 
     Attributes:
-        info: What it said when it was probed; None if it did not answer.
+        info: The target's description when it was probed; None if it did not answer.
         failed: Why it dropped out, if it did.
         proof: Highest level reached.
         digests: Asked for when all is over: at that level, by tensor name.
         matched: Engine ranks that agree with it.
+        proven: Tensors that were read back and are what was sent.
         committed: Its answer to the commit.
+        in_doubt: It was told to commit, its answer was lost, and it could not be asked again.
+        reverted: Its answer when it was switched back; None if it was not.
+        ahead: It serves the new version, and others were switched back.
         peak_extra_bytes: Most extra memory of any of its ranks.
         message: Anything worth knowing.
+        notes: What went wrong beside the update.
     """
 
     info: EngineInfo | None = None
@@ -39,16 +46,26 @@ class Outcome:
     proof: Proof = "none"
     digests: Callable[[], Mapping[str, str]] = dict
     matched: int = 0
+    proven: int = 0
     committed: Ack | None = None
+    in_doubt: bool = False
+    reverted: Ack | None = None
+    ahead: bool = False
+    notes: list[str] = field(default_factory=list[str])
     peak_extra_bytes: int = 0
     message: str = ""
 
+    @property
+    def answers_otherwise(self) -> bool:
+        """True if the target keeps what was sent, and its log-probabilities differ from the trainer's all the same."""
+        return isinstance(self.failed, VerificationFailed) and self.proof == "resident"
+
     def add(self, words: str) -> None:
-        """Something more that is worth knowing."""
+        """Adds a remark for the report."""
         self.message = f"{words}; {self.message}" if self.message else words
 
     def received(self, ack: Ack, sent: Sent) -> None:
-        """What arrived is what was sent.
+        """Notes that the target received exactly what was sent.
 
         Args:
             ack: The target's answer to Close.
@@ -59,7 +76,7 @@ class Outcome:
         self.digests = lambda: sent.received
 
     def resident(self, link: Link, ack: Ack, expected: Mapping[str, str]) -> None:
-        """What the target keeps is what was sent.
+        """Checks that the target keeps what was sent, and notes it.
 
         Args:
             link: The target.
@@ -79,7 +96,8 @@ class Outcome:
             raise VerificationFailed(
                 f"{link.url} keeps something else than was sent: {', '.join(wrong[:6])}", url=link.url, names=wrong
             )
-        self.proof = "resident"
+        self.proof = "partial" if ack.unproven else "resident"
+        self.proven = len(expected)
         self.matched = ack.resident_ranks
         self.digests = lambda: ack.resident
         if ack.unproven:
@@ -90,22 +108,29 @@ class Outcome:
 
         Args:
             url: The target.
-            now: For a target that has not committed, what it said when it was asked again.
+            now: What it said when it was asked again, for a target that has not committed or has failed.
         """
-        status: TargetStatus = "serving" if self.committed is not None else "untouched"
-        after = self.committed.version if self.committed is not None else None
+        answer = self.reverted or self.committed
+        status: TargetStatus = "serving" if answer is not None and self.reverted is None else "untouched"
+        after = answer.version if answer is not None else None
         message = self.message
         if isinstance(now, EngineInfo):
-            status = "quarantined" if now.state == "quarantined" else status
+            status = "quarantined" if now.state == "quarantined" else "unknown" if self.in_doubt else status
             after = now.version
             message = message or now.message
         elif now is not None:
-            status = "quarantined"
+            status = "unknown" if self.in_doubt else "quarantined"
+            after = None
             message = str(now)
         if self.failed is not None:
             message = str(self.failed)
-        if isinstance(self.failed, VerificationFailed) and self.committed is not None:
-            status = "quarantined"  # it serves something else than was sent, whatever it says of itself
+        if self.in_doubt:
+            message = f"{message}; whether it has switched is not known: send it a full update"
+        if self.ahead or (isinstance(self.failed, VerificationFailed) and self.committed is not None):
+            # It serves something else than was sent, or than the others do, whatever it says of itself.
+            status = "quarantined" if self.reverted is None else status
+        if self.reverted is not None and self.message and self.message not in message:
+            message = f"{self.message}; {message}"
         info, ack, serving = self.info, self.committed, status == "serving"
         digests = self.digests() if serving else {}
         return TargetReport(
@@ -116,17 +141,45 @@ class Outcome:
             digest=model_digest(digests) if digests else None,
             status=status,
             proof=self.proof if serving else "none",
+            proven=self.proven if serving else 0,
+            unproven=len(ack.unproven) if serving and ack is not None else 0,
             ranks=info.tp_size if info is not None else 0,
             digests_matched=self.matched if serving else 0,
             stall_s=ack.stall_s if ack is not None else 0.0,
             peak_extra_bytes=self.peak_extra_bytes,
             not_updated=ack.not_updated if ack is not None else (),
             message=message,
+            notes=tuple(self.notes),
+        )
+
+
+def check_share(link: Link, count: int, unproven: Sequence[str], least: float) -> None:
+    """Checks that the target can prove enough tensors to be resident.
+
+    Args:
+        link: The target.
+        count: How many tensors it is sent.
+        unproven: Names of those that it cannot read back.
+        least: Smallest share of tensors to be proven, from 0 to 1.
+
+    Raises:
+        VerificationFailed: It cannot; the text names the first tensors.
+    """
+    proven = count - len(unproven)
+    if proven < least * count:
+        raise VerificationFailed(
+            f"{link.url} can prove {proven} of {count} tensors to be resident, and min_proven_share is {least:g}; its "
+            f"loader computes with the others: {', '.join(unproven[:6])}{' ...' if len(unproven) > 6 else ''}",
+            url=link.url,
+            names=unproven,
+            hint="nothing was sent; accept the share with "
+            f"min_proven_share={math.floor(proven / count * 1e4) / 1e4:g} (--min-proven-share), or compare answers "
+            'with verify="behaviour"',
         )
 
 
 def arrived(link: Link, ack: Ack, sent: Sent) -> bool:
-    """Has every rank received exactly what was sent?
+    """Returns True if every rank received exactly what was sent.
 
     Args:
         link: The target.
@@ -137,18 +190,21 @@ def arrived(link: Link, ack: Ack, sent: Sent) -> bool:
     return same and not ack.mismatched and ack.received_ranks == link.info.tp_size
 
 
-def received_otherwise(link: Link, ack: Ack, sent: Sent) -> VerificationFailed:
-    """What to raise where something else has arrived; nothing was switched.
+def received_otherwise(link: Link, ack: Ack, sent: Sent, *, gathers: bool) -> VerificationFailed:
+    """Returns the error for a target that received something else; no target has switched.
 
     Args:
         link: The target.
         ack: Its answer to Close, by name.
         sent: What was sent.
+        gathers: Buckets are gathered from several trainer ranks, and nothing says that the fault was not there.
     """
     names = unequal(sent.received, ack.received) or list(ack.mismatched)
+    what = "the trainer ranks hold" if gathers else "was sent"
+    where = "; the gather among trainer ranks or the way to this engine is at fault" if gathers else ""
     return VerificationFailed(
-        f"{link.url} received something else than was sent: {', '.join(names[:6])} "
-        f"({ack.received_ranks} of {link.info.tp_size} ranks agree)",
+        f"{link.url} received something else than {what}: {', '.join(names[:6])} "
+        f"({ack.received_ranks} of {link.info.tp_size} ranks agree){where}",
         url=link.url,
         names=names,
         hint="nothing was switched; a bit flipped on the way, or a buffer was reused too early",
@@ -163,8 +219,10 @@ def check_alike(links: Sequence[Link]) -> None:
 
     Raises:
         VerificationFailed: One holds something else than its siblings.
+        TargetsFailed: Several do.
     """
     alike: dict[tuple[str, int, str], Link] = {}
+    wrong = list[VerificationFailed]()
     for link in links:
         before = link.opened.checksum if link.opened is not None else ""
         after = link.committed.checksum if link.committed is not None else ""
@@ -173,9 +231,9 @@ def check_alike(links: Sequence[Link]) -> None:
         first = alike.setdefault((link.info.engine, link.info.tp_size, before), link)
         assert first.committed is not None
         if first.committed.checksum != after:
-            raise VerificationFailed(
-                f"{link.url} and {first.url} held the same weights and were sent the same, and now hold different ones",
-                url=link.url,
-                names=(),
-                hint="one of the two is wrong: their own checksums of all weights differ",
+            words = (
+                f"{link.url} and {first.url} held the same weights and were sent the same, and now hold different ones"
             )
+            hint = "one of the two is wrong: their own checksums of all weights differ"
+            wrong.append(VerificationFailed(words, url=link.url, names=(), hint=hint))
+    raise_together(wrong)

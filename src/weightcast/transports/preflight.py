@@ -1,43 +1,43 @@
-"""Before anything moves: do the weights fit the engines, and by which transport can they be reached?
+"""Checks before an update: the weights fit the engines, and a transport reaches every engine.
 
-Looks at what engines said of themselves; asks nobody and moves nothing.
+The checks read the engines' descriptions of themselves.  They send nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from weightcast.comm.ipc import host_id
-from weightcast.config import TransportName
+from weightcast.config import PauseMode, TransportName
 from weightcast.errors import ConfigError
 from weightcast.transports.link import Link
+from weightcast.transports.registry import TRANSPORTS, spec_of
+from weightcast.transports.spec import Placement, TransportSpec
+from weightcast.wire.casts import why_no_cast
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import EngineInfo
 
-SHARED_MEMORY: tuple[TransportName, ...] = ("ipc", "checkpoint-engine")
 _SHOWN = 6
 
 
 def check_fits(link: Link, specs: Sequence[TensorSpec]) -> None:
-    """Is this what the engine expects in a full update?
+    """Checks that these tensors are the ones that the engine expects in a full update.
 
     Raises:
-        ConfigError: A tensor is missing, unknown to the engine, of another shape or of another family of dtypes.
+        ConfigError: A tensor is missing, unknown to the engine, of another shape, or of a dtype whose cast to the
+            engine's would not keep its values.
     """
     theirs = {spec.name: spec for spec in link.adapter.specs()}
     if not theirs:
         return
     ours = {spec.name: spec for spec in specs}
     problems = [f"missing {name}" for name in theirs if name not in ours]
+    theirs |= {spec.name: spec for spec in link.info.optional}
     problems += [f"unknown to the engine: {name}" for name in ours if name not in theirs]
     for name, spec in ours.items():
         want = theirs.get(name)
         if want is not None and want.shape != spec.shape:
             problems.append(f"{name} has shape {spec.shape}, the engine's has {want.shape}")
-        elif want is not None and want.torch_dtype.is_floating_point != spec.torch_dtype.is_floating_point:
-            problems.append(f"{name} is {spec.dtype}, the engine's is {want.dtype}")
+        elif want is not None and (why := why_no_cast(name, spec.torch_dtype, want.torch_dtype)):
+            problems.append(why)
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
@@ -46,72 +46,68 @@ def check_fits(link: Link, specs: Sequence[TensorSpec]) -> None:
         )
 
 
-def choose_transport(
-    infos: Mapping[str, EngineInfo],
-    asked: TransportName,
-    *,
-    device: torch.device,
-    places: Sequence[str],
-    shared_folder: bool = False,
-) -> TransportName:
-    """The transport that was asked for, or the best that reaches every engine.
+def check_pause(link: Link, pause: PauseMode) -> None:
+    """Checks that the engine, as it was started, can be updated with this pause.
 
-    Args:
-        infos: What each engine said, by URL.
-        asked: What the caller wants.
-        device: Where the trainer's weights are.
-        places: UUID of each trainer rank's device, the head's first.
-        shared_folder: The caller named a folder for ``disk``.
+    Raises:
+        ConfigError: It cannot.  The message has the engine's reason and the alternative.
+    """
+    why = link.info.no_pause.get(pause)
+    if why is not None:
+        raise ConfigError(f"{link.url} ({link.info.engine}) cannot be updated with pause={pause!r}: {why}")
+
+
+def check_places(transport: TransportSpec, placement: Placement) -> None:
+    """Checks that every engine rank finds a buffer on its own GPU.
+
+    An engine that does not name its GPUs is assumed to sit where the trainer's ranks do, in the same order.  That is
+    clear only for one engine with as many ranks as the trainer has, or where the trainer has one GPU.
+
+    Raises:
+        ConfigError: It is not clear; the hint names the setting.
+    """
+    if not transport.shares_memory or placement.device.type != "cuda":
+        return
+    places = placement.places
+    silent = {url: info for url, info in placement.infos.items() if "cuda" in info.devices}
+    gpus = list(dict.fromkeys(places))
+    for url, info in silent.items():
+        alone = len(silent) == 1 and info.tp_size == len(places)
+        if not alone and not (len(gpus) == 1 and info.tp_size == 1):
+            raise ConfigError(
+                f"{url} ({info.engine}, {info.sizes}) does not say on which GPUs it runs, and {transport.name} hands "
+                f"each of its ranks the buffer on its own GPU; the trainer has {len(places)} ranks on {len(gpus)} "
+                f"GPUs, and {len(silent)} engines do not say",
+                hint="name them: Target(url, devices=(UUID of the GPU of rank 0, ...)); nvidia-smi -L lists UUIDs",
+            )
+
+
+def choose_transport(asked: TransportName, placement: Placement) -> TransportSpec:
+    """Returns the transport that the caller asked for; for ``"auto"``, the first that suits every engine.
 
     Raises:
         ConfigError: An engine cannot be reached that way.
     """
-    here = host_id()
-    same_host = all(info.host_id == here for info in infos.values())
-    devices = {rank.device for info in infos.values() for rank in info.ranks}
-    name = asked
-    if asked == "auto":
-        # An engine that does not tell its GPUs ("cuda") is taken to be colocated only if the caller says so.
-        by_ipc = same_host and "cuda" not in devices and all("ipc" in info.transports for info in infos.values())
-        name = "ipc" if by_ipc else "broadcast"
-    for url, info in infos.items():
-        if name not in info.transports:
+    spec = next(spec for spec in TRANSPORTS if spec.suits(placement)) if asked == "auto" else spec_of(asked)
+    for url, info in placement.infos.items():
+        if spec.name not in info.transports:
             raise ConfigError(
-                f"{url} ({info.engine}) takes no update by {name}, only by {', '.join(info.transports) or 'none'}",
-                hint=info.message or "see docs/engines for the flags that it needs; say which way with --via",
+                f"{url} ({info.engine}) takes no update by {spec.name}, only by {', '.join(info.transports) or 'none'}",
+                hint=info.message or "see docs/engines for the flags that it needs; choose a transport with --via",
             )
-    if name in SHARED_MEMORY and not same_host:
-        far = next(url for url, info in infos.items() if info.host_id != here)
+    if spec.one_host and placement.other_host is not None:
         raise ConfigError(
-            f"{far} runs on another host; {name} needs one host",
+            f"{placement.other_host} runs on another host; {spec.name} needs one host",
             hint='use broadcast: transport="broadcast", --via broadcast',
         )
-    if name == "disk" and not same_host and not shared_folder:
-        raise ConfigError(
-            "an engine runs on another host, and would not find a folder among this host's temporary files",
-            hint="name one that all hosts see under the same path: disk_folder, --disk-folder",
-        )
-    on_gpu = device.type == "cuda"
-    if name == "broadcast" and any((there != "cpu") != on_gpu for there in devices):
-        raise ConfigError(
-            f"broadcast needs weights of one kind of device; the trainer's are on {device}, "
-            f"an engine's on {next(there for there in devices if (there != 'cpu') != on_gpu)}",
-            hint='use ipc on one host (transport="ipc", --via ipc), or weights on the engines\' kind of device',
-        )
-    if name == "broadcast" and on_gpu and places[0] in devices:
-        raise ConfigError(
-            f"trainer and engine share GPU {places[0]}, and nccl wants a GPU for each rank",
-            hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
-        )
-    return name
+    spec.check(placement)
+    return spec
 
 
-def choose_receivers(
-    infos: Mapping[str, EngineInfo], transport: TransportName, *, device: torch.device, places: Sequence[str]
-) -> tuple[int, ...]:
-    """The trainer ranks that fill a bucket: the head alone, or all where others sit on the engines' GPUs."""
-    devices = {rank.device for info in infos.values() for rank in info.ranks}
-    colocated = "cuda" in devices or any(place in devices for place in places[1:])
-    if transport in SHARED_MEMORY and device.type == "cuda" and colocated:
+def choose_receivers(transport: TransportSpec, placement: Placement) -> tuple[int, ...]:
+    """Returns the trainer ranks that fill a bucket: the head alone, or all ranks if others share the engines' GPUs."""
+    places = placement.places
+    colocated = "cuda" in placement.devices or any(place in placement.devices for place in places[1:])
+    if transport.shares_memory and placement.device.type == "cuda" and colocated:
         return tuple(range(len(places)))
     return (0,)

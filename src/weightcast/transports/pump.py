@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from weightcast.comm.share import Shared
+from weightcast.comm.shared_buckets import Shared
+from weightcast.transports.blame import raise_together
 from weightcast.wire.bucket import Bucket
 
 SendOne = Callable[[Bucket, "tuple[Shared, ...]"], None]
@@ -34,17 +35,31 @@ class Pump:
         self._under_way: deque[Future[None]] = deque()
 
     def put(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        """Start sending; wait for the bucket before it, and raise what went wrong with that one."""
+        """Start sending and wait for the bucket before it.
+
+        Raises:
+            WeightcastError: That bucket failed.  By then nothing is under way any more, and the error names every
+                target that failed.
+        """
         if self._in_flight == 1:
             self.drain()
         self._under_way.append(self._threads.submit(self._send_one, bucket, shared))
         while len(self._under_way) > 1:
-            self._under_way.popleft().result()
+            self._read_first()
 
     def drain(self) -> None:
-        """Wait for what is under way; raise what went wrong with it, the first first."""
+        """Wait for what is under way; raise what went wrong with it, of all targets together."""
         while self._under_way:
-            self._under_way.popleft().result()
+            self._read_first()
+
+    def _read_first(self) -> None:
+        first = self._under_way.popleft().exception()
+        if first is None:
+            return
+        others = list[BaseException | None]()
+        while self._under_way:  # another target may have failed with the next bucket
+            others.append(self._under_way.popleft().exception())
+        raise_together((first, *others))
 
     def settle(self) -> None:
         """Wait for what is under way, whatever became of it."""

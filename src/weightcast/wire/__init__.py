@@ -1,1 +1,1 @@
-"""What both processes must agree on: layout, bucket, messages, digest, routes.  No network, no group."""
+"""The agreement between both processes: layout, box, bucket, messages, routes.  No network, no group, no kernel."""

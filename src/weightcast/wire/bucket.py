@@ -18,12 +18,12 @@ class Bucket:
     """A filled or fillable bucket.
 
     Attributes:
-        layout: What is where.
+        layout: Table of contents.
         data: uint8, one-dimensional, contiguous, at least ``layout.size_bytes`` long, on any device.
-        sums: Partial digest sum of each slot, int64 ``[slots]`` on the device of ``data``, where they were taken on the
-            way; None where nobody has.
-        lent: By tensor name, the bytes of slots that lie elsewhere than in ``data``, flat uint8: where the trainer has
-            them, or where the engine keeps them.
+        sums: Partial digest sum of each slot, int64 ``[slots]`` on the device of ``data``, if they were taken
+            on the way; else None.
+        lent: Bytes of slots that lie outside ``data``, flat uint8, by tensor name: zero-copy views of the trainer's
+            tensors, or the places where the engine keeps them.
     """
 
     layout: BucketLayout
@@ -60,17 +60,17 @@ class Bucket:
 
 
 def run_sizes(layout: BucketLayout, lent: Collection[str]) -> tuple[int, ...]:
-    """How long the runs of a bucket are, in bytes.
+    """Sizes of a bucket's runs, in bytes.
 
     Args:
-        layout: Of the bucket.
+        layout: Layout of the bucket.
         lent: Names of the tensors whose slots are lent.
     """
     return tuple(end - start for start, end, _ in _runs(layout, lent))
 
 
 def _runs(layout: BucketLayout, lent: Collection[str]) -> Iterator[tuple[int, int, str | None]]:
-    """First byte, end, and whose lent bytes they are."""
+    """First byte and end of each run, and the name of the tensor that is lent; None for bytes of the buffer."""
     done = 0
     for slot in layout.slots if lent else ():
         if slot.spec.name in lent:

@@ -1,11 +1,11 @@
-"""Where each tensor sits inside a bucket.
+"""The place of each tensor inside a bucket.
 
 A bucket is one flat uint8 buffer carrying many tensors.  This module is the arithmetic: names,
 dtypes and shapes go in, byte offsets come out.  It allocates nothing, so the two ends can agree on
 a layout before either owns a buffer.
 
 Every size and offset is in bytes unless its name says ``rows``.  Element counts never cross the
-wire: two engines ship a class of the same name that disagree on exactly that.
+wire: two engines have a class of the same name, one counting in bytes and one in elements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_TENSORS = 1 << 20
 MAX_DIMS = 8
-MAX_GAP_BYTES = 4096  # no alignment of ours is larger; memory for a bucket is taken by what it carries, not by its word
+MAX_GAP_BYTES = 4096  # no alignment of ours is larger; so a bucket takes memory only for what it carries
 MAX_BYTES = 1 << 46  # 64 TiB: no tensor or bucket is larger; keeps every product far from overflow
 
 Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+\Z")]
@@ -161,7 +161,7 @@ class BucketLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     size_bytes: Size
 
     def check(self) -> None:
-        """Refuse a layout that no sender of ours would make.
+        """Refuses a layout that no weightcast sender would make.
 
         Raises:
             WireError: A slot is misaligned, overlaps, leaves the bucket or has rows its tensor has not; a tensor has
@@ -192,7 +192,7 @@ class BucketLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Packing(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can read, declared by its adapter.
+    """The packing that an engine can read, declared by its adapter.
 
     Attributes:
         alignment_bytes: Every slot starts at a multiple of this (and of its dtype's item size).
@@ -207,7 +207,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     gapless: bool = False
 
     def also(self, other: Packing) -> Packing:
-        """What can be read by both."""
+        """The packing that both engines can read."""
         gapless = self.gapless or other.gapless
         return Packing(
             alignment_bytes=1 if gapless else math.lcm(self.alignment_bytes, other.alignment_bytes),
@@ -218,12 +218,12 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Packing) -> list[BucketLayout]:
-    """Fill buckets with tensors in the order given, one dtype after the other where a bucket may carry one only.
+    """Fills buckets with tensors in the order given; one dtype after the other where a bucket may carry only one.
 
     Args:
         specs: The tensors of one update.
-        bucket_bytes: No bucket is larger.
-        packing: What the engines can read.
+        bucket_bytes: Largest size of a bucket, in bytes.
+        packing: Packing that the engines can read.
 
     Raises:
         ConfigError: A tensor (or, where tensors may be cut, one row of it) does not fit into a bucket;
@@ -241,7 +241,7 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Pac
 
     specs = list(specs)
     _check_fits(specs, bucket_bytes, packing)
-    if packing.one_dtype:  # or a model whose norms are float32 would have a bucket for each of them
+    if packing.one_dtype:  # or every float32 norm between bfloat16 weights would get a bucket of its own
         order = {dtype: number for number, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
         specs.sort(key=lambda spec: order[spec.dtype])
     for spec in specs:
@@ -257,7 +257,7 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Pac
             rows = spec.num_rows - row
             if offset + rows * spec.row_bytes > bucket_bytes:
                 fits = (bucket_bytes - offset) // spec.row_bytes if offset < bucket_bytes else 0
-                # Cut only what cannot travel whole: every further piece costs the receiver a copy more.
+                # Cut only a tensor that cannot travel whole: every piece costs the receiver one more copy.
                 if slots and (spec.size_bytes <= bucket_bytes or fits <= 0):
                     flush()
                     continue
@@ -273,7 +273,7 @@ def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Pac
 
 
 def _check_fits(specs: Sequence[TensorSpec], bucket_bytes: int, packing: Packing) -> None:
-    """Refuse tensors that are too large, all at once: the number that is named is enough for every one of them."""
+    """Refuses tensors that are too large; the size that the hint names is enough for all of them."""
 
     def smallest(spec: TensorSpec) -> int:
         return spec.row_bytes if packing.slices else spec.size_bytes

@@ -1,12 +1,14 @@
-"""What the trainer and an engine say to each other: JSON with a schema, never pickle.
+"""The messages between trainer and engine: JSON with a schema, never pickle.
 
-Trainer to engine: ``Open``, ``Join``, ``Announce``, ``Close``, ``Commit``, ``Abort``, ``Leave``, ``Readback``.
-Engine to trainer: ``EngineInfo`` (what it is) and ``Ack`` (the answer to every message).
+Trainer to engine: ``Open``, ``Join``, ``Announce``, ``Close``, ``Commit``, ``Revert``, ``Abort``, ``Leave``,
+``Readback``.
+Engine to trainer: ``EngineInfo`` (its description) and ``Ack`` (the answer to every message).
 Inside an engine each rank answers ``RankAck``; the engine folds them into one ``Ack``.
 
 One update is  Open, Join (when the group changed), Announce for each bucket, Close, Commit.
 ``Close`` means "no more buckets, is everything there?"; ``Commit`` makes it live.  They are two
-messages so that no engine switches before all engines have everything.
+messages so that no engine switches before all engines have everything.  ``Revert`` undoes a commit while no other
+session has been opened.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from msgspec import Meta
 
 from weightcast.config import DigestKind, PauseMode, VerifyLevel
 from weightcast.errors import WireError
-from weightcast.wire.known import Known
+from weightcast.runtime.lru import Lru
+from weightcast.wire.box import Box
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
 MAX_BUCKETS = 1 << 20
 MAX_GROUP = 1 << 14  # ranks in a group: gloo takes memory for every one of them before it has met any
@@ -65,7 +68,8 @@ class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kind: ``cuda`` (a CUDA IPC handle) or ``shm`` (an anonymous shared-memory file of the trainer).
         device: For ``cuda``, the UUID of the GPU; for ``shm``, ``"cpu"``.
         size_bytes: Size of the buffer.
-        token: For ``shm``, the random name that the file must carry, so that a reused pid cannot be mistaken.
+        token: Random, another for every buffer: one that is freed and allocated again may have the same handle.  For
+            ``shm``, also the name that the file must carry, so that a reused pid cannot be mistaken.
         pid: For ``shm``, the process that holds the file.
         fd: For ``shm``, its descriptor there.
         handle: For ``cuda``, the handle of the allocation.
@@ -112,9 +116,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         verify: Proof wanted.
         digest: Digest wanted.
         specs: Every tensor that will be sent, in order.
-        bucket_runs: Of every bucket that will be sent, in order, the bytes of each of the runs in which it is
-            broadcast, by a sender that enters the broadcast of a bucket without waiting for the answer to the one
-            before; empty otherwise.  Who knows them can enter it as early.
+        bucket_runs: Sizes in bytes of each bucket's broadcasts, in order.  They let a receiver enter the broadcast of a
+            bucket early; empty if the sender waits for each reply.
     """
 
     session: Session
@@ -134,16 +137,16 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Join a process group across both worlds.  The group outlives an update.
 
     Attributes:
-        session: The session that it is for, and with which it ends; empty for a meeting without an update, which is
-            given half a minute at most and ends when an update begins.
+        session: The session that needs the group; empty for a rendezvous outside an update, which gets half a minute
+            at most and ends when an update begins.
         group: Its name.
         host: Where the trainer's store listens.
-        port: Likewise.
-        token: Prefix of the store's keys; a stranger's group cannot be met by accident.
+        port: Port of that store.
+        token: Prefix of the store's keys; a stranger's group cannot be joined by accident.
         first_rank: Group rank of this engine's rank 0; the others follow in order.
         world_size: Ranks in the group, the trainer's head (rank 0) included.
         backend: ``nccl`` or ``gloo``.
-        timeout_s: Deadline for meeting.
+        timeout_s: Deadline of the rendezvous.
     """
 
     group: GroupName
@@ -158,17 +161,17 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
-    """Leave a group and let go of mapped buffers.  Leaving what was never joined is fine.
+    """Leave a group and unmap buffers.  A group that was never joined is no error.
 
     Attributes:
-        group: Its name; None lets go of mapped buffers only.
+        group: Its name; None only unmaps buffers.
     """
 
     group: GroupName | None = None
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="announce"):
-    """A bucket is coming: where from, and what is in it.  Answered when it has been taken over."""
+    """A bucket is coming: its source and its contents.  Answered when it has been loaded."""
 
     session: Session
     layout: BucketLayout
@@ -176,13 +179,13 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
-    """No more buckets.  Answered with a digest of what arrived and what is missing, if anything; may be said again.
+    """No more buckets.  The answer has a digest of what arrived and names what is missing; it may be asked again.
 
     Attributes:
         session: The session.
-        buckets: How many were sent.
-        by_name: The digest of each tensor is wanted, not one of all: thousands of them take long while engines wait to
-            switch, and say more only where something went wrong.
+        buckets: Number of buckets that were sent.
+        by_name: True for the digest of each tensor instead of one for all.  Thousands of digests take long while
+            engines wait to switch, and help only where something went wrong.
     """
 
     session: Session
@@ -193,11 +196,13 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="commit"):
     """Make the new weights live: pause, switch, run the finishers, prove, stamp the version, resume.
 
+    A sender that lost the answer sends it again.  Until the next Open the engine then repeats its answer.
+
     Attributes:
         session: The session.
-        expected: Finished fast digest of tensors by name, for the check of what is resident; empty without proof.
-        as_received: Everything else that the engine keeps is to be what it had received at Close, so that thousands of
-            digests need not travel while an engine waits to switch.
+        expected: Fast digests that resident tensors must have, by name; empty without proof.
+        as_received: True if all other resident tensors must equal what was received at Close.  It saves thousands of
+            digests on the wire while an engine waits to switch.
     """
 
     session: Session
@@ -207,8 +212,24 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     as_received: bool = False
 
 
+class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="revert"):
+    """Go back to the weights and the version that this session's commit replaced.
+
+    An engine with a second set of weights can do it until the next Open, and until it sleeps.  It pauses, switches,
+    runs the finishers, compares what it keeps with the digest that it served before, and resumes.  The answer has the
+    old version and the digests of what is kept.  Like ``Commit`` it may be said again.
+
+    Attributes:
+        session: The session that was committed last.
+        reason: For the engine's log.
+    """
+
+    session: Session
+    reason: Text = ""
+
+
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
-    """End the session without a commit.  Answered when nothing of it is left.
+    """End the session without a commit.  Answered when the session has ended.
 
     Attributes:
         session: The session.
@@ -220,10 +241,10 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="readback"):
-    """Digest what is live now, through the loader's layout.  Changes nothing."""
+    """Digest the live weights, through the loader's routes.  Changes nothing."""
 
 
-Message = Open | Join | Leave | Announce | Close | Commit | Abort | Readback
+Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback
 
 State = Literal["serving", "updating", "quarantined"]
 
@@ -235,13 +256,18 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         spec: The whole source tensor, its dtype as the engine keeps it.
         box_offset: First index kept, for each dimension.
         box_shape: Extent kept, likewise.
-        total: Partial sum (see ``wire.digest``), unsigned 64 bits.
+        total: Partial sum (see ``digest.definition``), unsigned 64 bits.
     """
 
     spec: TensorSpec
     box_offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
     box_shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
     total: int
+
+    @property
+    def box(self) -> Box:
+        """The part of the source tensor that the rank keeps."""
+        return Box(offset=self.box_offset, shape=self.box_shape)
 
 
 class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -256,7 +282,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         touched: True if live parameters may have been changed by this session.
         missing: Source tensors that did not arrive (whole), by name.
         not_updated: Parameters and buffers that no source tensor writes, by name.
-        received_all: After Close: one digest of all that arrived (``wire.bucket_sums.Totals``).
+        received_all: After Close: one digest of all that arrived (``digest.bucket_sums.Totals``).
         received: Digest by tensor name of what arrived: after Close by name, and rank 0's after Commit "as received".
         held: What this rank keeps of each source tensor.
         unproven: Source tensors whose place in the model cannot be read back, by name.
@@ -286,28 +312,28 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Answer of one engine to one message.
 
     Attributes:
-        ok: False if it refused or failed; ``error`` says why in the engine's own words.
-        error: Likewise.
+        ok: False if it refused or failed.
+        error: Why it refused or failed.
         failed_ranks: Engine ranks that failed.
         group_failed: True if it failed because its process group did: another member may be to blame.
         state: What the engine does now.
         version: Version it serves now; None before the first one is known.
         ranks: How many ranks it has.
-        closed: With the last bucket that Open told of: this is the answer to Close as well.
+        closed: True after the last bucket that Open announced: this answers Close as well.
         received_all: After Close: one digest of all that arrived (rank 0's); empty if they were asked for by name.
         received: After Close, if asked for: digest by tensor name of what arrived, likewise.
         received_ranks: After Close: how many ranks received exactly that.
-        resident: After Commit or Readback: finished digest by tensor name of what the ranks keep together.
+        resident: After Commit, Revert or Readback: finished digest by tensor name of what the ranks keep together.
         resident_ranks: After Commit: how many ranks hold nothing but what was expected.
         mismatched: Names whose digests differ, between ranks or from what was expected.
         missing: Source tensors that did not arrive, by name.
         not_updated: Parameters that no source tensor writes, by name.
-        unproven: Tensors whose place cannot be read back, by name.
+        unproven: After Open, Close and Commit: tensors whose place cannot be read back, by name.
         load_s: Seconds the slowest rank spent copying.
         verify_s: Seconds the slowest rank spent on digests.
         stall_s: After Commit: seconds in which the engine generated nothing.
         peak_extra_bytes: Most extra memory of any rank since the session opened.
-        message: What else is worth knowing.
+        message: A further note.
         checksum: After Commit: an engine's own digest of all that it keeps, which compares only with those of engines
             of its kind, version and size; empty if it has none.
     """
@@ -342,8 +368,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         rank: Tensor-parallel rank.
-        pid: Its process.
-        device: UUID of its GPU, or ``"cpu"``.
+        pid: Its process; 0 if the engine does not say.
+        device: UUID of its GPU, or ``"cpu"``; ``"cuda"`` if the engine does not say which GPU.
     """
 
     rank: Rank
@@ -352,7 +378,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine with our receiver says of itself, or what was found out about another one.
+    """The description that an engine with our receiver gives of itself, or that a probe found for another one.
 
     Attributes:
         protocol: Version of this protocol.
@@ -367,12 +393,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         host_id: Boot id of its host: two processes with the same one can share memory.
         ranks: Where its ranks run.
         staging: ``device``, ``host`` or ``none``: where a new version waits for its commit.
-        transports: What it can receive by.
+        staging_bytes: Bytes that the staging set takes on the rank where it takes most; 0 if nothing is staged, or if
+            the engine does not say.
+        transports: Transports by which it can receive.
         specs: Every tensor that a full update must contain, with the dtype that it keeps.
-        session_owner: Who updates it now, if anybody.
-        message: Why it is not serving, or what else is worth knowing.
-        paused: True while it generates nothing because somebody holds it still: an update, an operator, sleep.
-        kind: Whose language it is spoken to in; engines with our receiver are all ``native``.
+        session_owner: The trainer that updates it now; None if there is none.
+        message: Why it is not serving, or a further note.
+        paused: True while an update, an operator or sleep has paused it.
+        optional: Tensors that the engine knows and keeps nowhere; an update may bring them or leave them out.
+        kind: Name of the adapter that speaks to it; ``native`` for every engine with our receiver.
+        instance: Random id of this start of the server; empty if it has none.
+        tells_version: False if the engine cannot say which version it serves, even after an update.
+        no_pause: Pause modes with which the engine cannot be updated as it was started, and why.
     """
 
     protocol: Count
@@ -390,13 +422,28 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     session_owner: Label | None = None
     message: str = ""
     paused: bool = False
+    optional: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)] = ()
     kind: str = "native"
     dp_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     ep_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    instance: Label = ""
+    tells_version: bool = True
+    no_pause: dict[PauseMode, Text] = {}
+
+    @property
+    def incarnation(self) -> tuple[object, ...]:
+        """Equal for two answers of one engine; another after a restart, as far as the engine can tell."""
+        return (self.kind, self.host_id, self.instance, tuple((rank.pid, rank.device) for rank in self.ranks))
+
+    @property
+    def shows_restart(self) -> bool:
+        """True if a restart changes ``incarnation``."""
+        return bool(self.instance) or any(rank.pid for rank in self.ranks)
 
     @property
     def sizes(self) -> str:
-        """How it is spread out, in words."""
+        """Its parallel sizes, in words."""
         more = [f"{name} {size}" for name, size in (("dp", self.dp_size), ("ep", self.ep_size)) if size > 1]
         return ", ".join([f"tp {self.tp_size}", *more])
 
@@ -407,12 +454,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def shown(text: str) -> str:
-    """Words of somebody else, for a log or a label: one line, and nothing that a terminal would obey."""
+    """Foreign text for a log or a label: one line, without control characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _form(kind: type[msgspec.Struct], table: str) -> Any:
-    """The class as it is encoded and decoded first: with one field as bytes, which may be known."""
+    """The class with its large table as raw bytes, so that a table seen before is not read again."""
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
         what = msgspec.Raw if field.name == table else field.type
@@ -428,9 +475,10 @@ _forms = {kind: _form(kind, table) for kind, table in _TABLES.items()}
 _Specs = Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
 
 _encoder = msgspec.json.Encoder()
-# Made here and not when first used: msgspec looks into a class then, and two threads that do so at once crash the
-# process.  Many targets are asked at once.
-_decoder = msgspec.json.Decoder(_forms[Open] | _forms[Announce] | Join | Leave | Close | Commit | Abort | Readback)
+# Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
+_decoder = msgspec.json.Decoder(
+    _forms[Open] | _forms[Announce] | Join | Leave | Close | Commit | Revert | Abort | Readback
+)
 _infos = msgspec.json.Decoder(_forms[EngineInfo])
 _acks = msgspec.json.Decoder(Ack)
 _rank_acks = msgspec.json.Decoder(RankAck)
@@ -441,9 +489,9 @@ _Whole = TypeVar("_Whole", Open, Announce, EngineInfo)
 
 # Every update of a model has the same tables, and with many tensors they take longer to read than the weights to
 # travel.  Both ends keep them: what was encoded by identity, what was decoded and checked by its bytes.
-_encoded: Known[int, tuple[object, bytes]] = Known(_TABLES_BYTES)
-_known_layouts: Known[bytes, BucketLayout] = Known(_TABLES_BYTES)
-_known_specs: Known[bytes, tuple[TensorSpec, ...]] = Known(_TABLES_BYTES)
+_encoded: Lru[int, tuple[object, bytes]] = Lru(_TABLES_BYTES)
+_known_layouts: Lru[bytes, BucketLayout] = Lru(_TABLES_BYTES)
+_known_specs: Lru[bytes, tuple[TensorSpec, ...]] = Lru(_TABLES_BYTES)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -514,7 +562,7 @@ def decode_rank_ack(data: bytes) -> RankAck:
 
 
 def decode_info(data: bytes) -> EngineInfo:
-    """What an engine says of itself.
+    """Decodes an engine's description of itself.
 
     Raises:
         WireError: It says something else.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from weightcast.wire.box import Box
+
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
     """A strided region of a tensor's storage, in elements."""
@@ -34,3 +36,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     box_shape: tuple[int, ...]
     parameter: str
     region: Region
+
+    @property
+    def box(self) -> Box:
+        """The part of the source that is copied."""
+        return Box(offset=self.box_offset, shape=self.box_shape)

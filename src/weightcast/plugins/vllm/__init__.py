@@ -1,8 +1,8 @@
-"""Our receiver inside vLLM: what vLLM's two plug-in groups load.  vLLM is imported when they are called, not here.
+"""Our receiver inside vLLM: the entry points of vLLM's two plug-in groups, which import vLLM only when called.
 
-``register`` (group ``vllm.general_plugins``) runs in every process of vLLM and makes ``--weight-transfer-config
-'{"backend": "weightcast"}'`` known; ``endpoints`` (group ``vllm.endpoint_plugins``) runs in the API server and adds
-the routes under ``/weightcast``.
+``register`` (group ``vllm.general_plugins``) runs in every process of vLLM and registers the backend of
+``--weight-transfer-config '{"backend": "weightcast"}'``.  ``endpoints`` (group ``vllm.endpoint_plugins``) runs in the
+API server and adds the routes under ``/weightcast``.
 """
 
 # vLLM is not installed where this is checked.
@@ -18,7 +18,7 @@ BACKEND = "weightcast"
 
 
 def register() -> None:
-    """Make the weight-transfer backend known to this process; again and again does no harm."""
+    """Registers the weight-transfer backend in this process.  Safe to call twice."""
     import importlib.util
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -26,13 +26,13 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "weightcast.plugins.vllm.worker", "WeightcastEngine")
     if importlib.util.find_spec("vllm.plugins.endpoint_plugins") is None:
-        from weightcast.plugins.vllm.older import add_routes
+        from weightcast.plugins.vllm.route_patch import add_routes
 
         add_routes(endpoints)
 
 
 def endpoints() -> Endpoints:
-    """The routes, as vLLM wants them."""
+    """Makes vLLM's endpoint plug-in with our routes."""
     from weightcast.plugins.vllm.endpoints import Endpoints
 
     return Endpoints()

@@ -1,77 +1,88 @@
-"""In vLLM's API server: the routes under ``/weightcast``, and what stands behind them."""
+"""The routes under ``/weightcast`` in vLLM's API server, and the session that they drive."""
 
 # vLLM is not installed where this is checked.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request
 
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
-from weightcast.plugins.vllm.executor import VllmExecutor
-from weightcast.plugins.vllm.hooks import VllmHooks
-from weightcast.plugins.vllm.words import Hello
-from weightcast.receiver.engine import EngineFacts, ReceiverEngine
-from weightcast.receiver.keys import Keys
+from weightcast.plugins.vllm.engine_hooks import VllmHooks
+from weightcast.plugins.vllm.rank_protocol import Hello
+from weightcast.plugins.vllm.rank_sockets import VllmExecutor
+from weightcast.plugins.vllm.sleep import guard_sleep
+from weightcast.receiver.api_keys import Keys
+from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
+from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Ack, EngineInfo, Message, RankInfo
 
+log = logging.getLogger("vllm.weightcast")
+
 
 class Endpoints:
-    """What vLLM calls an endpoint plug-in: routes first, the engine later."""
+    """vLLM's endpoint plug-in: ``attach_router`` adds the routes, and ``init_state`` connects the engine later."""
 
     name = "weightcast"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._engine: ReceiverEngine | None = None
+        self._engine: SessionHandler | None = None
         self._hooks: VllmHooks | None = None
         self._keys = Keys(())
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; vLLM's own key check covers its own routes only."""
+        """Adds the routes with a key check, because vLLM's own covers only its own routes."""
         app.include_router(weight_routes(self, score=self.score), dependencies=[Depends(self._check_key)])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Meet the ranks.
+        """Connects to the ranks.
 
         Raises:
-            ConfigError: vLLM was started otherwise than weightcast needs it.
+            ConfigError: vLLM was started with options that weightcast does not support.
         """
         keys: Sequence[str | None] = [*(getattr(args, "api_key", None) or ()), os.environ.get("VLLM_API_KEY")]
         self._keys = Keys(key for key in keys if key)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._start, engine_client, loop, args)
 
-    # -- what the routes need of an engine
+    # -- methods that the routes call
 
     def info(self) -> EngineInfo:
-        """As ``ReceiverEngine.info``."""
-        return self._ready().info()
+        """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
+        info = self._ready().info()
+        asleep = self._hooks.asleep if self._hooks is not None else ()
+        if not asleep:
+            return info
+        words = "; ".join(filter(None, (info.message, f"asleep: {', '.join(sorted(asleep))}")))
+        return msgspec.structs.replace(info, message=words)
 
     def apply(self, message: Message) -> Ack:
-        """As ``ReceiverEngine.apply``."""
+        """Implements ``SessionHandler.apply``."""
         return self._ready().apply(message)
 
     def holds(self, session: str) -> bool:
-        """As ``ReceiverEngine.holds``."""
+        """Implements ``SessionHandler.holds``."""
         return self._ready().holds(session)
 
     def lease_lost(self, session: str) -> None:
-        """As ``ReceiverEngine.lease_lost``."""
+        """Implements ``SessionHandler.lease_lost``."""
         self._ready().lease_lost(session)
 
     def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Log-probability of each token but the first given those before it."""
-        if self._hooks is None or self._ready().state == "quarantined":
+        """Returns the log-probability of each token but the first, given those before it."""
+        if self._hooks is None or self._ready().state == "quarantined" or self._hooks.asleep:
             raise Refused("this engine is paused and cannot score")
         return self._hooks.score(token_ids)
 
@@ -86,30 +97,46 @@ class Endpoints:
                 hint='start vLLM with --weight-transfer-config \'{"backend": "weightcast"}\'',
             )
         if (getattr(args, "api_server_count", None) or 1) > 1:
-            raise ConfigError("several API servers cannot update one engine", hint="--api-server-count 1")
-        hooks = VllmHooks(client, loop, prefix_caching=bool(config.cache_config.enable_prefix_caching))
+            raise ConfigError("several API servers cannot update one engine", hint="set --api-server-count 1")
+        hooks = VllmHooks(
+            client,
+            loop,
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            encoders=bool(config.model_config.is_multimodal_model),
+        )
         executor = VllmExecutor(int(config.parallel_config.world_size), listen=hooks.listen, on_main=hooks.on_main)
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
+        specs, optional = tables_of(executor.hellos)
+        notes = [*dict.fromkeys(hello.staging_note for hello in executor.hellos if hello.staging_note)]
+        if optional:
+            named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
+            notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
+        for note in notes:
+            log.info("weightcast: %s", note)
         facts = EngineFacts(
             engine=f"vllm {vllm.__version__}",
             model=names if isinstance(names, str) else names[0],
             host_id=host_id(),
             ranks=tuple(RankInfo(rank=hello.rank, pid=hello.pid, device=hello.device) for hello in executor.hellos),
             staging=_least(executor.hellos),
+            staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
             transports=("ipc", "broadcast"),
-            specs=_specs(executor.hellos),
+            specs=specs,
+            optional=optional,
+            note="; ".join(notes),
         )
         self._hooks = hooks
-        self._engine = ReceiverEngine(executor, hooks, facts)
+        self._engine = SessionHandler(executor, hooks, facts)
+        guard_sleep(client, loop, self._engine, hooks)
 
-    def _ready(self) -> ReceiverEngine:
+    def _ready(self) -> SessionHandler:
         if self._engine is None:
             raise HTTPException(503, "vLLM is still starting")
         return self._engine
 
     def _check_key(self, request: Request) -> None:
         if not self._keys.admit(request.headers.get("Authorization", "").encode()):
-            raise HTTPException(401, "a valid API key is wanted as Authorization: Bearer")
+            raise HTTPException(401, "the request needs a valid API key as Authorization: Bearer")
 
 
 def _least(hellos: Sequence[Hello]) -> Place:
@@ -117,10 +144,16 @@ def _least(hellos: Sequence[Hello]) -> Place:
     return "none" if "none" in places else "host" if "host" in places else "device"
 
 
-def _specs(hellos: Sequence[Hello]) -> tuple[TensorSpec, ...]:
-    """Each tensor with the dtype of a rank that keeps a part of it."""
-    kept: dict[str, TensorSpec] = {}
+def tables_of(hellos: Sequence[Hello]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Divides the tensors of the checkpoint into those that some rank keeps and those that no rank keeps.
+
+    A tensor that is kept has the dtype of a rank that keeps a part of it.
+    """
+    known: dict[str, TensorSpec] = {}
+    placed: set[str] = set()
     for hello in hellos:
         places = set(hello.places)
-        kept.update({spec.name: spec for spec in hello.specs if spec.name not in kept or spec.name in places})
-    return tuple(kept.values())
+        known.update({spec.name: spec for spec in hello.specs if spec.name not in known or spec.name in places})
+        placed |= places
+    kept = tuple(spec for name, spec in known.items() if name in placed)
+    return kept, tuple(spec for name, spec in known.items() if name not in placed)

@@ -1,9 +1,9 @@
-"""In a worker of vLLM: the weight-transfer backend that holds our receiver.
+"""The weight-transfer backend in a vLLM worker, which holds our receiver.
 
-Weight messages come over a Unix socket from the API server, on a thread of their own, so that vLLM goes on
-generating while buckets arrive, and an interrupt reaches a rank that waits in a collective.  What switches weights
-runs on the worker's main thread, inside vLLM's own ``start_weight_update`` and ``finish_weight_update``, which come
-when nothing is generated.
+Weight messages come over a Unix socket from the API server, on a thread of their own.  So vLLM goes on generating while
+buckets arrive, and an interrupt reaches a rank that waits in a collective.  Messages that switch weights run on the
+worker's main thread, inside vLLM's own ``start_weight_update`` and ``finish_weight_update``, while vLLM generates
+nothing.
 """
 
 # vLLM is not installed where this is checked.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
@@ -29,13 +29,19 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from weightcast.comm.ipc import device_uuid
+from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.plugins.vllm.unpacked import UnpackedModel
-from weightcast.plugins.vllm.words import Hello, meeting_place, needs_main
+from weightcast.plugins.vllm.packed_weights import UnpackedModel
+from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, Hello, draft_of, needs_main, socket_path
+from weightcast.plugins.vllm.staging_budget import Budget, gib, staging_setting
+from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.executor import serve_messages
+from weightcast.receiver.rank import StagingChoice
+from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Commit, Message, RankAck, encode
 
@@ -46,10 +52,10 @@ _MAIN_S = 60.0
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where the API server and the ranks meet.
+    """The rendezvous of the API server and the ranks.
 
     Attributes:
-        folder: A folder of the API server's that only its user may enter.
+        folder: Folder of the API server that only its user may enter.
     """
 
     folder: str = ""
@@ -57,11 +63,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: buckets are announced under ``/weightcast``."""
+    """An empty message: buckets are announced under ``/weightcast``."""
 
 
-class _Errand:
-    """A message that the main thread carries out."""
+class _MainTask:
+    """A message for the main thread."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
@@ -70,111 +76,170 @@ class _Errand:
 
 
 class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One rank's receiver, as vLLM knows it."""
+    """One rank's receiver, as vLLM's weight-transfer backend."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
-        """Called by vLLM when the model is loaded and before it measures how much memory is left.
+        """Makes the receiver.  vLLM calls it after loading the model and before it measures the memory that is left.
 
         Raises:
-            ConfigError: This model, or vLLM as it was started, cannot be updated natively; vLLM does not start.
+            ConfigError: This model, or vLLM as it was started, cannot be updated natively.  vLLM does not start.
         """
         super().__init__(config, vllm_config, device, model)
         self._rank = int(vllm_config.parallel_config.rank)
         self._committed = ""
-        self._errand: _Errand | None = None
+        self._main_task: _MainTask | None = None
         self._waiting = threading.Condition()
         self._listener: Listener | None = None
         self._places: tuple[str, ...] = ()
+        self._staged = False
+        self._staging_note = ""
+        self._asleep: set[str] = set()
         try:
+            self._staging: StagingChoice = staging_setting(vllm_config.additional_config)
             with set_current_vllm_config(vllm_config):
                 self._receiver = self._make_receiver()
         except WeightcastError as error:
-            # vLLM's own words at the end of a failed start are far from the reason.
+            # vLLM's own log of a failed start buries the reason.
             log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")
             raise
+        wrap_worker(resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls), WeightcastEngine)
 
     # -- vLLM's side, on the main thread
 
+    def take_room(self, worker: Any, cache_bytes: int) -> int:
+        """Allocates the staging set after vLLM has measured its model and before it sizes its KV cache.
+
+        Args:
+            worker: vLLM's worker, whose own account of its memory is corrected.
+            cache_bytes: Bytes that vLLM would give its KV cache.
+
+        Returns:
+            Bytes that are left for the KV cache; all of them if its size was set by hand.
+
+        Raises:
+            ConfigError: The place that the setting asks for has not enough memory.
+        """
+        specs = worker.get_kv_cache_spec()
+        with set_current_vllm_config(self.vllm_config):
+            least = sum(int(spec.max_memory_usage_bytes(self.vllm_config)) for spec in specs.values())
+        fixed = self.vllm_config.cache_config.kv_cache_memory_bytes is not None
+        taken = self._stage(cache_bytes, least + least // 16, fixed=fixed)
+        if fixed:
+            return cache_bytes
+        for account, name in (
+            (worker, "total_consumed"),
+            (worker.model_runner, "model_memory_usage"),
+        ):  # vLLM computes its advice on --kv-cache-memory from one or the other, depending on its version
+            if hasattr(account, name):
+                setattr(account, name, getattr(account, name) + taken)
+        left = cache_bytes - taken
+        if hasattr(worker, "available_kv_cache_memory_bytes"):
+            worker.available_kv_cache_memory_bytes = left
+        return left
+
+    def fall_asleep(self, level: int) -> None:
+        """Frees the staging set on the device, before vLLM frees the weights.
+
+        Raises:
+            Refused: An update is under way.
+        """
+        if "weights" not in self._asleep:
+            self._receiver.sleep(
+                discard=level >= 2, hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last"
+            )
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self._asleep |= {"weights", "kv_cache"}
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """Allocates the staging set again once the weights are back; the KV cache alone changes nothing here."""
+        woken = self._asleep & ({"weights", "kv_cache"} if tags is None else set(tags))
+        self._asleep -= woken
+        if "weights" in woken:
+            self._receiver.wake()
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Listen for the API server."""
+        """Listens for the API server."""
         if self._listener is not None:
-            raise RuntimeError("weightcast listens already: more than one API server cannot update one engine")
+            raise RuntimeError("weightcast listens already: several API servers cannot update one engine")
+        if not self._staged:  # a model without a KV cache, whose memory vLLM does not measure
+            self._stage(0, 0, fixed=True)
         try:
-            self._listener = Listener(meeting_place(init_info.folder, self._rank), family="AF_UNIX", backlog=1)
+            self._listener = Listener(socket_path(init_info.folder, self._rank), family="AF_UNIX", backlog=1)
         except OSError as error:
             raise RuntimeError(f"rank {self._rank} cannot listen in {init_info.folder}: {error}") from error
         threading.Thread(target=self._serve, args=(self._listener,), name="weightcast", daemon=True).start()
 
     def start_weight_update(self) -> None:
-        """vLLM's word that nothing is generated."""
+        """Does nothing: vLLM calls it when it generates nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Refuse what does not come from us."""
+        """Refuses updates that do not come from weightcast."""
         raise RuntimeError("with the backend weightcast, updates go to /weightcast, not to /update_weights")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """As ``update_weights``."""
+        """Refuses, as ``update_weights`` does."""
         raise RuntimeError("with the backend weightcast, updates go to /weightcast, not to /update_weights")
 
     def finish_weight_update(self) -> None:
-        """Carry out what waits for the main thread; what comes of it goes over the socket."""
+        """Carries out the message that waits for the main thread; its answer goes over the socket."""
         with self._waiting:
-            self._waiting.wait_for(lambda: self._errand is not None, timeout=_MAIN_S)
-            errand, self._errand = self._errand, None
-        if errand is None:
-            log.warning("finish_weight_update was called, but not by weightcast: nothing is done")
+            self._waiting.wait_for(lambda: self._main_task is not None, timeout=_MAIN_S)
+            task, self._main_task = self._main_task, None
+        if task is None:
+            log.warning("weightcast ignores a call of finish_weight_update that it did not make")
             return
-        errand.answer = self._receiver.apply(errand.message)
-        errand.done.set()
+        task.answer = self._receiver.apply(task.message)
+        task.done.set()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """The trainer's half, which versions before 0.29 or so want to see in this class."""
+        """Refuses: versions before 0.29 or so expect the trainer's half in this class."""
         raise RuntimeError("with the backend weightcast, updates are sent by weightcast.WeightUpdater")
 
     def shutdown(self) -> None:
-        """Let go of groups and mapped memory; vLLM may call it twice."""
+        """Releases groups and mapped memory; vLLM may call it twice."""
         self._receiver.interrupt("the engine is shutting down")
         self._receiver.close()
         if self._listener is not None:
-            with suppress(FileNotFoundError):  # an API server that ended first has removed the meeting place
+            with suppress(FileNotFoundError):  # an API server that ended first has removed the folder
                 self._listener.close()
             self._listener = None
 
     # -- the API server's side, on threads of their own
 
     def apply(self, message: Message) -> RankAck:
-        """A weight message; one at a time."""
+        """Carries out one weight message at a time."""
         main = needs_main(message, self._committed)
         if isinstance(message, Commit):
             self._committed = message.session
         elif isinstance(message, Abort) and message.session == self._committed:
             self._committed = ""
         ack = self._on_main(message) if main else self._receiver.apply(message)
-        if self.vllm_config.speculative_config is not None:
+        if draft_of(self.vllm_config.speculative_config):
             ack = msgspec.structs.replace(ack, not_updated=(*ack.not_updated, "the draft model"))
         return ack
 
     def interrupt(self, reason: str) -> None:
-        """End a wait for the trainer."""
+        """Ends a wait for the trainer."""
         self._receiver.interrupt(reason)
 
     def _on_main(self, message: Message) -> RankAck:
-        errand = _Errand(message)
+        task = _MainTask(message)
         with self._waiting:
-            self._errand = errand
+            self._main_task = task
             self._waiting.notify_all()
-        while not errand.done.wait(_MAIN_S):
+        while not task.done.wait(_MAIN_S):
             with self._waiting:
-                if self._errand is errand:  # nobody came for it
-                    self._errand = None
+                if self._main_task is task:  # the main thread did not come
+                    self._main_task = None
                     return RankAck(rank=self._rank, ok=False, error="vLLM's main loop did not come to switch weights")
-        assert errand.answer is not None
-        return errand.answer
+        assert task.answer is not None
+        return task.answer
 
     def _serve(self, listener: Listener) -> None:
         if self.device.type == "cuda":
@@ -196,8 +261,10 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             pid=os.getpid(),
             device=device_uuid(self.device),
             staging=loader.staging.place,
+            staging_bytes=loader.staging.size_bytes,
             specs=tuple(loader.expected.values()),
             places=self._places,
+            staging_note=self._staging_note,
         )
         try:
             connection.send_bytes(encode(hello))
@@ -207,18 +274,26 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- once, when the model is loaded
 
     def _make_receiver(self) -> WeightReceiver:
+        if getattr(self.vllm_config.parallel_config, "enable_eplb", False):
+            raise ConfigError(EPLB_REFUSED, hint=EPLB_HINT)
         if self.vllm_config.parallel_config.data_parallel_size > 1:
-            raise ConfigError("data-parallel vLLM has several engines behind one URL", hint="one server for each")
+            raise ConfigError(
+                "data-parallel vLLM has several engines behind one URL", hint="start one server for each engine"
+            )
         if self.device.type == "cpu" and not self.model_config.enforce_eager:
-            # A compiled graph keeps the packed weights that it was compiled with.
+            # A compiled graph keeps the packed weights of its compilation.
             raise ConfigError(
                 "on a CPU, weights can only be updated in eager mode", hint="start vLLM with --enforce-eager"
             )
         unpacked = UnpackedModel(self.model, device=self.device)
         found: list[TensorSpec] = []
-        unpacked.load_weights(self._checkpoint(found))
+        heads: dict[str, str] = {}
+        unpacked.load_weights(self._checkpoint(found, heads))
         if not found:
-            raise ConfigError("vLLM was started without a checkpoint, so the names of its weights are unknown")
+            raise ConfigError(
+                "vLLM was started without a checkpoint, so the names of its weights are unknown",
+                hint="start vLLM from a checkpoint",
+            )
         unpacked.check_layouts()
         unpacked.spot_check()
         finishers = (unpacked.pack, unpacked.spot_check)
@@ -232,30 +307,91 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             finishers=finishers,
             residents=unpacked.residents,
             checks=(unpacked.check,),
-            keep_storage=True,
+            staging="none",  # until vLLM has measured its memory; see ``take_room``
         )
         loader = receiver.loader
         self._places = tuple(name for name in loader.expected if loader.routes.get(name) or name in loader.computed)
-        # The dtype that counts is the one that is kept.
+        # A full update must have the dtype that this rank keeps.
         for name, routes in loader.routes.items():
             if routes:
                 spec = loader.expected[name]
                 kept = loader.residents[routes[0].parameter]
                 loader.expected[name] = TensorSpec.of(name, torch.empty(spec.shape, device="meta"), dtype=kept.dtype)
-        # vLLM's own constants (scales of an unquantised cache), which no checkpoint has.
-        constants = {name for name, _ in self.model.named_buffers() if name.rpartition(".")[2].startswith("_")}
-        loader.not_updated = tuple(name for name in loader.not_updated if name not in constants)
-        if loader.computed:
-            log.warning(
-                "%d tensors are computed with while they load: %s", len(loader.computed), dict(loader.why_computed)
-            )
+        loader.not_updated = tuple(name for name in loader.not_updated if name not in unpacked.constants)
+        kept = {digest: name for name, digest in heads.items() if name not in loader.skipped}
+        loader.copies = {
+            name: kept[digest] for name, digest in heads.items() if name in loader.skipped and digest in kept
+        }
         return receiver
 
-    def _checkpoint(self, found: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What vLLM has loaded, once more; its specs are left in ``found``."""
+    def _may_tie(self) -> bool:
+        """Returns whether vLLM may drop a stored head because it equals the word embeddings."""
+        text = self.model_config.hf_config.get_text_config()
+        untied = getattr(self.model_config, "word_embeddings_untied_by_checkpoint", False)
+        return bool(untied or getattr(text, "tie_word_embeddings", False))
+
+    def _stage(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
+        """Allocates and logs the staging set; returns its bytes in the KV cache's memory."""
+        loader = self._receiver.loader
+        on_host = self.device.type == "cpu"
+        host_bytes = free_host_bytes()
+        free_bytes = host_bytes if on_host else torch.cuda.mem_get_info(self.device)[0]
+        budget = Budget(
+            cache_bytes=cache_bytes,
+            least_bytes=least_bytes,
+            fixed_bytes=free_bytes - cache_bytes - loader.size_bytes // 5 if fixed else None,
+            host_bytes=host_bytes,
+            on_host=on_host,
+        )
+        reason = loader.unstaged_because(keep_storage=True) if self._staging == "auto" else ""
+        asked: StagingChoice = "none" if reason else self._staging
+        try:
+            place, why = budget.place(asked, loader.size_bytes)
+            why = reason or why
+            before = self._allocated_bytes()
+            loader.stage(place, keep_storage=True)
+        except WeightcastError as error:
+            log.error("weightcast cannot stage updates: %s%s", error, f" ({error.hint})" if error.hint else "")
+            raise
+        self._staged = True
+        if why and place != "device":
+            where = "not staged" if place == "none" else "staged in host memory"
+            self._staging_note = f"a new version is {where} before its commit: {why}"
+        size_bytes = loader.staging.size_bytes
+        taken = (size_bytes if on_host else self._allocated_bytes() - before) if place != "none" else 0
+        log.info(
+            "weightcast: rank %d stages updates on: %s (setting: %s), %s%s; KV cache: %s",
+            self._rank,
+            place,
+            self._staging,
+            gib(size_bytes),
+            f"; {why}" if why else "",
+            f"{gib(cache_bytes)}, as set" if fixed else f"{gib(cache_bytes - taken)} of {gib(cache_bytes)}",
+        )
+        if place == "none":
+            log.warning(
+                "weightcast: rank %d stages nothing: an update pauses the engine from its start, "
+                "and an update that fails half way quarantines it",
+                self._rank,
+            )
+        return taken
+
+    def _allocated_bytes(self) -> int:
+        return 0 if self.device.type == "cpu" else torch.cuda.memory_allocated(self.device)
+
+    def _checkpoint(self, found: list[TensorSpec], heads: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Reads the checkpoint that vLLM has loaded once more.
+
+        Args:
+            found: List that gets the specs of all tensors.
+            heads: Dict that gets the digests of tensors with a row for each word, by name, if the model may tie them.
+        """
+        words = self.model_config.get_vocab_size() if self._may_tie() else -1
         loader = get_model_loader(self.vllm_config.load_config)
         if not hasattr(loader, "get_all_weights"):
             raise ConfigError(f"load format {self.vllm_config.load_config.load_format} has no checkpoint to read")
         for name, tensor in loader.get_all_weights(self.model_config, self.model):
             found.append(TensorSpec.of(name, tensor))
+            if tensor.ndim == 2 and tensor.shape[0] == words:
+                heads[name] = tensor_digest(tensor)
             yield name, tensor

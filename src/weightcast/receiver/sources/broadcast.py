@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weightcast.comm.group import WorldGroup, backend_for
+from weightcast.comm.update_group import UpdateGroup, backend_for
 from weightcast.errors import ConfigError, Refused
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
@@ -23,9 +23,9 @@ _MAX_GROUPS = 4  # a trainer that died between two updates told nobody that its 
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """The broadcasts of a bucket's runs, one after the other, that this rank takes part in."""
+    """One bucket's broadcasts, one for each run, that this rank has entered."""
 
-    group: WorldGroup
+    group: UpdateGroup
     runs: tuple[int, ...]
     buffer: torch.Tensor
     works: list[Any]
@@ -46,9 +46,9 @@ class BroadcastSource:
         """
         self._device = device
         self._interrupted = interrupted
-        self._groups: dict[str, WorldGroup] = {}
+        self._groups: dict[str, UpdateGroup] = {}
         self._lock = threading.Lock()
-        self._reading: WorldGroup | None = None
+        self._reading: UpdateGroup | None = None
         self._buffers: list[torch.Tensor] = []
         self._loaded: list[torch.cuda.Event] = []
         self._turn = 0
@@ -73,7 +73,7 @@ class BroadcastSource:
         self._drop_dead()
         if message.group in self._groups:
             raise Refused(f"there is a group {message.group} here already", hint="choose another name, or leave it")
-        group = WorldGroup.join(
+        group = UpdateGroup.join(
             host=message.host,
             port=message.port,
             name=message.group,
@@ -91,7 +91,7 @@ class BroadcastSource:
             self.leave(name)
 
     def leave(self, name: str) -> None:
-        """Leave a group; leaving what was never joined is fine."""
+        """Leaves a group; a group that was never joined is no error."""
         with self._lock:
             group = self._groups.pop(name, None)
         if group is not None:
@@ -159,11 +159,11 @@ class BroadcastSource:
 
     @property
     def entered(self) -> bool:
-        """True if the broadcast of the bucket that is read next goes on already."""
+        """True if the broadcast of the next bucket has been entered already."""
         return self._entered is not None
 
     def release(self, bucket: Bucket) -> None:
-        """A bucket that was read has been enqueued for loading; its buffer may be filled again after that."""
+        """Marks a bucket as enqueued for loading; its buffer may be filled again after that."""
         if not self._loaded:
             return  # on the host it was loaded when that returned
         for buffer, loaded in zip(self._buffers, self._loaded, strict=True):
@@ -171,20 +171,20 @@ class BroadcastSource:
                 loaded.record(torch.cuda.current_stream(self._device))
 
     def expect_nothing(self) -> None:
-        """No bucket follows.  A group whose next broadcast was entered is unusable afterwards."""
+        """Says that no bucket follows.  A group whose next broadcast was entered is unusable afterwards."""
         entered, self._entered = self._entered, None
         if entered is not None:
             entered.group.abort("the update ended")
 
     def interrupt(self, reason: str) -> None:
-        """Make a waiting ``read`` end now; its group is unusable afterwards, those of others are not touched."""
+        """Ends a waiting ``read`` now.  Its group is unusable afterwards; other groups are not touched."""
         with self._lock:
             group = self._reading
         if group is not None:
             group.abort(reason)
 
     def trim(self) -> None:
-        """Give the receive buffers back, and what is left of groups that were aborted.
+        """Frees the receive buffers, and the rest of groups that were aborted.
 
         What a broadcast was entered with stays: another trainer may leave in the middle of this one's update.
         """
@@ -193,7 +193,7 @@ class BroadcastSource:
         self._loaded.clear()
 
     def close(self) -> None:
-        """Leave every group and give the buffers back; safe to call twice."""
+        """Leaves every group and frees the buffers; safe to call twice."""
         for name in list(self._groups):
             self.leave(name)
         self.trim()
@@ -203,7 +203,7 @@ class BroadcastSource:
             if not group.alive:
                 self.leave(name)
 
-    def _enter(self, group: WorldGroup, runs: tuple[int, ...], places: Mapping[int, torch.Tensor]) -> _Entered:
+    def _enter(self, group: UpdateGroup, runs: tuple[int, ...], places: Mapping[int, torch.Tensor]) -> _Entered:
         buffer = self._buffer(sum(runs))
         works: list[Any] = []
         start = 0
@@ -230,7 +230,7 @@ class BroadcastSource:
 
 
 def _by_start(layout: BucketLayout, places: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Places by the first byte of their slots in the bucket."""
+    """Destinations by the first byte of their slots in the bucket."""
     if not places:
         return {}
     return {slot.offset_bytes: places[slot.spec.name] for slot in layout.slots if slot.spec.name in places}

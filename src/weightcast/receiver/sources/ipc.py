@@ -1,4 +1,8 @@
-"""Buckets in memory that a trainer on this host shares.  The sender is ``transports/ipc.py``."""
+"""Buckets in memory that a trainer on this host shares.  The sender is ``transports/ipc.py``.
+
+A mapping is kept from bucket to bucket.  A stale mapping is refused: its owner has freed the buffer, or
+announces another buffer under the same token.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,35 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import MemoryHandle
 
-_MAX_MAPPINGS = 8  # two buffers for each of a few trainers; beyond that the oldest is let go
+_MAX_MAPPINGS = 8  # two buffers for each of a few trainers; beyond that the oldest is unmapped
 
 
 class SharedMemorySource:
-    """Maps what it is told of, once, and keeps the mapping: opening a CUDA handle takes 0.2 to 0.4 ms."""
+    """Maps each buffer once and keeps the mapping: opening a CUDA handle takes 0.2 to 0.4 ms."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mappings: dict[MemoryHandle, Mapping] = {}
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of the mapped buffers."""
+        return {mapping.data.device for mapping in self._mappings.values()}
+
     def read(self, layout: BucketLayout, handles: Sequence[MemoryHandle]) -> Bucket:
         """The bucket, where the sender put it; no copy.  Valid until the sender is answered.
 
         Raises:
-            MappingFailed: None of the buffers can be mapped here; the text says why.
+            MappingFailed: None of the buffers can be mapped here, or the one that is mapped is not filled any more; the
+                text says why.
         """
         handle = self._nearest(handles)
         if layout.size_bytes > handle.size_bytes:
             raise MappingFailed(f"bucket {layout.index} has {layout.size_bytes} bytes, its buffer {handle.size_bytes}")
         mapping = self._mappings.get(handle)
         if mapping is None:
+            if handle.token and any(known.token == handle.token for known in self._mappings):
+                raise MappingFailed(f"buffer {handle.token} is mapped already, and not as it is announced now")
             if len(self._mappings) >= _MAX_MAPPINGS:
                 self._mappings.pop(next(iter(self._mappings))).close()
             mapping = self._mappings[handle] = Mapping(handle)

@@ -1,0 +1,1 @@
+"""Adapter of engines with the weightcast receiver."""

@@ -1,0 +1,114 @@
+"""Adapter of an engine with our receiver; copy this one to write another."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Literal
+
+import msgspec
+
+from weightcast.comm.run_steps import EngineRequest, Steps
+from weightcast.comm.shared_buckets import Shared
+from weightcast.errors import WireError
+from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    BroadcastSource,
+    Close,
+    Commit,
+    EngineInfo,
+    IpcSource,
+    Join,
+    Leave,
+    Message,
+    Open,
+    Revert,
+    decode_ack,
+    encode,
+)
+
+
+class NativeAdapter:
+    """Sends the messages of ``wire.messages`` unchanged."""
+
+    packing = Packing(alignment_bytes=256, one_dtype=False, slices=True)
+    sharing: Sharing = "weightcast"
+    meeting: Meeting = "weightcast"
+    in_flight = 2
+    proves: frozenset[Literal["received", "resident"]] = frozenset(("received", "resident"))
+    leased = True
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+
+    def renew(self, info: EngineInfo) -> None:
+        """As ``Adapter.renew``."""
+        self._info = info
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """The tensors that the engine lists."""
+        return self._info.specs
+
+    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+        """Accepts everything."""
+
+    def open(self, message: Open) -> Steps:
+        """Starts a session; the open stream of the answer is its lease."""
+        return decode_ack((yield EngineRequest(path="/weightcast/open", body=encode(message), lease=True)))
+
+    def join(self, invitation: Invitation) -> Steps:
+        """Joins a group."""
+        return _apply(
+            Join(
+                session=invitation.session,
+                group=invitation.group,
+                host=invitation.host,
+                port=invitation.port,
+                token=invitation.token,
+                first_rank=invitation.first_rank,
+                world_size=invitation.world_size,
+                backend=invitation.backend,
+                timeout_s=invitation.timeout_s,
+            )
+        )
+
+    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
+        """Announces a bucket from a group or from shared memory."""
+        if group is not None:
+            return _apply(Announce(session=session, layout=layout, source=BroadcastSource(group=group)))
+        handles = tuple(item.memory for item in shared if item.memory is not None)
+        return _apply(Announce(session=session, layout=layout, source=IpcSource(handles=handles)))
+
+    def close(self, message: Close) -> Steps:
+        """As ``Adapter.close``."""
+        return _apply(message)
+
+    def commit(self, message: Commit) -> Steps:
+        """Makes the staged weights live."""
+        return _apply(message)
+
+    def revert(self, message: Revert) -> Steps:
+        """As ``protocols.Reverting.revert``."""
+        return _apply(message)
+
+    def abort(self, session: str, reason: str) -> Steps:
+        """Ends the session; a staging engine keeps the old version."""
+        return _apply(Abort(session=session, reason=reason[:4096]))
+
+    def leave(self, group: str | None) -> Steps:
+        """Leaves the group, or unmaps buffers if ``group`` is None."""
+        return _apply(Leave(group=group))
+
+    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
+        """As ``Adapter.score``."""
+        reply = yield EngineRequest(path="/weightcast/score", body=msgspec.json.encode({"token_ids": list(token_ids)}))
+        try:
+            return msgspec.json.decode(reply, type=dict[str, list[float]])["logprobs"]
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise WireError(f"the answer to /weightcast/score has another form: {error}") from None
+
+
+def _apply(message: Message) -> Steps:
+    return decode_ack((yield EngineRequest(path="/weightcast/apply", body=encode(message))))

@@ -1,0 +1,386 @@
+"""Adapter of an unpatched SGLang server.
+
+SGLang cannot stage.  ``open`` pauses the engine and flushes its prefix cache.  Buckets go straight into its live
+weights.  ``commit`` finalises, stamps the version and resumes.  An update that fails after a bucket leaves the engine
+paused.
+
+Servers with weight-update sessions (``/begin_weight_update``) want every bucket inside one; older ones answer 404.  The
+adapter asks once and remembers the answer; it never concludes it from a version.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from weightcast.adapters.sglang.payload import bucket_payload
+from weightcast.comm.pickle_writer import listing, pickled_base64
+from weightcast.comm.run_steps import EngineRequest, Steps
+from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.errors import ConfigError, TargetRejected, WireError
+from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
+
+_ABSENT = (404, 405)
+# After an abort the scheduler finishes one more batch before it is idle.
+_SETTLE_S = 5.0
+# An empty list of tensors; loading it changes nothing.
+_NO_TENSORS = pickled_base64(listing([]))
+_BUCKET = "flattened_bucket"
+_WITHOUT_SESSION = ("disk", "checkpoint-engine")
+# SGLang has no pause that waits for running requests: see `_wait_for_requests`.
+_PAUSE_WORDS = {"abort": "abort", "retract": "retract", "in_place": "in_place", "wait": "retract"}
+
+
+class SglangAdapter:
+    """One SGLang server during its updates."""
+
+    packing = Packing(alignment_bytes=1, one_dtype=False, slices=False, gapless=True)
+    sharing: Sharing = "torch"
+    meeting: Meeting = "torch"
+    in_flight = 1
+    proves: frozenset[Literal["received", "resident"]] = frozenset()
+    leased = False
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._has_sessions: bool | None = None  # None until the server was asked
+        self._has_checker: bool | None = None
+        self._groups: set[str] = set()
+        self._session_open = False
+        self._transport = ""
+        self._paused_at = 0.0
+        self._buckets = 0
+        # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
+        self._mixed = info.paused
+        self._pause = "abort"
+        self._version = 0
+        self._wants_checksum = False
+        self._checksum = ""
+        self._expects_change = False
+
+    def renew(self, info: EngineInfo) -> None:
+        """As ``Adapter.renew``."""
+        self._info = info
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Always empty: SGLang does not list its tensors, and skips names that it does not know."""
+        return ()
+
+    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+        """As ``Adapter.check``: refuses empty tensors and an NCCL environment that differs from SGLang's."""
+        self._transport = transport
+        empty = [spec.name for spec in specs if spec.size_bytes == 0]
+        if empty:
+            raise ConfigError(
+                f"{self._info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
+                hint="leave them out of the export",
+            )
+        on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
+        if transport == "broadcast" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
+            raise ConfigError(
+                "NCCL_CUMEM_ENABLE is not set in the trainer, and SGLang sets it to 0 for itself: the rendezvous would "
+                "never complete; nothing was sent",
+                hint="export NCCL_CUMEM_ENABLE=0, or the server's own value, before the trainer starts",
+            )
+
+    # -- an update
+
+    def open(self, message: Open) -> Steps:
+        """Pauses, flushes the prefix cache and begins a session.
+
+        Raises:
+            TargetRejected: SGLang cannot flush the cache while this pause keeps requests.  No weights have changed.
+        """
+        self._buckets = 0
+        self._session_open = False
+        self._pause = message.pause
+        self._version = message.version
+        self._wants_checksum = message.verify in ("resident", "behaviour")
+        if self._wants_checksum:
+            self._checksum = yield from self._ask_checksum()
+        if self._transport == "disk":
+            yield from self._wait_for_all_ranks()  # a server without this route fails before any weight changes
+        yield from self._pause_and_flush()
+        if self._transport not in _WITHOUT_SESSION:
+            yield from self._begin_session()
+        return self._ack(checksum=self._checksum)
+
+    def join(self, invitation: Invitation) -> Steps:
+        """Joins a group; SGLang answers when every member has joined."""
+        self._groups.add(invitation.group)
+        yield _post(
+            "/init_weights_update_group",
+            master_address=invitation.host,
+            master_port=invitation.port,
+            rank_offset=invitation.first_rank,
+            world_size=invitation.world_size,
+            group_name=invitation.group,
+            backend=invitation.backend,
+        )
+        return self._ack()
+
+    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
+        """Sends a bucket from a group or from shared memory, without a flush of the prefix cache."""
+        self._buckets += 1
+        self._mixed = True
+        if group is not None:
+            yield _post(
+                "/update_weights_from_distributed",
+                names=[slot.spec.name for slot in layout.slots],
+                dtypes=[slot.spec.dtype for slot in layout.slots],
+                shapes=[slot.shape for slot in layout.slots],
+                group_name=group,
+                load_format=_BUCKET,
+                flush_cache=False,
+            )
+        else:
+            yield _post(
+                "/update_weights_from_tensor",
+                serialized_named_tensors=[bucket_payload(layout, memory) for memory in self._memory_of_ranks(shared)],
+                load_format=_BUCKET,
+                flush_cache=False,
+            )
+        return self._ack()
+
+    def handles(self, addresses: dict[str, str]) -> Steps:
+        """As ``transports.checkpoint_engine.TakesHandles.handles``; SGLang wants no session here."""
+        self._buckets += 1
+        self._mixed = True
+        yield _post("/update_weights_from_ipc", zmq_handles=addresses, flush_cache=False)
+        return self._ack()
+
+    def load_folder(self, session: str, folder: str) -> Steps:
+        """Loads a checkpoint folder.  The server then reports the folder as its model path."""
+        self._buckets += 1
+        self._mixed = True
+        yield _post("/update_weights_from_disk", model_path=folder, flush_cache=False)
+        yield from self._wait_for_all_ranks()  # rank 0 alone has answered, and the caller deletes the folder next
+        return self._ack()
+
+    def close(self, message: Close) -> Steps:
+        """Sends nothing: SGLang has answered for every bucket already."""
+        yield from ()
+        return self._ack()
+
+    def expect_change(self, changed: bool) -> None:
+        """As ``protocols.SeesChange.expect_change``."""
+        self._expects_change = changed
+
+    def commit(self, message: Commit) -> Steps:
+        """Finalises, reads the checksum, stamps the version and resumes.
+
+        The prefix cache needs no second flush: a paused server computes nothing.
+
+        Raises:
+            WireError: The engine's weights have not changed, although the sent weights have.
+        """
+        if self._session_open:
+            yield _post("/end_weight_update")
+            self._session_open = False
+        words = checksum = ""
+        if self._wants_checksum:
+            checksum = yield from self._ask_checksum()
+            if checksum and checksum == self._checksum and self._expects_change:
+                raise WireError(
+                    f"SGLang took none of the new weights: its own checksum over all ranks is still {checksum[:16]}; "
+                    "the engine stays paused.  SGLang skips names that it does not know, with a line in its log"
+                )
+            if checksum:
+                words = _describe_checksums(self._checksum, checksum, self._info.tp_size)
+        yield from self._stamp()
+        yield _post("/continue_generation")
+        self._mixed = False
+        stall_s = time.monotonic() - self._paused_at
+        return self._ack(version=self._version, stall_s=stall_s, message=words, checksum=checksum)
+
+    def abort(self, session: str, reason: str) -> Steps:
+        """Resumes the engine if no bucket has changed its weights; otherwise it stays paused."""
+        if self._session_open:
+            self._session_open = False
+            try:
+                yield _post("/end_weight_update")
+            except TargetRejected:
+                if not self._buckets:
+                    raise
+        if self._mixed:
+            return self._ack(state="quarantined")
+        yield _post("/continue_generation")
+        return self._ack()
+
+    def leave(self, group: str | None) -> Steps:
+        """Leaves the group; SGLang unmaps shared buffers by itself after each bucket."""
+        if group is not None and group in self._groups:
+            self._groups.discard(group)
+            try:
+                yield _post("/destroy_weights_update_group", group_name=group)
+            except TargetRejected as error:
+                if error.status != 400:  # 400: the join never completed
+                    raise
+        return self._ack()
+
+    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
+        """Scores a prompt with ``/generate``, which has to generate one token; that token is dropped."""
+        reply = yield _post(
+            "/generate",
+            input_ids=list(token_ids),
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        try:
+            scored = msgspec.json.decode(reply)["meta_info"]["input_token_logprobs"]
+            found = [(float(entry[0]), int(entry[1])) for entry in scored[1:]]
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise WireError(f"SGLang's answer to /generate has no log-probabilities of the prompt: {error}") from None
+        if [token for _, token in found] != list(token_ids[1:]):
+            raise WireError("SGLang's answer to /generate has log-probabilities of other tokens than were sent")
+        return [logprob for logprob, _ in found]
+
+    # -- parts of a step
+
+    def _pause_and_flush(self) -> Generator[EngineRequest, bytes, None]:
+        """Pauses the engine and flushes the cache of the old weights, before any weight changes."""
+        if self._pause == "wait":
+            yield from self._wait_for_requests()
+        self._paused_at = time.monotonic()
+        yield _post("/pause_generation", mode=_PAUSE_WORDS[self._pause])
+        if self._no_prefix_cache:
+            return
+        settle = f"?timeout={_SETTLE_S:g}" if self._pause == "abort" else ""
+        try:
+            yield EngineRequest(path=f"/flush_cache{settle}")
+        except TargetRejected as error:
+            if error.status != 400:
+                raise
+            raise TargetRejected(
+                f"{self._info.engine} does not flush its prefix cache with the requests that pause={self._pause!r} "
+                f"keeps: {error}",
+                url=error.url,
+                hint='use pause="abort" (--pause abort), or start SGLang with --disable-radix-cache',
+                status=error.status,
+            ) from error
+
+    @property
+    def _no_prefix_cache(self) -> bool:
+        """True if the server runs without a prefix cache; ``detect.describe`` then allows ``in_place``."""
+        return "in_place" not in self._info.no_pause
+
+    def _wait_for_requests(self) -> Generator[EngineRequest, bytes, None]:
+        """Waits until running requests have ended, and holds back new ones meanwhile.
+
+        An unpaused SGLang takes a writer lock to load tensors.  Running requests hold the lock as readers, and new
+        requests queue behind the writer.  Loading an empty list is therefore answered when all requests have ended.
+        Servers with weight-update sessions then refuse the load with 400, because no session is open.
+        """
+        try:
+            yield _post(
+                "/update_weights_from_tensor",
+                serialized_named_tensors=[_NO_TENSORS] * self._info.tp_size,
+                flush_cache=False,
+            )
+        except TargetRejected as error:
+            if error.status != 400:
+                raise
+
+    def _wait_for_all_ranks(self) -> Generator[EngineRequest, bytes, None]:
+        """Asks for a checksum, which every rank answers only after its earlier work."""
+        if self._info.tp_size > 1:
+            yield _post("/weights_checker", action="checksum")
+
+    def _begin_session(self) -> Generator[EngineRequest, bytes, None]:
+        if self._has_sessions is False:
+            return
+        try:
+            yield _post("/begin_weight_update")
+        except TargetRejected as error:
+            if error.status in _ABSENT:
+                self._has_sessions = False
+                return
+            if error.status != 400:
+                raise
+            # A dead trainer has left a session open; this update overwrites all of its weights.
+            yield _post("/end_weight_update")
+            yield _post("/begin_weight_update")
+        self._has_sessions = True
+        self._session_open = True
+
+    def _ask_checksum(self) -> Generator[EngineRequest, bytes, str]:
+        """The server's own checksum over all ranks; empty if it has none."""
+        if self._has_checker is False:
+            return ""
+        try:
+            reply = yield _post("/weights_checker", action="checksum")
+        except TargetRejected as error:
+            if error.status in _ABSENT:
+                self._has_checker = False
+            return ""  # SGLang cannot hash some models; the update goes on without a checksum
+        self._has_checker = True
+        try:
+            answer: dict[str, Any] = msgspec.json.decode(reply, type=dict[str, Any])
+            ranks: list[dict[str, Any]] = answer.get("ranks") or []
+            if len(ranks) != self._info.tp_size:
+                return ""
+            return str(answer.get("per_engine_checksum") or "")[:64]
+        except msgspec.MsgspecError:
+            return ""
+
+    def _stamp(self) -> Generator[EngineRequest, bytes, None]:
+        try:
+            yield _post("/update_weight_version", new_version=str(self._version), abort_all_requests=False)
+        except TargetRejected as error:
+            if error.status not in _ABSENT:
+                raise
+
+    def _memory_of_ranks(self, shared: Sequence[Shared]) -> list[TorchMemory]:
+        """For each rank the handle that was made for it, to the buffer on its own GPU."""
+        found: list[TorchMemory] = []
+        for rank in self._info.ranks:
+            near = [item for item in shared if item.torch and item.torch[0].device == rank.device]
+            # Without a UUID, the engine's ranks sit on the trainer's GPUs, in the same order.
+            if not near and rank.device == "cuda":
+                near = list(shared[rank.rank : rank.rank + 1])
+            if not near:
+                there = ", ".join(item.torch[0].device for item in shared if item.torch)
+                raise WireError(
+                    f"no buffer is on {rank.device}, the GPU of rank {rank.rank}; buffers are on {there or 'no GPU'}"
+                )
+            found.append(near[0].torch[rank.rank])
+        return found
+
+    def _ack(
+        self,
+        *,
+        state: Literal["serving", "quarantined"] = "serving",
+        version: int | None = None,
+        stall_s: float = 0.0,
+        message: str = "",
+        checksum: str = "",
+    ) -> Ack:
+        return Ack(
+            ok=True,
+            state=state,
+            version=version if version is not None else self._info.version,
+            ranks=self._info.tp_size,
+            stall_s=stall_s,
+            message=message,
+            checksum=checksum,
+        )
+
+
+def _post(path: str, **body: object) -> EngineRequest:
+    return EngineRequest(path=path, body=msgspec.json.encode(body))
+
+
+def _describe_checksums(before: str, after: str, ranks: int) -> str:
+    of = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    if not before:
+        return f"its own checksum over {of} is {after[:16]}"
+    if before == after:
+        return f"its own checksum over {of} is {after[:16]}, as before: the weights are the same, or it took none"
+    return f"its own checksum over {of} went from {before[:16]} to {after[:16]}"

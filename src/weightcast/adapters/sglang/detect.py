@@ -1,0 +1,188 @@
+"""Recognises an SGLang server by ``/server_info`` and ``/model_info``.
+
+Older servers call these routes ``/get_server_info`` and ``/get_model_info``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+
+from weightcast.adapters.sglang.adapter import SglangAdapter
+from weightcast.comm.run_steps import EngineRequest
+from weightcast.comm.same_host import host_id_of
+from weightcast.config import PauseMode
+from weightcast.errors import TargetRejected
+from weightcast.protocols import Adapter
+from weightcast.wire.messages import PROTOCOL, EngineInfo, RankInfo
+
+# SGLang computes the scales of these formats when it starts; an update would leave the old scales.
+_ONLINE = frozenset({"fp8", "w8a8_int8", "w8a8_fp8", "mxfp4"})
+# From this version on a paused SGLang flushes while requests wait; before, it flushes only without requests.
+_FLUSHES_WITH_REQUESTS_WAITING = (0, 5, 21)
+# Each of these keeps cache of the old weights outside of the server, where no flush reaches it.
+_OUTSIDE = {
+    "hicache_storage_backend": "--hicache-storage-backend",
+    "enable_lmcache": "--enable-lmcache",
+    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
+    "enable_mm_global_cache": "--enable-mm-global-cache",
+}
+Answer = dict[str, Any]
+
+
+class SglangKind:
+    """Unpatched SGLang."""
+
+    name = "sglang"
+
+    def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
+        """As ``Kind.recognise``."""
+        server = yield from _either("/server_info", "/get_server_info")
+        # vLLM has a /server_info too; only SGLang's has `tp_size` at the top level.
+        if server is None or not isinstance(server.get("tp_size"), int):
+            return None
+        model = yield from _either("/model_info", "/get_model_info")
+        if model is None:
+            return None
+        paused = yield from _is_paused()
+        return describe(url, server, model, paused=paused)
+
+    def adapter(self, info: EngineInfo) -> Adapter:
+        """As ``Kind.adapter``."""
+        return SglangAdapter(info)
+
+
+def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> EngineInfo:
+    """Describes a server from its answers.
+
+    Args:
+        url: URL of the server.
+        server: Answer to ``/server_info``.
+        model: Answer to ``/model_info``.
+        paused: True if ``/ready`` answers 503.
+    """
+    tp_size = int(server["tp_size"])
+    device = "cpu" if server.get("device") == "cpu" else "cuda"
+    transports, messages = _usable_transports(server)
+    weight_version = str(model.get("weight_version") or server.get("weight_version") or "")
+    return EngineInfo(
+        protocol=PROTOCOL,
+        engine=f"sglang {server.get('version', '?')}"[:200],
+        model=str(model.get("served_model_name") or model.get("model_path") or "?")[:200],
+        state="serving",
+        version=int(weight_version) if weight_version.isascii() and weight_version.isdigit() else None,
+        digest=None,
+        tp_size=tp_size,
+        host_id=host_id_of(url)[:200],
+        ranks=tuple(RankInfo(rank=rank, pid=0, device=device) for rank in range(tp_size)),
+        staging="none",
+        transports=transports,
+        specs=(),
+        message="; ".join(messages),
+        paused=paused,
+        kind="sglang",
+        dp_size=int(server.get("dp_size") or 1),
+        ep_size=int(server.get("ep_size") or 1),
+        instance=_instance(server),
+        tells_version=bool(weight_version),
+        no_pause=_no_pause(server),
+    )
+
+
+def _instance(server: Answer) -> str:
+    """A digest that differs from one start of the server to the next.
+
+    It covers the random seed, which SGLang draws at each start, and the measured start-up times.  Older servers have no
+    times; if the user fixes the seed of such a server, only the weight version tells two starts apart.
+    """
+    start = server.get("startup_time")
+    if not start and server.get("random_seed") is None:
+        return ""
+    text = msgspec.json.encode([server.get("random_seed"), start], order="sorted")
+    return hashlib.sha256(text).hexdigest()[:32]
+
+
+def _no_pause(server: Answer) -> dict[PauseMode, str]:
+    """Refused pause modes, with reasons: after these the prefix cache could give old results to later requests."""
+    if server.get("disable_radix_cache") is True:
+        return {}
+    remedy = "start SGLang with --disable-radix-cache"
+    version = str(server.get("version") or "")
+    others = 'use pause="abort" or "retract"'
+    refused: dict[PauseMode, str] = {}
+    if _release(version) < _FLUSHES_WITH_REQUESTS_WAITING:
+        others = 'use pause="abort"'
+        why = (
+            f"SGLang {version} does not flush its prefix cache while a request waits, and this pause makes requests "
+            f"wait: they could get cache of the old weights; {others}, or {remedy}"
+        )
+        refused = {"retract": why, "wait": why}
+    refused["in_place"] = (
+        "SGLang does not flush its prefix cache while requests are paused in place, and would give cache of the old "
+        f"weights to new requests; {others}, or {remedy}"
+    )
+    return refused
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The three numbers of a release; any other version counts as new, and ``open`` tries its flush first."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(int(number) for number in found.groups()) if found else _FLUSHES_WITH_REQUESTS_WAITING
+
+
+def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
+    """Transports that the server can use, and reasons against the others."""
+    messages: list[str] = []
+    if int(server.get("dp_size") or 1) > 1:
+        messages.append("dp_size must be 1 (one server for each replica; --enable-dp-attention is fine)")
+    if int(server.get("pp_size") or 1) > 1:
+        messages.append("pp_size must be 1: pipeline stages would take the same ranks of a group")
+    online = messages[:]
+    if (server.get("weight_cache_mode") or "off") != "off":
+        messages.append("--weight-cache-mode must be off: it shares the weights with other servers")
+        return (), messages
+    outside = [flag for name, flag in _OUTSIDE.items() if server.get(name)]
+    if outside:
+        messages.append(f"start it without {', '.join(outside)}: that cache would keep results of the old weights")
+        return (), messages
+    if server.get("quantization") in _ONLINE and server.get("load_format") != "flash_rl":
+        messages.append(
+            f"an update does not compute the scales of quantization={server['quantization']} anew: serve a checkpoint "
+            "that is quantised already"
+        )
+    if online:
+        return ("disk",), messages
+    # The server does not tell whether checkpoint-engine is installed; a missing one fails at the first update.
+    more = () if server.get("device") == "cpu" else ("checkpoint-engine",)
+    return ("ipc", "broadcast", "disk", *more), messages
+
+
+def _either(path: str, older: str) -> Generator[EngineRequest, bytes, Answer | None]:
+    """The JSON object behind one of two routes, or None."""
+    for route in (path, older):
+        try:
+            body = yield EngineRequest(method="GET", path=route)
+        except TargetRejected as error:
+            if error.status in (404, 405):
+                continue
+            if error.status in (401, 403):
+                raise
+            return None
+        try:
+            answer = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            return None
+        return answer if isinstance(answer, dict) else None
+    return None
+
+
+def _is_paused() -> Generator[EngineRequest, bytes, bool]:
+    try:
+        yield EngineRequest(method="GET", path="/ready")
+    except TargetRejected as error:
+        return error.status == 503
+    return False

@@ -1,0 +1,92 @@
+"""Writes the pickle that SGLang reads for a bucket in shared memory, opcode by opcode.
+
+SGLang's unpickler allows only the names of its own list; all names here are on that list.
+"""
+
+from __future__ import annotations
+
+from weightcast.comm.pickle_writer import (
+    NONE,
+    boolean,
+    call,
+    integer,
+    integers,
+    listing,
+    mapping,
+    name,
+    namespace,
+    pickled_base64,
+    raw,
+    sequence,
+    text,
+)
+from weightcast.comm.shared_buckets import TorchMemory
+from weightcast.wire.layout import BucketLayout
+
+_REDUCTIONS = "torch.multiprocessing.reductions"
+_TENSOR, _BYTE = name("torch", "Tensor"), name("torch", "uint8")
+
+
+def bucket_payload(layout: BucketLayout, memory: TorchMemory) -> str:
+    """Base64 of the pickle that one rank reads: ``{"flattened_tensor": uint8 tensor, "metadata": [...]}``.
+
+    Args:
+        layout: Whole tensors of the bucket.
+        memory: Torch's handle to the buffer, for this rank alone.
+    """
+    tensor = _cuda_tensor(layout, memory) if memory.kind == "cuda" else _cpu_tensor(layout, memory)
+    return pickled_base64(mapping([("flattened_tensor", tensor), ("metadata", _metadata(layout))]))
+
+
+def _metadata(layout: BucketLayout) -> bytes:
+    return listing(
+        [
+            namespace(
+                [
+                    ("name", text(slot.spec.name)),
+                    ("shape", integers(slot.shape)),
+                    ("dtype", name("torch", slot.spec.dtype)),
+                    ("start_idx", integer(slot.offset_bytes)),
+                    ("end_idx", integer(slot.end_bytes)),
+                    ("numel", integer(slot.size_bytes)),
+                ]
+            )
+            for slot in layout.slots
+        ]
+    )
+
+
+def _cpu_tensor(layout: BucketLayout, memory: TorchMemory) -> bytes:
+    """Arguments of torch's ``file_system`` strategy for a host tensor."""
+    untyped = call(
+        name(_REDUCTIONS, "rebuild_storage_filename"),
+        name("torch.storage", "UntypedStorage"),
+        raw(memory.manager),
+        raw(memory.handle),
+        integer(memory.size_bytes),
+    )
+    typed = call(name(_REDUCTIONS, "rebuild_typed_storage"), untyped, _BYTE)
+    seen = sequence([integer(0), integers((layout.size_bytes,)), integers((1,)), boolean(False)])
+    return call(name(_REDUCTIONS, "rebuild_tensor"), _TENSOR, typed, seen)
+
+
+def _cuda_tensor(layout: BucketLayout, memory: TorchMemory) -> bytes:
+    """Torch's arguments for a CUDA tensor, with a UUID as the device, which SGLang maps to its own index."""
+    return call(
+        name(_REDUCTIONS, "rebuild_cuda_tensor"),
+        _TENSOR,
+        integers((layout.size_bytes,)),
+        integers((1,)),
+        integer(0),
+        name("torch.storage", "TypedStorage"),
+        _BYTE,
+        text(memory.device.removeprefix("GPU-")),
+        raw(memory.handle),
+        integer(memory.size_bytes),
+        integer(memory.offset_bytes),
+        boolean(False),
+        raw(memory.ref_counter),
+        integer(memory.ref_counter_offset),
+        raw(memory.event) if memory.event else NONE,
+        boolean(memory.event_sync),
+    )

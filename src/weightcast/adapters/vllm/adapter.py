@@ -1,0 +1,170 @@
+"""Adapter of stock vLLM's weight transfer: init, start, update, finish; backends ``nccl`` and ``ipc``.
+
+vLLM's API changed between versions.  A request to a route that the server lacks is skipped.  The version decides which
+form of ``init_info`` is tried first; if the server refuses that form, the adapter tries the next one.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
+from weightcast.adapters.vllm.payload import ID_KEY, ipc_handles, stored_id
+from weightcast.adapters.vllm.requests import if_there, post, succeeds
+from weightcast.comm.run_steps import EngineRequest, Steps
+from weightcast.comm.shared_buckets import Shared
+from weightcast.errors import TargetRejected
+from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.wire.messages import Ack, EngineInfo
+
+_SHUTDOWN = post("/shutdown_weight_transfer_engine")
+_ALREADY_ACTIVE = "already active"  # vLLM's words for a session that another trainer has left open
+# A worker's words for fields of init_info that its version does not know or requires.
+_OTHER_FORM = ("Invalid init_info", "unexpected keyword", "required positional", "required keyword")
+# Up to 0.26 `packed` and its size belong to every update; from 0.29 on they belong to `init_info`.
+_NEW_FORM = (0, 27)
+# Before 0.32 every request takes one new CUDA stream for each buffer and receives on the first.  Torch hands out 32
+# streams in turn, and its allocator keeps memory for each.  With 32 buffers the first stream is always the same.
+_STREAMS = 32
+
+
+class VllmAdapter(BaseVllmAdapter):
+    """One vLLM server with ``--weight-transfer-config``."""
+
+    packing = Packing(alignment_bytes=1, slices=False, gapless=True)
+    sharing: Sharing = "torch"
+    meeting: Meeting = "nccl-id"
+
+    def __init__(self, info: EngineInfo) -> None:
+        super().__init__(info)
+        self._transport = ""
+        self._in_group = False
+        self._told_packed = False
+        self._update_fields: Mapping[str, Any] = {}  # fields that this version wants in every update
+
+    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+        """Accepts everything and remembers the transport."""
+        self._transport = transport
+
+    def join(self, invitation: Invitation) -> Steps:
+        """Joins a group by NCCL's id; versions before 0.29 read the id from the group's store."""
+        yield from self._release_old_group()
+        ranks = {"rank_offset": invitation.first_rank, "world_size": invitation.world_size}
+        packed = {
+            "packed": True,
+            "packed_buffer_size_bytes": invitation.bucket_bytes,
+            "packed_num_buffers": _STREAMS,
+        }
+        by_id = {"nccl_unique_id_b64": base64.b64encode(invitation.unique_id).decode()}
+        by_store = {"master_address": invitation.host, "master_port": invitation.port}
+        forms = [(ranks | by_id | packed, {}), (ranks | by_store | packed, {}), (ranks | by_store, packed)]
+        yield from self._init(forms)
+        self._in_group = True
+        yield from self._start_session()
+        return self._updating()
+
+    def stored(self, unique_id: bytes) -> Mapping[str, bytes]:
+        """As ``protocols.Storing.stored``."""
+        return {ID_KEY: stored_id(unique_id)}
+
+    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
+        """Sends a bucket as one chunk.  vLLM answers when it has loaded the chunk or copied it for a later layer."""
+        body = {
+            "names": [slot.spec.name for slot in layout.slots],
+            "dtype_names": [slot.spec.dtype for slot in layout.slots],
+            # Versions that want `packed` in every update cannot view a scalar; their loaders accept one element.
+            "shapes": [list(slot.spec.shape or ((1,) if self._update_fields else ())) for slot in layout.slots],
+            **self._update_fields,
+        }
+        if group is None:
+            body["tensor_sizes"] = [slot.size_bytes for slot in layout.slots]
+            body["ipc_handles_pickled"] = ipc_handles(shared)
+        if layout.size_bytes:  # an empty bucket is not broadcast, and an engine told of it would wait for ever
+            self._mixed = True
+            yield post("/update_weights", {"update_info": body})
+        return self._updating()
+
+    def abort(self, session: str, reason: str) -> Steps:
+        """As ``BaseVllmAdapter.abort``; the trainer has aborted the group as well."""
+        self._in_group = False
+        return (yield from super().abort(session, reason))
+
+    def leave(self, group: str | None) -> Steps:
+        """Releases the communicator or the mapped buffers, if this version has a route for it."""
+        self._in_group = False
+        self._told_packed = False
+        yield from if_there(_SHUTDOWN)
+        return Ack(ok=True, ranks=self._info.tp_size)
+
+    def _start_update(self) -> Generator[EngineRequest, bytes, None]:
+        if self._transport == "ipc" and not self._told_packed:
+            yield from self._init([({"packed": True}, {}), ({}, {"packed": True})])
+            self._told_packed = True
+        # An open session would keep `join` from releasing the old group, so without a group `join` starts it.
+        if self._transport == "ipc" or self._in_group:
+            yield from self._start_session()
+
+    def _finish_update(self, version: str) -> Generator[EngineRequest, bytes, None]:
+        if (yield from if_there(post("/finish_weight_update", {"weight_version": version}))) is not None:
+            self._started = False
+
+    def _try_finish(self) -> Generator[EngineRequest, bytes, bool]:
+        return succeeds(post("/finish_weight_update"))
+
+    def _init(
+        self, forms: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> Generator[EngineRequest, bytes, None]:
+        """Initialises the backend.
+
+        Args:
+            forms: Pairs of ``init_info`` and fields for every update, newest version first.
+        """
+        order = list(forms) if version_of(self._info.engine) >= _NEW_FORM else list(reversed(forms))
+        for number, (init_info, update_fields) in enumerate(order, 1):
+            try:
+                yield post("/init_weight_transfer_engine", {"init_info": init_info})
+            except TargetRejected as error:
+                if number == len(order) or not any(words in str(error) for words in _OTHER_FORM):
+                    raise
+                if self._info.tp_size > 1:
+                    # vLLM has read one worker's refusal.  It would take the other workers' refusals for answers to the
+                    # next requests (0.25.1: the second form got the refusal of the first).
+                    raise TargetRejected(
+                        str(error),
+                        url=error.url,
+                        hint="this vLLM takes another form of init_info; restart it and report its version",
+                        status=error.status,
+                    ) from error
+                continue
+            self._update_fields = update_fields
+            return
+
+    def _start_session(self) -> Generator[EngineRequest, bytes, None]:
+        """Starts a session; first ends one that a dead trainer has left open, since all weights are sent anew."""
+        start = post("/start_weight_update", {"is_checkpoint_format": True})
+        try:
+            answer = yield from if_there(start)
+        except TargetRejected as error:
+            if _ALREADY_ACTIVE not in str(error):
+                raise
+            yield from self._try_finish()
+            answer = yield from if_there(start)
+        self._started = answer is not None  # versions before 0.22 have no sessions
+
+    def _release_old_group(self) -> Generator[EngineRequest, bytes, None]:
+        """Releases the previous group; first ends a session that a dead trainer has left open."""
+        try:
+            yield from if_there(_SHUTDOWN)
+        except TargetRejected:
+            yield from self._try_finish()
+            yield from succeeds(_SHUTDOWN)
+
+
+def version_of(engine: str) -> tuple[int, ...]:
+    """Major and minor number in ``"vllm 0.25.1"``; a development version (``0.1.dev7``) counts as new."""
+    found = re.search(r"(\d+)\.(\d+)\.\d", engine)
+    return (int(found[1]), int(found[2])) if found else _NEW_FORM

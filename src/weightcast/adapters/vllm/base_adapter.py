@@ -1,0 +1,133 @@
+"""The steps that both vLLM adapters share: pause, resume, checksums, version stamp and score.
+
+``VllmAdapter`` uses vLLM's own weight transfer; ``ExtensionAdapter`` calls our worker extension.  Each says how it
+starts and finishes a weight update, joins a group and sends a bucket.  Neither can stage: buckets go straight into
+live weights.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import Literal
+
+from weightcast.adapters.vllm import requests
+from weightcast.adapters.vllm.checksums import as_one, checksums, compared
+from weightcast.adapters.vllm.requests import if_there, post
+from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
+from weightcast.comm.run_steps import EngineRequest, Steps
+from weightcast.errors import ConfigError
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
+
+
+class BaseVllmAdapter(ABC):
+    """One vLLM server during its updates."""
+
+    in_flight = 1
+    proves: frozenset[Literal["received", "resident"]] = frozenset()
+    leased = False
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._facts = Facts()
+        self._paused_s = 0.0  # time.monotonic() of the pause; 0 if this session has not paused the engine
+        self._started = False
+        # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
+        self._mixed = info.paused
+        self._version = 0
+        self._wants_checksums = False
+        self._checksums: dict[str, str] = {}
+
+    def renew(self, info: EngineInfo) -> None:
+        """As ``Adapter.renew``."""
+        self._info = info
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Always empty: vLLM does not list its tensors."""
+        return ()
+
+    def open(self, message: Open) -> Steps:
+        """Pauses the engine and starts a weight update.
+
+        Raises:
+            ConfigError: The prefix cache would give results of the old weights to new requests.
+        """
+        self._version = message.version
+        self._started = False
+        self._paused_s = 0.0
+        self._facts = Facts.of((yield from if_there(SERVER_INFO)))
+        _refuse_stale_cache(message, self._facts, self._info.engine)
+        self._wants_checksums = message.digest == "sha256" and message.verify != "none"
+        self._checksums = (yield from checksums()) if self._wants_checksums else {}
+        started = time.monotonic()
+        yield from requests.pause(message.pause)
+        self._paused_s = started
+        yield from self._start_update()
+        return self._updating(checksum=as_one(self._checksums))
+
+    def close(self, message: Close) -> Steps:
+        """Sends nothing: vLLM has no such step."""
+        yield from ()
+        return self._updating()
+
+    def commit(self, message: Commit) -> Steps:
+        """Finishes the weight update, stamps the version and resumes."""
+        version = str(self._version)
+        yield from self._finish_update(version)
+        # Some versions take the version with the finish, some have this route, and some have no versions.
+        yield from if_there(post("/update_weight_version", {"new_version": version}))
+        yield from requests.resume()
+        self._mixed = False
+        stall_s = time.monotonic() - self._paused_s
+        found = (yield from checksums()) if self._wants_checksums else {}
+        return Ack(
+            ok=True,
+            version=self._version,
+            ranks=self._info.tp_size,
+            stall_s=stall_s,
+            not_updated=("the draft model",) if self._facts.draft else (),
+            checksum=as_one(found),
+            message=compared(self._checksums, found),
+        )
+
+    def abort(self, session: str, reason: str) -> Steps:
+        """Resumes the engine if no bucket was sent.
+
+        vLLM cannot restore the old weights, so after a bucket it stays paused until an update succeeds.
+        """
+        if self._mixed or (self._started and not (yield from self._try_finish())):
+            return Ack(ok=True, state="quarantined", ranks=self._info.tp_size)
+        self._started = False
+        if self._paused_s:
+            yield from requests.resume()
+        return Ack(ok=True, ranks=self._info.tp_size)
+
+    def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
+        """Asks ``/v1/completions`` for ``prompt_logprobs``."""
+        return (yield from requests.score(self._info.model, token_ids))
+
+    @abstractmethod
+    def _start_update(self) -> Generator[EngineRequest, bytes, None]:
+        """Starts a weight update on the paused engine and sets ``_started``."""
+
+    @abstractmethod
+    def _finish_update(self, version: str) -> Generator[EngineRequest, bytes, None]:
+        """Finishes the weight update and clears ``_started``."""
+
+    @abstractmethod
+    def _try_finish(self) -> Generator[EngineRequest, bytes, bool]:
+        """Finishes a weight update without a bucket; False if the engine refuses."""
+
+    def _updating(self, *, checksum: str = "") -> Ack:
+        return Ack(ok=True, state="updating", ranks=self._info.tp_size, checksum=checksum)
+
+
+def _refuse_stale_cache(message: Open, facts: Facts, engine: str) -> None:
+    if message.pause == "in_place" and facts.prefix_caching:
+        raise ConfigError(
+            f'pause="in_place" keeps the KV cache, and the prefix caching of {engine} would give results of the old '
+            "weights to new requests; nothing was changed",
+            hint='use pause="retract", or start vLLM with --no-enable-prefix-caching',
+        )

@@ -1,0 +1,130 @@
+"""Recognises a vLLM server and the transports that it can use as it was started."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from weightcast.adapters.vllm.adapter import VllmAdapter
+from weightcast.adapters.vllm.extension_adapter import ExtensionAdapter
+from weightcast.adapters.vllm.requests import decoded, if_there
+from weightcast.adapters.vllm.server_info import CONFIG, DEV_MODE, OPEN_ROUTES, SERVER_INFO, Facts
+from weightcast.comm.run_steps import EngineRequest
+from weightcast.comm.same_host import host_id_of
+from weightcast.errors import WireError
+from weightcast.protocols import Adapter
+from weightcast.wire.messages import PROTOCOL, EngineInfo, RankInfo, shown
+
+Asked = Generator[EngineRequest, bytes, EngineInfo | None]
+
+
+class VllmKind:
+    """Stock vLLM with its own weight transfer."""
+
+    name = "vllm"
+    _extended = False
+
+    def recognise(self, url: str) -> Asked:
+        """As ``Kind.recognise``."""
+        version = yield from _version()
+        if version is None:
+            return None
+        size = yield from _object("/get_world_size")
+        if size is None:
+            return (yield from self._without_dev_mode(url, version))
+        facts = Facts.of((yield from if_there(SERVER_INFO)))
+        if (facts.backend == "extension") is not self._extended:
+            return None
+        weights = yield from _object("/weight_info")
+        paused = yield from _object("/is_paused")
+        model = yield from _model()
+        count = int(size.get("world_size", 1))
+        device = "cpu" if facts.on_cpu else "cuda"
+        return EngineInfo(
+            protocol=PROTOCOL,
+            kind=self.name,
+            engine=f"vllm {version}",
+            model=model,
+            state="serving",
+            version=_number((weights or {}).get("weight_version")),
+            digest=None,
+            tp_size=count,
+            host_id=host_id_of(url),
+            ranks=tuple(RankInfo(rank=rank, pid=0, device=device) for rank in range(count)),
+            staging="none",
+            transports=facts.transports(),
+            specs=(),
+            message=facts.advice(),
+            paused=bool((paused or {}).get("is_paused")),
+            dp_size=facts.dp_size,
+            ep_size=count if facts.experts_apart else 1,
+            instance=facts.instance[:200],
+            tells_version=bool((weights or {}).get("weight_version")),
+        )
+
+    def adapter(self, info: EngineInfo) -> Adapter:
+        """As ``Kind.adapter``."""
+        return VllmAdapter(info)
+
+    def _without_dev_mode(self, url: str, version: str) -> Asked:
+        """Describes a vLLM server that lacks the routes of an update; None if the server is not vLLM."""
+        page = yield from _object("/openapi.json")
+        paths = (page or {}).get("paths")
+        if self._extended or not isinstance(paths, dict) or not {"/v1/completions", "/tokenize"} <= paths.keys():
+            return None
+        model = yield from _model()
+        return EngineInfo(
+            protocol=PROTOCOL,
+            kind=self.name,
+            engine=f"vllm {version}",
+            model=model,
+            state="serving",
+            version=None,
+            digest=None,
+            tp_size=1,
+            host_id=host_id_of(url),
+            ranks=(RankInfo(rank=0, pid=0, device="cuda"),),
+            staging="none",
+            transports=(),
+            specs=(),
+            message=f"{DEV_MODE} and {CONFIG}; {OPEN_ROUTES}",
+        )
+
+
+class VllmExtensionKind(VllmKind):
+    """Stock vLLM with our worker extension."""
+
+    name = "vllm-extension"
+    _extended = True
+
+    def adapter(self, info: EngineInfo) -> Adapter:
+        """As ``Kind.adapter``."""
+        return ExtensionAdapter(info)
+
+
+def _version() -> Generator[EngineRequest, bytes, str | None]:
+    answer = yield from _object("/version")
+    version = (answer or {}).get("version")
+    return shown(version)[:100] if isinstance(version, str) else None
+
+
+def _model() -> Generator[EngineRequest, bytes, str]:
+    """The served model name, which ``/v1/completions`` requires."""
+    models = (yield from _object("/v1/models")) or {}
+    try:
+        return shown(str(models["data"][0]["id"]))
+    except (KeyError, IndexError, TypeError):
+        return "unknown"
+
+
+def _object(path: str) -> Generator[EngineRequest, bytes, dict[str, Any] | None]:
+    """The JSON object that a GET returns; None without such a route or object."""
+    body = yield from if_there(EngineRequest(method="GET", path=path))
+    try:
+        return None if body is None else decoded(body)
+    except WireError:
+        return None
+
+
+def _number(version: object) -> int | None:
+    return int(version) if isinstance(version, str) and version.isdecimal() else None

@@ -1,0 +1,76 @@
+"""Adapter of a vLLM server with our worker extension, for versions that have no weight transfer of their own.
+
+``/collective_rpc`` runs a method of every worker and takes string arguments only.  The methods of
+``plugins/vllm/worker_extension.py`` take the messages of ``wire.messages`` as text.  They load weights as vLLM's own
+weight transfer does, so this engine can neither stage nor prove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
+from weightcast.adapters.vllm.requests import post, succeeds
+from weightcast.comm.run_steps import EngineRequest, Steps
+from weightcast.comm.shared_buckets import Shared
+from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
+from weightcast.wire.messages import Announce, BroadcastSource, IpcSource, Join, Leave, Message, encode
+
+
+class ExtensionAdapter(BaseVllmAdapter):
+    """One vLLM server with ``--worker-extension-cls weightcast.plugins.vllm.worker_extension.Extension``."""
+
+    packing = Packing(alignment_bytes=256, slices=False)
+    sharing: Sharing = "weightcast"
+    meeting: Meeting = "weightcast"
+
+    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+        """Accepts everything: the extension reads what our receiver reads, in whole tensors."""
+
+    def join(self, invitation: Invitation) -> Steps:
+        """Joins the group as our receiver does."""
+        return self._apply(
+            Join(
+                session=invitation.session,
+                group=invitation.group,
+                host=invitation.host,
+                port=invitation.port,
+                token=invitation.token,
+                first_rank=invitation.first_rank,
+                world_size=invitation.world_size,
+                backend=invitation.backend,
+                timeout_s=invitation.timeout_s,
+            )
+        )
+
+    def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
+        """Announces a bucket from a group or from shared memory."""
+        self._mixed = True
+        if group is not None:
+            return self._apply(Announce(session=session, layout=layout, source=BroadcastSource(group=group)))
+        handles = tuple(item.memory for item in shared if item.memory is not None)
+        return self._apply(Announce(session=session, layout=layout, source=IpcSource(handles=handles)))
+
+    def leave(self, group: str | None) -> Steps:
+        """Leaves the group, or unmaps buffers if ``group`` is None."""
+        return self._apply(Leave(group=group))
+
+    def _start_update(self) -> Generator[EngineRequest, bytes, None]:
+        yield _call("weightcast_start")
+        self._started = True
+
+    def _finish_update(self, version: str) -> Generator[EngineRequest, bytes, None]:
+        yield _call("weightcast_finish")
+        self._started = False
+
+    def _try_finish(self) -> Generator[EngineRequest, bytes, bool]:
+        return succeeds(_call("weightcast_finish"))
+
+    def _apply(self, message: Message) -> Steps:
+        yield _call("weightcast_apply", encode(message).decode())
+        return self._updating()
+
+
+def _call(method: str, *arguments: str) -> EngineRequest:
+    return post("/collective_rpc", {"method": method, "args": list(arguments)})

@@ -1,0 +1,76 @@
+"""``weightcast demo``: the command; the demo itself is in ``weightcast.lab.demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from weightcast.cli import render
+from weightcast.cli.options import Json, Traceback
+
+if TYPE_CHECKING:
+    from weightcast.lab.demo.settings import DeviceChoice, EngineChoice, Mode
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for plot.png, report.json and logs.")] = Path(
+        "weightcast-demo"
+    ),
+    modes: Annotated[
+        str,
+        typer.Option(metavar="MODE,MODE", help="Modes to run, in order: colocated (ipc), disaggregated (broadcast)."),
+    ] = "colocated,disaggregated",
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Training steps in each mode; each is followed by a weight update.")
+    ] = 14,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the prompts' order and of sampling.")] = 0,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto uses GPUs if there are any.")] = "auto",
+    engine: Annotated[
+        str,
+        typer.Option(metavar="reference|vllm", help="weightcast's own engine, or vLLM with our plug-in."),
+    ] = "reference",
+    engine_python: Annotated[
+        Path | None,
+        typer.Option(metavar="PYTHON", help="Python interpreter that has vLLM; by default the demo looks for one."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Hugging Face model folder to use instead of SmolLM2-135M-Instruct."),
+    ] = None,
+    bucket_bytes: Annotated[
+        str, typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket of an update.")
+    ] = "64MiB",
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Trains a small real model on this machine and updates two engines after every step.
+
+    Two processes train with FSDP2 and GRPO; a program computes the reward. Two engines generate the rollouts in
+    processes of their own. Each step's weights are sent to both engines and verified. The demo takes some minutes on
+    two cores.
+
+    \b
+    weightcast demo
+    weightcast demo --steps 4 --modes disaggregated --out /tmp/demo
+    weightcast demo --engine vllm --engine-python /opt/vllm/bin/python
+    """
+    from weightcast.lab.demo import DemoConfig, run_demo
+
+    chosen = tuple(mode.strip() for mode in modes.split(",") if mode.strip())
+    config = DemoConfig(
+        out=out,
+        modes=cast("tuple[Mode, ...]", chosen),
+        steps=steps,
+        seed=seed,
+        device=cast("DeviceChoice", device),
+        engine=cast("EngineChoice", engine),
+        engine_python=engine_python,
+        model=model,
+        bucket_bytes=render.parse_size(bucket_bytes),
+        as_json=as_json,
+    )
+    code = run_demo(config, render)
+    if code:
+        raise typer.Exit(code)

@@ -1,1 +1,0 @@
-"""Measured updates beside measured limits: what `weightcast bench` and the scripts in `benchmarks/` share."""

@@ -1,0 +1,203 @@
+"""The failure of a group of trainer ranks: finds the rank that caused it and refuses every later call.
+
+A rank that dies or falls silent takes its neighbours with it: they give up, close their connections, and *their*
+neighbours would blame them.  So a rank that gives up first leaves a note in the job's key-value store.  The note says
+which ranks it was waiting for.  Then it follows the notes of those ranks.  A rank that is blamed and left no note is
+the culprit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+import torch.distributed as dist
+
+from weightcast.errors import TrainerRankFailed
+from weightcast.runtime import blocking_threads
+
+_POLL_S = 0.02
+_LAST_WORD_S = 1.0  # for the store's answers that are due when a wait is over
+# Ranks enter a step at different times, so their deadlines pass at different times too.
+_MAX_PATIENCE_S = 3.0
+
+
+class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The note of a rank that gave up.
+
+    Attributes:
+        blames: The ranks it was waiting for; empty if the trouble is its own.
+        reason: Its own words.
+    """
+
+    blames: tuple[int, ...]
+    reason: str
+
+
+_notes = msgspec.json.Decoder(_Note)  # made before there are threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome of a search for the culprit.
+
+    Attributes:
+        silent: Ranks that were waited for and left no note: dead, stuck, or busy with something else.
+        quit: Ranks that gave up for a reason of their own, with that reason.
+        store_lost: The store did not answer, so there were no notes; ``silent`` then lists the suspects.
+    """
+
+    silent: tuple[int, ...]
+    quit: dict[int, str]
+    store_lost: bool = False
+
+
+class FailureNotes:
+    """The notes of one group of ranks, in the job's key-value store.
+
+    Args:
+        store: The job's key-value store.
+        prefix: Prefix of the keys; the same on every rank, never used twice.
+        rank: This rank.
+    """
+
+    def __init__(self, store: dist.Store, *, prefix: str, rank: int) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+        self._rank = rank
+
+    def verdict(self, suspects: Sequence[int], *, reason: str, patience_s: float) -> Verdict:
+        """Leaves this rank's note and follows the notes of others to the culprit.
+
+        Args:
+            suspects: The ranks that this rank was waiting for.
+            reason: This rank's reason to give up, for the error on the other ranks.
+            patience_s: Deadline for notes, and for the store's answers, in seconds.
+        """
+        found: list[Verdict] = []
+        # The process that holds the store may have died, and we cannot set the store's own deadline.  So a thread
+        # asks it and may be left behind.
+        asking = blocking_threads.start(
+            lambda: self._follow(suspects, reason, patience_s, found), name="weightcast-culprit"
+        )
+        asking.join(patience_s + _LAST_WORD_S)
+        return found[0] if found else Verdict(silent=tuple(sorted(suspects)), quit={}, store_lost=True)
+
+    def _leave_note(self, *, blames: Iterable[int], reason: str) -> None:
+        """Leaves this rank's note; only its first one counts."""
+        if not self._store.check([f"gave-up/{self._rank}"]):
+            note = _Note(blames=tuple(sorted(blames)), reason=reason)
+            self._store.set(f"gave-up/{self._rank}", msgspec.json.encode(note).decode())
+
+    def _follow(self, suspects: Sequence[int], reason: str, patience_s: float, found: list[Verdict]) -> None:
+        try:
+            self._leave_note(blames=suspects, reason=reason)
+            seen = {self._rank}
+            silent = set(suspects)
+            quit: dict[int, str] = {}
+            deadline = time.monotonic() + patience_s
+            while silent and time.monotonic() < deadline:
+                for rank in sorted(silent):
+                    if not self._store.check([f"gave-up/{rank}"]):
+                        continue
+                    note = _notes.decode(self._store.get(f"gave-up/{rank}"))
+                    silent.discard(rank)
+                    seen.add(rank)
+                    if not note.blames:
+                        quit[rank] = note.reason
+                    silent |= set(note.blames) - seen
+                if quit:
+                    break
+                time.sleep(_POLL_S)
+            found.append(Verdict(silent=() if quit else tuple(sorted(silent)), quit=quit))
+        except (RuntimeError, msgspec.MsgspecError):
+            return  # the store is gone with the process that held it
+
+
+class FailureState:
+    """The first failure of a group of ranks.  After it, ``check`` raises it until the next ``reset``.
+
+    Attributes:
+        timeout_s: Deadline of the group's calls, in seconds.
+        reason: The failure in words; None before one.
+        lost: True if a rank was dead or silent; False where ranks only gave up.
+    """
+
+    def __init__(self, *, rank: int, timeout_s: float) -> None:
+        self._rank = rank
+        self.timeout_s = timeout_s
+        self._notes: FailureNotes | None = None
+        self._hang_up: Callable[[], None] = lambda: None
+        self.reason: str | None = None
+        self.lost = False
+
+    def reset(self, notes: FailureNotes | None, hang_up: Callable[[], None]) -> None:
+        """Forgets a failure.
+
+        Args:
+            notes: The notes of the new group; None for a group of one rank.
+            hang_up: Ends every wait of this process and of its peers.
+        """
+        self._notes, self._hang_up = notes, hang_up
+        self.reason, self.lost = None, False
+
+    def check(self) -> None:
+        """Raises the failure if there was one.
+
+        Raises:
+            TrainerRankFailed: The group has failed.
+        """
+        if self.reason is not None:
+            raise TrainerRankFailed(self.reason)
+
+    def give_up(self, reason: str, *, tell: bool) -> None:
+        """Fails for a reason of this rank; does nothing after an earlier failure.
+
+        Args:
+            reason: This rank's own words.
+            tell: Whether to leave a note and end the waits of the other ranks.
+        """
+        if self.reason is not None:
+            return
+        self.reason = f"trainer rank {self._rank} gave up: {reason}"
+        if tell and self._notes is not None:
+            self._notes.verdict((), reason=reason, patience_s=1.0)
+            self._hang_up()
+
+    def fail(self, suspects: Sequence[int], what: str, *, timed_out: bool = False) -> NoReturn:
+        """Finds the culprit, ends every other wait in the group, and raises.
+
+        Args:
+            suspects: The ranks that this rank was waiting for.
+            what: What it was waiting for.
+            timed_out: True after a deadline, False after a broken connection.
+        """
+        self.check()
+        notes = self._notes
+        assert notes is not None
+        patience_s = min(_MAX_PATIENCE_S, max(self.timeout_s / 4, 0.5))
+        verdict = notes.verdict(suspects, reason=f"waited for {what}", patience_s=patience_s)
+        how = f"did not answer within {self.timeout_s:g} s" if timed_out else "closed its connection"
+        self.lost = bool(verdict.silent)
+        self.reason = f"{_blame(verdict, suspects, how)}; rank {self._rank} was waiting for {what}"
+        self._hang_up()
+        raise TrainerRankFailed(self.reason)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``"trainer rank 3"`` or ``"trainer ranks 1, 3"``."""
+    return f"trainer rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _blame(verdict: Verdict, suspects: Sequence[int], how: str) -> str:
+    if verdict.quit:
+        return "; ".join(f"trainer rank {rank} gave up: {reason}" for rank, reason in sorted(verdict.quit.items()))
+    if not verdict.silent:
+        return f"{name_ranks(sorted(suspects))} {how}, and every rank was waiting for another"
+    if verdict.store_lost:
+        return f"{name_ranks(verdict.silent)} {how}, nor does the job's store, which rank 0 usually holds"
+    if set(verdict.silent) <= set(suspects):
+        return f"{name_ranks(verdict.silent)} {how}"
+    return f"{name_ranks(verdict.silent)} fell silent"

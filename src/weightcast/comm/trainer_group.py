@@ -1,0 +1,351 @@
+"""A group of all trainer ranks: small messages and tensors from rank to rank, with a deadline on every wait.
+
+The process groups are our own, so aborting them leaves the trainer's groups alone.  Every message goes from one rank to
+one rank, because only then does a passed deadline name the rank that was silent.
+
+Small messages (``broadcast_bytes``, ``gather_bytes``, ``barrier``, ...) and tensors (``move``, ``all_gather``) use
+separate process groups, so one thread may send messages while another moves tensors.  Within each of the two, only one
+thread may call at a time, and every rank makes the same calls in the same order.
+
+After any failure every later call raises ``TrainerRankFailed`` at once, on every rank, until all ranks have called
+``renew``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from weightcast.comm.trainer_failure import FailureNotes, FailureState, name_ranks
+from weightcast.comm.trainer_gloo import NUM_TAGS, GlooPeers
+from weightcast.comm.trainer_rendezvous import meet
+from weightcast.comm.trainer_tensors import GlooTensors, Move, NcclTensors
+from weightcast.comm.watchdog import groups_that_end_nothing
+from weightcast.errors import ConfigError, TrainerRankFailed
+
+__all__ = ["Move", "TrainerGroup"]
+
+_MAX_MESSAGE_BYTES = 1 << 30
+
+
+class TrainerGroup:
+    """All ranks of the training job, or this process alone.  Made by ``TrainerGroup.connect``.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        device: Device of this rank's tensors.
+    """
+
+    def __init__(self, *, device: torch.device, timeout_s: float, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._receivers: tuple[int, ...] = (0,)
+        self._failure = FailureState(rank=rank, timeout_s=timeout_s)
+        self._messages: GlooPeers | None = None
+        self._tensors: GlooTensors | NcclTensors | None = None
+        self._closed = False
+        self._steps = 0
+
+    @classmethod
+    def connect(cls, device: torch.device, *, timeout_s: float) -> TrainerGroup:
+        """Meets the other trainer ranks.  Collective over all ranks of ``torch.distributed``, if it is initialised.
+
+        Args:
+            device: Device of this rank's tensors.
+            timeout_s: Deadline of this and of every later call, in seconds.
+
+        Raises:
+            TrainerRankFailed: A rank did not come; the message names it.
+        """
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(device=device, timeout_s=timeout_s)
+        group = cls(device=device, timeout_s=timeout_s, rank=dist.get_rank(), world_size=dist.get_world_size())
+        group._meet(timeout_s)
+        return group
+
+    def renew(self, *, timeout_s: float | None = None) -> None:
+        """Meets the other ranks again after a failure and keeps ``receivers``.  Collective over all ranks of the job.
+
+        Args:
+            timeout_s: Deadline for the other ranks to come; None takes the group's own.
+
+        Raises:
+            TrainerRankFailed: A rank did not come; the message names it, and all may try again.
+        """
+        if self.world_size == 1:
+            self._failure.reason = None
+            return
+        self.abort("it meets the other ranks again")
+        self.close()
+        try:
+            self._meet(timeout_s or self.timeout_s)
+        except TrainerRankFailed as error:
+            self._failure.reason, self._failure.lost = str(error), True
+            raise
+
+    def _meet(self, timeout_s: float) -> None:
+        # The store that every rank of the job shares already; torch has no public name for it.
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        prefix, missing = meet(store, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
+        if missing:
+            raise TrainerRankFailed(
+                f"{name_ranks(missing)} did not come to connect within {timeout_s:g} s",
+                hint="connecting is collective: every trainer rank must take part",
+            )
+        self._failure.reset(FailureNotes(store, prefix=prefix, rank=self.rank), self._hang_up)
+        self._closed = False
+        self._steps = 0
+        self._tensors = None
+        self._messages = GlooPeers(_new_group("gloo", timedelta(seconds=self.timeout_s)), self._failure)
+        devices = self.all_gather_bytes(_device_identity(self.device).encode())
+        # NCCL needs a GPU for each rank.  Where ranks share one, tensors go through host memory.
+        if not all(devices) or len(set(devices)) < len(devices):
+            data = _new_group("gloo", timedelta(seconds=self.timeout_s))
+            self._tensors = GlooTensors(data, self._failure)
+            return
+        self._tensors = over_nccl = NcclTensors(
+            _new_group("nccl", timedelta(days=1)),
+            failure=self._failure,
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        over_nccl.connect()
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of every call, in seconds; may be set."""
+        return self._failure.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._failure.timeout_s = timeout_s
+
+    @property
+    def failed(self) -> bool:
+        """True after a failure, until ``renew``."""
+        return self._failure.reason is not None
+
+    @property
+    def lost(self) -> bool:
+        """True after a failure in which a rank was dead or silent; False where ranks only gave up."""
+        return self._failure.lost
+
+    @property
+    def is_head(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that have a bucket, in order; ``(0,)`` unless set.  Must be the same on every rank."""
+        return self._receivers
+
+    @receivers.setter
+    def receivers(self, ranks: Sequence[int]) -> None:
+        chosen = tuple(sorted(set(ranks)))
+        if not chosen or chosen[0] < 0 or chosen[-1] >= self.world_size:
+            raise ConfigError(f"receivers {list(ranks)} are not ranks of a group of {self.world_size}")
+        self._receivers = chosen
+
+    @property
+    def uses_nccl(self) -> bool:
+        """True if tensors travel through NCCL, which ``all_gather`` needs."""
+        return isinstance(self._tensors, NcclTensors)
+
+    # -- small messages
+
+    def broadcast_bytes(self, payload: bytes | None, *, timeout_s: float | None = None) -> bytes:
+        """Returns the head's bytes on every rank.
+
+        Args:
+            payload: The message, on the head; ignored elsewhere.
+            timeout_s: Deadline in seconds; None takes the group's own.  Ranks that wait for a busy head need more.
+
+        Raises:
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        if not self.is_head:
+            [message] = self._receive_bytes([0], "the head to say what is next", timeout_s or self.timeout_s)
+            return message
+        if payload is None:
+            raise ValueError("broadcast_bytes needs a payload on the head")
+        self._send_bytes(range(1, self.world_size), payload, "a message to be taken", timeout_s or self.timeout_s)
+        return payload
+
+    def gather_bytes(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes] | None:
+        """Returns every rank's bytes, in order of rank, on the head; None elsewhere.
+
+        Raises:
+            TrainerRankFailed: A rank is gone or did not take part in time; the message names it.
+        """
+        limit_s = timeout_s or self.timeout_s
+        if self.is_head:
+            return [payload, *self._receive_bytes(range(1, self.world_size), "a message", limit_s)]
+        self._send_bytes([0], payload, "a message to be taken", limit_s)
+        return None
+
+    def all_gather_bytes(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes]:
+        """Returns every rank's bytes, in order of rank, on every rank.
+
+        Raises:
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        parts = self.gather_bytes(payload, timeout_s=timeout_s)
+        sizes = msgspec.json.encode([len(part) for part in parts]) if parts is not None else None
+        ends = msgspec.json.decode(self.broadcast_bytes(sizes, timeout_s=timeout_s), type=list[int])
+        joined = self.broadcast_bytes(b"".join(parts) if parts is not None else None, timeout_s=timeout_s)
+        return [joined[start:end] for start, end in itertools.pairwise(itertools.accumulate(ends, initial=0))]
+
+    def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
+        """Returns when every rank has called it.
+
+        Args:
+            what: Reason, the same on every rank: ranks that meet for different reasons are an error.
+            timeout_s: Deadline in seconds; None takes the group's own.
+
+        Raises:
+            TrainerRankFailed: A rank is gone, did not come in time, or came for something else.
+        """
+        said = self.gather_bytes(what.encode(), timeout_s=timeout_s)
+        strays = [rank for rank, name in enumerate(said or ()) if name != what.encode()]
+        if said is not None and strays:
+            self.abort(f"{name_ranks(strays)} came for {said[strays[0]].decode()!r} and not for {what!r}")
+            self._failure.check()
+        self.broadcast_bytes(b"", timeout_s=timeout_s)
+
+    # -- tensors
+
+    def move(self, sends: Sequence[Move], receives: Sequence[Move], *, what: str) -> None:
+        """Sends and receives a batch of tensors.  Returns when every tensor may be read or written again.
+
+        Every pair of ranks must list what goes between them in the same order; apart from that any order works.
+        On a GPU the batch follows what the current stream did before.
+
+        Args:
+            sends: Tensors that this rank gives.
+            receives: Tensors that this rank's receives are written to.
+            what: Name of the batch, for the error.
+
+        Raises:
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        if sends or receives:
+            self._failure.check()
+            if self._tensors is None:
+                raise TrainerRankFailed("this group of trainer ranks is closed")
+            self._tensors.move(sends, receives, what=what)
+
+    def all_gather(self, tensors: Sequence[torch.Tensor], *, what: str) -> None:
+        """Completes tensors of which rank r holds the r-th of ``world_size`` equal parts, in place.  NCCL only.
+
+        Args:
+            tensors: Contiguous, this rank's part written already; the same list on every rank.
+            what: Name of the batch, for the error.
+
+        Raises:
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        if tensors:
+            self._failure.check()
+            assert isinstance(self._tensors, NcclTensors), "all_gather needs NCCL"
+            self._tensors.all_gather(tensors, what=what)
+
+    # -- the end
+
+    def abort(self, reason: str = "no reason given") -> None:
+        """Ends every wait in this group, on every rank.  The trainer's own groups are untouched.
+
+        Safe to call twice and from another thread.
+
+        Args:
+            reason: This rank's reason, for the error on the other ranks.
+        """
+        self._failure.give_up(reason, tell=not self._closed)
+
+    def close(self) -> None:
+        """Releases the process groups.  Safe to call twice, and after the trainer has destroyed its own."""
+        self._closed = True
+        lanes, self._tensors, self._messages = (self._tensors, self._messages), None, None
+        for lane in lanes:
+            if lane is not None:
+                lane.close()
+
+    def _hang_up(self) -> None:
+        for lane in (self._tensors, self._messages):
+            if lane is not None:
+                lane.hang_up()
+
+    def _open_messages(self) -> GlooPeers:
+        self._failure.check()
+        if self._messages is None:
+            raise TrainerRankFailed("this group of trainer ranks is closed")
+        return self._messages
+
+    def _send_bytes(self, peers: Sequence[int], payload: bytes, what: str, limit_s: float) -> None:
+        if not peers:
+            return
+        lane, tag, deadline = self._open_messages(), self._next_tag(), time.monotonic() + limit_s
+        if len(payload) > _MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(payload)} bytes is too long")
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else None
+        works: list[tuple[int, dist.Work]] = []
+        for peer in peers:
+            works.append((peer, lane.send(size, peer, tag, what)))
+            if body is not None:
+                works.append((peer, lane.send(body, peer, tag + 1, what)))
+        for peer, work in works:
+            lane.wait(peer, work, what, deadline)
+
+    def _receive_bytes(self, peers: Sequence[int], what: str, limit_s: float) -> list[bytes]:
+        if not peers:
+            return []
+        lane, tag, deadline = self._open_messages(), self._next_tag(), time.monotonic() + limit_s
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in peers]
+        works = [lane.receive(size, peer, tag, what) for peer, size in zip(peers, sizes, strict=True)]
+        messages: list[bytes] = []
+        for peer, work, size in zip(peers, works, sizes, strict=True):
+            lane.wait(peer, work, what, deadline)
+            num_bytes = int(size.item())
+            if not 0 <= num_bytes <= _MAX_MESSAGE_BYTES:
+                self._failure.fail([peer], f"a message, and it announced one of {num_bytes} bytes")
+            body = torch.empty(num_bytes, dtype=torch.uint8)
+            if num_bytes:
+                lane.wait(peer, lane.receive(body, peer, tag + 1, what), what, deadline)
+            messages.append(ctypes.string_at(body.data_ptr(), num_bytes) if num_bytes else b"")
+        return messages
+
+    def _next_tag(self) -> int:
+        self._steps += 1
+        return 2 * self._steps % NUM_TAGS
+
+
+def _device_identity(device: torch.device) -> str:
+    """Returns the GPU's UUID; empty if NCCL cannot use the device."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    with groups_that_end_nothing():
+        try:
+            group = dist.new_group(backend=backend, timeout=timeout)
+        except RuntimeError as error:  # the class of torch's own errors
+            raise TrainerRankFailed(
+                f"trainer ranks have met, but could not make a {backend} group within {timeout.total_seconds():g} s: "
+                f"{str(error).splitlines()[0]}",
+                hint="a rank has died since, or is too busy for so short a timeout_s",
+            ) from error
+    assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is a member
+    return group

@@ -1,0 +1,127 @@
+"""Digest sums of the slots of a bucket, the same on both ends."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from weightcast.digest.definition import RepeatedSums, finish_all, key_of
+from weightcast.digest.pieces import Piece
+from weightcast.wire.box import Box
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSlot
+
+
+def sums_of_slots(bucket: Bucket, repeated: RepeatedSums) -> torch.Tensor:
+    """One partial sum for each slot: int64 ``[slots]`` on the bucket's device, to be read mod 2**64.
+
+    Args:
+        bucket: The filled bucket.  Sums that came with it are returned as they are.
+        repeated: The sums of this process in earlier updates.
+    """
+    if bucket.sums is not None:
+        return bucket.sums
+    layout, data = bucket.layout, bucket.data
+    return repeated.sums(
+        (layout.index, data.data_ptr()),
+        layout,
+        data.device,
+        lambda: [piece_of(slot, view, slot.first_row) for slot, view in bucket.views()],
+    )
+
+
+def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
+    """Some rows of a slot's tensor, as a piece of the whole tensor.
+
+    Args:
+        slot: The slot.
+        tensor: The rows, shape ``(rows, *rest)``, or all of a tensor without dimensions.
+        first_row: Number of their first row in the whole tensor.
+    """
+    shape = slot.spec.shape
+    box = Box(offset=(first_row, *(0 for _ in shape[1:])), shape=tuple(tensor.shape)) if shape else None
+    return Piece(tensor=tensor, full_shape=shape, box=box)
+
+
+class Totals:
+    """The digests of all that travelled: one for everything, and one for each tensor when asked for."""
+
+    def __init__(self, contents: Contents, values: torch.Tensor) -> None:
+        """Takes the sums.
+
+        Args:
+            contents: Contents of the buckets.
+            values: Sums of their slots, int64 ``[slots]`` on the CPU, in the order in which they travelled.
+        """
+        self._contents = contents
+        self._values = values
+
+    def __bool__(self) -> bool:
+        return bool(self._contents.names)
+
+    def of_all(self) -> str:
+        """One digest of everything: BLAKE2b over the table of contents and the sums, 32 hex characters.
+
+        Two processes can compare it if they have the same buckets.  It is empty if there are none.
+        """
+        if not self:
+            return ""
+        hashed = hashlib.blake2b(self._contents.seed, digest_size=16)
+        values = self._values.contiguous()
+        hashed.update((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
+        return hashed.hexdigest()
+
+    def by_name(self) -> dict[str, str]:
+        """The digest of each tensor, by its name."""
+        contents = self._contents
+        totals = torch.zeros_like(contents.keys).index_add_(0, contents.numbers, self._values)
+        return dict(zip(contents.names, finish_all(totals, contents.keys), strict=True))
+
+
+class Contents:
+    """The tensors that some buckets carry together.
+
+    Attributes:
+        names: Names of the tensors, in the order in which they travel.
+        keys: ``key_of`` each tensor, int64 ``[tensors]``.
+        numbers: Number of the tensor that each slot belongs to, int64 ``[slots]``.
+        seed: Digest of all slots.
+    """
+
+    def __init__(self, layouts: Sequence[BucketLayout]) -> None:
+        slots = [slot for layout in layouts for slot in layout.slots]
+        specs = {slot.spec.name: slot.spec for slot in slots}
+        number_of = {name: number for number, name in enumerate(specs)}
+        self.names = tuple(specs)
+        self.keys = torch.tensor([key_of(spec.torch_dtype, spec.shape) for spec in specs.values()], dtype=torch.int64)
+        self.numbers = torch.tensor([number_of[slot.spec.name] for slot in slots], dtype=torch.int64)
+        self.seed = hashlib.blake2b(msgspec.json.encode(slots), digest_size=16).digest()
+
+
+NOTHING = Totals(Contents(()), torch.zeros(0, dtype=torch.int64))
+
+
+class RepeatedTotals:
+    """``Totals`` of update after update; the contents of the same buckets are worked out once."""
+
+    def __init__(self) -> None:
+        self._layouts: list[BucketLayout] = []
+        self._contents = Contents(())
+
+    def totals(self, sums: Sequence[tuple[BucketLayout, torch.Tensor]]) -> Totals:
+        """Builds the digests of all that travelled.  Waits for the device.
+
+        Args:
+            sums: Sums of the slots of each bucket, from ``sums_of_slots``.
+        """
+        if not sums:
+            return NOTHING
+        layouts = [layout for layout, _ in sums]
+        if layouts != self._layouts:
+            self._layouts, self._contents = layouts, Contents(layouts)
+        # Few calls of CUDA and torch: engines wait meanwhile, and with cold caches each call is slow.
+        return Totals(self._contents, torch.cat([values for _, values in sums]).cpu())

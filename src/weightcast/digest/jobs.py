@@ -1,0 +1,196 @@
+"""The work of one launch of `weightcast.digest.kernel`, worked out on the host.
+
+Pieces become *jobs*. A job is a matrix of words in memory, the place of its rows and columns in the full tensor and,
+for a copy, its destination. A job is cut into tiles, one program each. Nothing here needs a GPU or Triton.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from weightcast.digest.pieces import Grid, Piece, Transfer, grid_of, merge_levels, words_of
+
+# A tile of two warps: 16 bytes of a bf16 row per thread, eight rows at once. Of the sizes tried on an H200 this one
+# copies fastest, and none sums faster.
+COLS = 512
+ROWS = 64
+# Below this many columns a program covers whole rows instead, at more work per word.
+NARROW_COLS = 64
+NARROW_WORDS = 1 << 14
+
+NARROW, WIDE, ALIGNED = 0, 1, 2
+
+
+class Job(NamedTuple):
+    """A row of `Plan.jobs`. Rows, columns and strides are in words; the kernel reads the fields by their places.
+
+    `address`: of the first word. `row_stride`: between rows in memory. `first_row`, `first_column`: in the full tensor.
+    `run`, `run_stride`: its columns are runs of so many of the full tensor's, so far apart. `total`: the sum that it
+    adds to, -1 for none. `kind`: how rows are read. `tile_rows`: rows of a tile. `goal`: address that it is copied to,
+    0 for none. `goal_stride`: between rows there.
+    """
+
+    address: int
+    rows: int
+    cols: int
+    row_stride: int
+    first_row: int
+    first_column: int
+    run: int
+    run_stride: int
+    total: int
+    kind: int
+    tile_rows: int
+    goal: int
+    goal_stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The tables that a launch reads: `jobs` int64 `[jobs, fields of Job]`, `tiles` int32 `[tiles, 2]`.
+
+    A row of `tiles` is a job and a tile of that job.
+
+    `word_bytes`: size of a word, 1 or 2. `copies`: false if no job has a target.
+    """
+
+    word_bytes: int
+    copies: bool
+    jobs: torch.Tensor
+    tiles: torch.Tensor
+
+    def to(self, device: torch.device) -> Plan:
+        """A copy on `device`, queued on its current stream through pinned memory, so that the host does not wait."""
+        jobs, tiles = (part.pin_memory().to(device, non_blocking=True) for part in (self.jobs, self.tiles))
+        return replace(self, jobs=jobs, tiles=tiles)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of both tensors."""
+        return self.jobs.nbytes + self.tiles.nbytes
+
+
+def rows_of_runs(grid: Grid) -> Grid:
+    """The grid itself if each of its rows is one run of adjacent words, else a contiguous copy of it."""
+    return grid if is_rows_of_runs(grid.words) else replace(grid, words=grid.words.contiguous())
+
+
+def is_rows_of_runs(words: torch.Tensor) -> bool:
+    """True if each row is one run of adjacent words."""
+    trailing = merge_levels(words.shape[1:], words.stride()[1:])
+    return words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1)
+
+
+def plans_of(grids: Sequence[Grid]) -> list[Plan]:
+    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs."""
+    plans: list[Plan] = []
+    for word_bytes in (1, 2):
+        jobs = [
+            job
+            for index, grid in enumerate(grids)
+            if grid.words.itemsize == word_bytes and grid.words.numel()
+            for job in _jobs(grid, index, None)
+        ]
+        if jobs:
+            plans.append(_plan_of(jobs, word_bytes))
+    return plans
+
+
+def plans_of_transfers(transfers: Sequence[Transfer]) -> list[Plan]:
+    """The work on some transfers for which `can_transfer` is true, likewise."""
+    jobs: dict[int, list[Job]] = {1: [], 2: []}
+    for transfer in transfers:
+        tensor = transfer.piece.tensor
+        if tensor.numel():
+            index = -1 if transfer.total is None else transfer.total
+            jobs[1 if tensor.itemsize == 1 else 2] += _jobs_of(transfer.piece, index, transfer.target)
+    return [_plan_of(some, word_bytes) for word_bytes, some in jobs.items() if some]
+
+
+def _plan_of(jobs: Sequence[Job], word_bytes: int) -> Plan:
+    table = torch.tensor(jobs, dtype=torch.int64)
+    rows, cols, tile_rows = (table[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
+    counts = (rows + tile_rows - 1) // tile_rows * ((cols + COLS - 1) // COLS)
+    job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
+    first_tile = counts.cumsum(0) - counts
+    tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
+    copies = any(job.goal for job in jobs)
+    return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=tiles.to(torch.int32))
+
+
+def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None) -> Iterator[Job]:
+    """The jobs of a piece. Most are whole rows in one run, and there may be very many: those take a shorter way."""
+    tensor, full, box = piece.tensor, piece.full_shape, piece.box
+    plain = tensor.is_contiguous() and (target is None or target.is_contiguous())
+    if not plain or (box is not None and box.shape[1:] != full[1:]) or (box is not None and len(full) < 2):
+        words = None if target is None else words_of(target)
+        yield from _jobs(grid_of(piece), index, words)
+        return
+    rows = tensor.shape[0] if len(full) > 1 else 1
+    word_bytes = 1 if tensor.itemsize == 1 else 2
+    cols = tensor.numel() // rows * (tensor.itemsize // word_bytes)
+    goal = 0 if target is None else target.data_ptr()
+    unaligned = (tensor.data_ptr() | goal | cols * word_bytes) % 16
+    first_row = box.offset[0] if box is not None else 0
+    goal_stride = cols if goal else 0
+    kind, tile_rows = _reading(cols, unaligned)
+    yield Job(
+        address=tensor.data_ptr(),
+        rows=rows,
+        cols=cols,
+        row_stride=cols,
+        first_row=first_row,
+        first_column=0,
+        run=cols,
+        run_stride=cols,
+        total=index,
+        kind=kind,
+        tile_rows=tile_rows,
+        goal=goal,
+        goal_stride=goal_stride,
+    )
+
+
+def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[Job]:
+    """One row of `Plan.jobs` for every part of a grid whose columns are evenly spaced runs of the full columns."""
+    words, word_bytes = grid.words, grid.words.itemsize
+    levels = merge_levels(words.shape[1:], grid.column_strides)
+    run = levels.pop()[0] if levels and levels[-1][1] == 1 else 1
+    num_runs, run_stride = levels.pop() if levels else (1, run)
+    rows, cols, row_stride = words.shape[0], num_runs * run, words.stride(0)
+    goal, goal_stride = (0, 0) if target is None else (target.data_ptr(), target.stride(0))
+    first = sum(at * stride for at, stride in zip(grid.column, grid.column_strides, strict=True))
+    for number, outer in enumerate(itertools.product(*(range(size) for size, _ in levels))):
+        behind = number * cols * word_bytes
+        address, goal_address = words.data_ptr() + behind, goal + behind if goal else 0
+        strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
+        unaligned = (address | goal_address | cols * word_bytes | strides) % 16
+        column = first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True))
+        kind, tile_rows = _reading(cols, unaligned)
+        yield Job(
+            address=address,
+            rows=rows,
+            cols=cols,
+            row_stride=row_stride,
+            first_row=grid.row,
+            first_column=column,
+            run=run,
+            run_stride=run_stride,
+            total=index,
+            kind=kind,
+            tile_rows=tile_rows,
+            goal=goal_address,
+            goal_stride=goal_stride,
+        )
+
+
+def _reading(cols: int, unaligned: int) -> tuple[int, int]:
+    """`Job.kind` and `Job.tile_rows`; `unaligned` is not 0 if a row on either side starts beside 16 bytes."""
+    if cols < NARROW_COLS:
+        return NARROW, max(1, NARROW_WORDS // cols)
+    return (WIDE if unaligned else ALIGNED), ROWS

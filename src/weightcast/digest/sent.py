@@ -1,0 +1,299 @@
+"""Digests of the weights that were sent.
+
+Trainer ranks sum what they hold (``digest/source_sums.py``), and engines must answer with those sums.  The head sums
+its bucket as well where that is needed: for tensors that no rank sums at their source, for SHA-256, for engines that
+cannot say what they received, and for engines that keep another dtype.  The two sums are then compared here.
+
+A digest is taken in the dtype that travels, and in each other dtype that an engine keeps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from weightcast.digest.bucket_sums import NOTHING, RepeatedTotals, Totals, piece_of, sums_of_slots
+from weightcast.digest.definition import (
+    RepeatedSums,
+    add_partial,
+    as_unsigned,
+    finish,
+    partial_sums,
+    sha256_digest,
+    unequal,
+)
+from weightcast.digest.source_sums import Folded, Mismatch, merged
+from weightcast.errors import TrainerMismatch
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
+
+_CAST_BYTES = 16 << 20
+
+
+def casts_of(specs: Iterable[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
+    """The dtypes in which engines keep a tensor, other than the one in which it travels, by its name.
+
+    Args:
+        specs: The tensors that travel.
+        kept: The tensors of each engine, with the dtypes that it keeps.
+    """
+    sent = {spec.name: spec.dtype for spec in specs}
+    found: dict[str, set[str]] = {}
+    for table in kept:
+        for spec in table:
+            if spec.dtype != sent.get(spec.name, spec.dtype):
+                found.setdefault(spec.name, set()).add(spec.dtype)
+    return found
+
+
+class Repeated:
+    """The work on digests that one update can reuse from the one before."""
+
+    def __init__(self) -> None:
+        self.sums = RepeatedSums()
+        self.totals = RepeatedTotals()
+        self._tables: list[Sequence[TensorSpec]] = []
+        self._casts: dict[str, set[str]] = {}
+
+    def casts(self, specs: Sequence[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
+        """As ``casts_of``; computed again only if a table is another object."""
+        tables = [specs, *kept]
+        if len(tables) != len(self._tables) or not all(map(operator.is_, tables, self._tables)):
+            self._casts, self._tables = casts_of(specs, tables[1:]), tables
+        return self._casts
+
+
+class Sent:
+    """Digests of the weights that were sent.
+
+    Digests of single tensors are made when they are first asked for: in the normal case after engines have switched.
+
+    Attributes:
+        of_all: The one digest with which engines must answer; see ``Totals.of_all``.
+        cast: Digests in other dtypes that engines keep, by tensor name and dtype.
+    """
+
+    def __init__(
+        self,
+        totals: Totals = NOTHING,
+        *,
+        hashed: Mapping[str, str] | None = None,
+        cast: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """Takes the digests.
+
+        Args:
+            totals: Fast digests; empty if no proof was asked for.
+            hashed: SHA-256 by tensor name, where it was asked for.
+            cast: See the class.
+        """
+        self._totals = totals
+        self.of_all = totals.of_all()
+        self._hashed = hashed or {}
+        self.cast = cast or {}
+
+    def __bool__(self) -> bool:
+        return bool(self._totals)
+
+    @cached_property
+    def fast(self) -> dict[str, str]:
+        """Fast digest of each tensor in the dtype that travels, by name."""
+        return self._totals.by_name()
+
+    @cached_property
+    def received(self) -> dict[str, str]:
+        """Digest of each tensor as engines receive it, by name."""
+        return {**self.fast, **self._hashed} if self._hashed else self.fast
+
+    def kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
+        """Digest of each tensor as an engine must keep it, by name; not to be written to.
+
+        Args:
+            specs: The engine's tensors, with the dtypes that it keeps.
+            without: Names of tensors that it cannot read back.
+        """
+        if not self.cast and not without and self.fast.keys() == {spec.name for spec in specs}:
+            return self.fast
+        return {
+            spec.name: self.cast.get(spec.name, {}).get(spec.dtype) or self.fast[spec.name]
+            for spec in specs
+            if spec.name not in without
+        }
+
+    def kept_otherwise(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
+        """The part of ``kept`` that differs from ``received``."""
+        if not self._hashed and not self.cast:
+            return {}
+        kept = self.kept(specs, without=without)
+        return {name: kept[name] for name in unequal(kept, self.received)}
+
+
+class SentDigests:
+    """Digests of one update.  Sums stay on the device until ``finish``."""
+
+    def __init__(
+        self,
+        casts: Mapping[str, Collection[str]] | None = None,
+        *,
+        sha256: bool = False,
+        repeated: Repeated | None = None,
+        unsummed: Collection[str] | None = None,
+    ) -> None:
+        """Starts without any bucket.
+
+        Args:
+            casts: Other dtypes in which engines keep a tensor, by its name.
+            sha256: True for SHA-256 of every tensor as well.
+            repeated: Work of earlier updates, which had the same buckets in the same places.
+            unsummed: Names of tensors that no trainer rank sums at their source; None sums every bucket.
+        """
+        self._casts = casts or {}
+        self._sha256 = sha256
+        self._unsummed = None if unsummed is None or sha256 else frozenset(unsummed)
+        self._hashed: dict[str, str] = {}
+        self._sums: list[tuple[BucketLayout, torch.Tensor | None]] = []
+        self._cast: list[tuple[TensorSpec, str, torch.Tensor]] = []
+        self._repeated = repeated or Repeated()
+        self._lying: dict[int, Bucket] = {}
+
+    def add(self, bucket: Bucket) -> None:
+        """Digests a filled bucket, as far as that is needed."""
+        self._lying[bucket.data.data_ptr()] = bucket
+        if self._sha256:
+            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
+        needed = self._unsummed is None or any(
+            slot.spec.name in self._unsummed or slot.spec.name in self._casts
+            for slot in (bucket.layout.slots if self._unsummed or self._casts else ())
+        )
+        sums = sums_of_slots(bucket, self._repeated.sums) if needed else bucket.sums
+        self._sums.append((bucket.layout, sums))
+        for slot in bucket.layout.slots if self._casts else ():
+            for dtype in self._casts.get(slot.spec.name, ()):
+                self._add_cast(slot, bucket.view(slot), dtype)
+
+    def finish(
+        self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
+    ) -> Sent:
+        """Waits for the sums and compares them.
+
+        Args:
+            sources: The trainer ranks' own sums of each bucket, in order; empty if no rank has taken any.
+            buckets: Sums of each bucket's slots that other ranks took of their own buckets, by rank.
+
+        Raises:
+            TrainerMismatch: Replicas differ, or a bucket is not what the ranks hold.
+        """
+        wrong = merged(found for folded in sources for found in folded.mismatches)
+        if wrong:
+            raise _replicas_differ(wrong)
+        taken = [sums for _, sums in self._sums if sums is not None]
+        values = iter(torch.cat(taken).cpu().split([len(sums) for sums in taken]) if taken else ())
+        totals_of: list[tuple[BucketLayout, torch.Tensor]] = []
+        names: list[str] = []
+        for number, (layout, sums) in enumerate(self._sums):
+            folded = sources[number] if sources else Folded.unknown(layout)
+            if sums is None:
+                totals_of.append((layout, folded.sums))
+                continue
+            found = next(values)
+            names += _differing(layout, folded, found)
+            totals_of.append((layout, torch.where(folded.known, folded.sums, found)))
+        if names:
+            raise gathered_otherwise(list(dict.fromkeys(names)), "the bucket of trainer rank 0")
+        for rank, found_there in (buckets or {}).items():
+            for (layout, expected), sums in zip(totals_of, found_there, strict=True):
+                names += _differing(layout, Folded(expected, torch.ones_like(expected, dtype=torch.bool)), sums)
+            if names:
+                raise gathered_otherwise(list(dict.fromkeys(names)), f"the bucket of trainer rank {rank}")
+        fast = self._repeated.totals.totals(totals_of)
+        totals: dict[tuple[str, str], int] = {}
+        specs: dict[str, TensorSpec] = {}
+        values = torch.cat([sums for _, _, sums in self._cast]).tolist() if self._cast else []
+        for (spec, dtype, _), value in zip(self._cast, values, strict=True):
+            specs[spec.name] = spec
+            totals[spec.name, dtype] = add_partial(totals.get((spec.name, dtype), 0), as_unsigned(value))
+        cast: dict[str, dict[str, str]] = {}
+        for (name, dtype), total in totals.items():
+            cast.setdefault(name, {})[dtype] = finish(total, dtype=DTYPES[dtype], shape=specs[name].shape)
+        return Sent(fast, hashed=self._hashed, cast=cast)
+
+    def lying_otherwise(self, names: Collection[str], sources: Sequence[Folded]) -> list[str]:
+        """Names of tensors whose bytes in the trainer's buffers differ now from what the ranks hold.
+
+        Buffers keep the last buckets only, so earlier tensors are not found.
+
+        Args:
+            names: Names of the tensors to look at.
+            sources: As for ``finish``.
+        """
+        found: list[str] = []
+        for number, (layout, _) in enumerate(self._sums):
+            for bucket in self._lying.values():
+                if bucket.layout is layout and sources and any(slot.spec.name in names for slot in layout.slots):
+                    sums = sums_of_slots(replace(bucket, sums=None), RepeatedSums()).cpu()
+                    found += _differing(layout, sources[number], sums)
+        return [name for name in dict.fromkeys(found) if name in names]
+
+    def release(self) -> None:
+        """Drops the references to the buffers."""
+        self._lying.clear()
+
+    def _add_cast(self, slot: TensorSlot, view: torch.Tensor, dtype: str) -> None:
+        """Casts and sums at most 16 MiB at a time, so that the copy stays below the memory ceiling."""
+        if not slot.spec.shape:
+            pieces = [piece_of(slot, view.to(DTYPES[dtype]), 0)]
+            self._cast.append((slot.spec, dtype, partial_sums(pieces)))
+            return
+        row_bytes = max(1, slot.spec.row_bytes // slot.spec.torch_dtype.itemsize * DTYPES[dtype].itemsize)
+        step = max(1, _CAST_BYTES // row_bytes)
+        for row in range(0, max(slot.num_rows, 1), step):
+            part = view[row : row + step].to(DTYPES[dtype])
+            sums = partial_sums([piece_of(slot, part, slot.first_row + row)])
+            self._cast.append((slot.spec, dtype, sums))
+
+
+def _differing(layout: BucketLayout, folded: Folded, sums: torch.Tensor) -> list[str]:
+    """Names of the slots whose bytes in a bucket have other sums than the ranks hold."""
+    wrong = (folded.known & (folded.sums != sums)).nonzero()[:, 0].tolist()
+    return [layout.slots[number].spec.name for number in wrong]
+
+
+def _replicas_differ(wrong: Sequence[Mismatch]) -> TrainerMismatch:
+    shown = "; ".join(map(str, wrong[:6])) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
+    names = list(dict.fromkeys(mismatch.name for mismatch in wrong))
+    ranks = sorted({rank for mismatch in wrong for group in mismatch.ranks for rank in group})
+    if any(mismatch.gathered for mismatch in wrong):
+        return TrainerMismatch(
+            f"the gather of adapters among trainer ranks is at fault: {shown}; no engine was told to switch",
+            names=names,
+            ranks=ranks,
+            hint="a bit flipped between two trainer ranks; update again",
+        )
+    return TrainerMismatch(
+        f"replicas on the trainer have diverged: {shown}; no engine was told to switch",
+        names=names,
+        ranks=ranks,
+        hint="make the ranks' weights equal again (broadcast them from one rank, or load a checkpoint), then update",
+    )
+
+
+def gathered_otherwise(names: Sequence[str], where: str) -> TrainerMismatch:
+    """The error for bytes that changed on the trainer's side; no engine was told to switch.
+
+    Args:
+        names: The tensors, in order.
+        where: The place with the changed bytes, as the subject of a sentence.
+    """
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return TrainerMismatch(
+        f"{where} has other bytes than the trainer ranks hold, in {shown}: the gather among trainer ranks, "
+        "or the buffer that it fills, is at fault; no engine was told to switch",
+        names=names,
+        ranks=(),
+        hint="a bit flipped between two trainer ranks or in the sender's buffer; update again, and look at the host's "
+        "memory and links if it comes back",
+    )

@@ -1,0 +1,172 @@
+"""Digest sums that trainer ranks take of what they hold, before any of it is gathered.
+
+A digest is a sum over the boxes of a tensor.  So each trainer rank sums its own shards, one rank adds the sums of all,
+and the result is what engines must answer for what they received.  Nothing between the trainer's own memory and the
+engine's is left out: the gather among the trainer ranks, the copy into a bucket, the wire.
+
+This module knows ranks, slots and numbers.  Exporters know how each tensor is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weightcast.wire.layout import BucketLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor whose bytes differ between trainer ranks that must hold the same.
+
+    Attributes:
+        name: The tensor.
+        ranks: The trainer ranks in groups that agree, the group of the lowest rank first.
+        gathered: False for a replica that has diverged.  True where the last group received its bytes from the first.
+    """
+
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+    gathered: bool = False
+
+    def __str__(self) -> str:
+        who = [_ranks(group) for group in self.ranks]
+        if self.gathered:
+            return f"{self.name}: {who[-1]} received other bytes than the trainer ranks hold"
+        return f"{self.name}: {' and '.join(who)} hold different values"
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """The sums of all trainer ranks for one bucket.
+
+    Attributes:
+        sums: Partial digest sum of each slot, int64 ``[slots]`` on the CPU, to be read mod 2**64.
+        known: Bool ``[slots]``, false for a slot that no rank has summed at its source.
+        mismatches: Tensors on which ranks disagree.
+    """
+
+    sums: torch.Tensor
+    known: torch.Tensor
+    mismatches: tuple[Mismatch, ...] = ()
+
+    @staticmethod
+    def unknown(layout: BucketLayout) -> Folded:
+        """The sums of a bucket that no rank has summed."""
+        count = len(layout.slots)
+        return Folded(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool))
+
+
+class SourceSums:
+    """The sums that one rank takes in one update.  They stay on their devices until ``values`` is asked for."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._taken: list[tuple[int, Sequence[int], torch.Tensor]] = []
+
+    def reserve(self, count: int) -> Taker:
+        """Reserves the next ``count`` sums, each 0 until something is added to it."""
+        first = self._count
+        self._count += count
+        return Taker(self, first)
+
+    def add(self, first: int, places: Sequence[int], sums: torch.Tensor) -> None:
+        """Add ``sums``, int64 ``[len(places)]`` on any device, to places counted from ``first``."""
+        self._taken.append((first, places, sums))
+
+    def values(self) -> torch.Tensor:
+        """All sums in order, int64 on the CPU.  Waits for the devices."""
+        found = torch.zeros(self._count, dtype=torch.int64)
+        by_device: dict[torch.device, list[tuple[int, Sequence[int], torch.Tensor]]] = {}
+        for taken in self._taken:
+            by_device.setdefault(taken[2].device, []).append(taken)
+        for some in by_device.values():  # one copy to the host for each device
+            places = torch.tensor([first + place for first, places, _ in some for place in places], dtype=torch.int64)
+            found.index_add_(0, places, torch.cat([sums for _, _, sums in some]).cpu())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """The places of one bucket among all sums of a rank."""
+
+    sums: SourceSums
+    first: int
+
+    def add(self, places: Sequence[int], sums: torch.Tensor) -> None:
+        """Add ``sums``, int64 ``[len(places)]``, to these places of the bucket."""
+        self.sums.add(self.first, places, sums)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Which rank sums which part of a bucket, and in which order.  Every rank makes the same one.
+
+    A *group* is one part that several ranks may hold: their sums must be equal.  A group with a slot counts once
+    towards the sum of that slot.  A group without one is only compared: the memory that a sent value is computed from.
+    """
+
+    num_slots: int
+    _names: list[str] = field(default_factory=list[str])
+    _slots: list[int] = field(default_factory=list[int])
+    _rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+
+    def group(self, name: str, slot: int | None) -> int:
+        """A new group: a part of the tensor ``name``, counted in ``slot`` if that is given."""
+        self._names.append(name)
+        self._slots.append(-1 if slot is None else slot)
+        return len(self._names) - 1
+
+    def expect(self, rank: int, group: int) -> int:
+        """The rank sums the group.
+
+        Returns:
+            Place of that sum among those that the rank takes of this bucket.
+        """
+        mine = self._rows.setdefault(rank, [])
+        mine.append(group)
+        return len(mine) - 1
+
+    def count(self, rank: int) -> int:
+        """How many sums a rank takes of this bucket."""
+        return len(self._rows.get(rank, ()))
+
+    def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
+        """Add the sums of all ranks.
+
+        Args:
+            answers: Of each rank in order, int64 ``[count(rank)]`` on the CPU.
+        """
+        groups = torch.tensor([group for rank in range(len(answers)) for group in self._rows.get(rank, ())])
+        groups = groups.to(torch.int64)
+        values = torch.cat(list(answers))
+        count = len(self._names)
+        # The first sum of each group is the one that counts.
+        firsts = torch.full((count,), len(groups), dtype=torch.int64).scatter_reduce_(
+            0, groups, torch.arange(len(groups)), "amin"
+        )
+        slots = torch.tensor(self._slots, dtype=torch.int64)
+        counted = (slots >= 0) & (firsts < len(groups))
+        totals = torch.zeros(self.num_slots, dtype=torch.int64).index_add_(0, slots[counted], values[firsts[counted]])
+        wrong = groups[values != values[firsts[groups]]].unique().tolist() if len(groups) else []
+        mismatches = tuple(self._mismatch(group, answers) for group in wrong)
+        return Folded(totals, torch.ones(self.num_slots, dtype=torch.bool), mismatches)
+
+    def _mismatch(self, group: int, answers: Sequence[torch.Tensor]) -> Mismatch:
+        by_value: dict[int, list[int]] = {}
+        for rank, answer in enumerate(answers):
+            mine = self._rows.get(rank, ())
+            if group in mine:
+                by_value.setdefault(int(answer[mine.index(group)]), []).append(rank)
+        return Mismatch(self._names[group], tuple(tuple(ranks) for ranks in by_value.values()))
+
+
+def merged(mismatches: Iterable[Mismatch]) -> list[Mismatch]:
+    """The mismatches without those that say the same of another part of the same tensor."""
+    return list(dict.fromkeys(mismatches))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"trainer rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

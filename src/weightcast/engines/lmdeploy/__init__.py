@@ -1,1 +1,0 @@
-"""LMDeploy's PyTorch engine, as its project ships it."""

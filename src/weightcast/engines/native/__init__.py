@@ -1,1 +1,0 @@
-"""Engines with the weightcast receiver."""

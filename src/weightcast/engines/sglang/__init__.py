@@ -1,1 +1,0 @@
-"""SGLang as its project ships it."""

@@ -1,0 +1,149 @@
+"""Exports weights that the trainer converts itself: Megatron-Core through a bridge, or any stream of named tensors.
+
+A bridge turns its sharded model into whole tensors with Hugging Face names, one after the other, and does its own
+communication.  Megatron-Bridge (``export_hf_weights``) and mbridge (``export_weights``) both do; neither is imported
+here.  The stream has an order of its own, so the exporter reads it once for each update.
+
+This module knows nothing of Megatron: no layer, no pipeline, no parallel state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.errors import ConfigError, WeightcastError
+from weightcast.exporters import casting
+from weightcast.exporters.names import check_names
+from weightcast.protocols import Shard
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+
+NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class BridgeExporter:
+    """The tensors that a bridge yields.
+
+    A bridge holds one whole tensor at a time beside the buckets.  Its stream has an order, so the tensors of a bucket
+    must come in the order of ``specs``.  A model of several dtypes is therefore refused if an engine wants one dtype in
+    a bucket.
+
+    Args:
+        weights: Function that every trainer rank calls at the start of every update; yields (Hugging Face name, whole
+            tensor).  All ranks read it in step; a rank without buckets may get any values.  For Megatron-Bridge
+            ``lambda: bridge.export_hf_weights(model, cpu=False)``, for mbridge ``lambda:
+            bridge.export_weights(models)``.
+        specs: Names and shapes of the tensors, in the bridge's order.  None runs the bridge once now to learn them,
+            which is collective and costs a conversion.
+        wire_dtype: Floating-point tensors of 16 bits or more travel in this dtype; None keeps each tensor's own.
+        device: Device for the buckets of these weights.
+
+    Raises:
+        ConfigError: The bridge yields nothing, or names that cannot be sent.
+    """
+
+    def __init__(
+        self,
+        weights: NamedTensors,
+        *,
+        specs: Sequence[TensorSpec] | None = None,
+        wire_dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        casting.check_wire_dtype(wire_dtype)
+        self._weights = weights
+        if specs is None:
+            specs = [
+                TensorSpec.of(name, tensor, dtype=casting.wire_dtype(tensor.dtype, wire_dtype))
+                for name, tensor in weights()
+            ]
+        if not specs:
+            raise ConfigError("the bridge yields no tensors")
+        check_names(spec.name for spec in specs)
+        self._specs = tuple(specs)
+        self._order = {spec.name: number for number, spec in enumerate(specs)}
+        self._device = device or torch.device("cpu")
+        self._stream: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._at = -1
+        self._now: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device for the buckets of these weights."""
+        return self._device
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor, in the bridge's order."""
+        return self._specs
+
+    def shards(self) -> Iterator[Shard]:
+        """Raises an error: a bridge does not say which shards this rank holds.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("a bridge yields whole tensors and does not say which shards a rank holds")
+
+    def prepare(self, group: TrainerGroup) -> None:
+        """Does nothing: the bridge itself knows which rank holds which shard."""
+
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+        """Reads the stream up to the layout's last tensor.  Collective if the bridge is.
+
+        Args:
+            bucket: This rank's bucket; None on a rank that only takes part in the bridge's communication.
+            layout: Tensors, or rows of them, in the bridge's order.
+            group: The trainer ranks, which learn if this rank fails.
+
+        Raises:
+            ConfigError: The layout has a tensor that the bridge does not have, or another order.
+            WeightcastError: The bridge yields other tensors than before.
+        """
+        try:
+            for slot in layout.slots:
+                whole = self._advance(slot)
+                if bucket is not None:
+                    part = whole.narrow(0, slot.first_row, slot.num_rows) if slot.spec.shape else whole
+                    bucket.view(slot).copy_(part)
+        except BaseException as error:
+            self._end()
+            group.abort(f"{type(error).__name__}: {error}")
+            raise
+        last = layout.slots[-1]
+        if self._order[last.spec.name] == len(self._specs) - 1 and last.first_row + last.num_rows == last.spec.num_rows:
+            for name, _ in self._stream or ():
+                self._end()
+                raise WeightcastError(f"the bridge yields {name} after its last tensor, and did not before")
+            self._end()
+
+    def _advance(self, slot: TensorSlot) -> torch.Tensor:
+        """The tensor of a slot.  The first row of the first tensor starts the stream anew."""
+        spec = slot.spec
+        number = self._order.get(spec.name)
+        if number is None or self._specs[number] != spec:
+            raise ConfigError(
+                f"the bucket carries {spec.name} {spec.dtype} {list(spec.shape)}, and the bridge does not"
+            )
+        further = slot.first_row > 0  # a piece of a tensor that was cut
+        if further and number == self._at and self._now is not None:
+            return self._now
+        if number == 0 and not further:  # a new update, even if the last one failed halfway
+            self._end()
+            self._stream = iter(self._weights())
+        if further or self._stream is None or number != self._at + 1:
+            raise ConfigError(
+                f"the bucket needs {spec.name} out of the bridge's order, and a bridge yields its tensors once",
+                hint="an engine that wants one dtype in a bucket needs a wire_dtype that makes all dtypes alike",
+            )
+        found = next(self._stream, None)
+        if found is None or found[0] != spec.name or tuple(found[1].shape) != spec.shape:
+            what = f"{found[0]} {list(found[1].shape)}" if found is not None else "nothing more"
+            raise WeightcastError(f"the bridge yields {what} where it yielded {spec.name} {list(spec.shape)} before")
+        self._at, self._now = number, found[1].detach()
+        return self._now
+
+    def _end(self) -> None:
+        self._stream, self._at, self._now = None, -1, None

@@ -1,0 +1,243 @@
+"""The plan of one bucket's gather: which rank sends which box to which ranks, and in which batch.
+
+Every rank works out the same plan from the same table, so an update needs no negotiation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import Ledger
+from weightcast.errors import ConfigError
+from weightcast.exporters.own_parts import OwnPart
+from weightcast.exporters.ownership import SharedPart
+from weightcast.wire.box import Box, split
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+
+# A smaller scratch buffer only costs round trips.
+MIN_SCRATCH_BYTES = 1 << 20
+_SCRATCH_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A box of one slot on its way from one rank to others.
+
+    Attributes:
+        slot: The slot.
+        box: Place of the box in the whole tensor.
+        source: The rank that sends it.
+        targets: The ranks that receive it.
+        source_scratch_bytes: Scratch memory that the source needs for it; 0 if it is sent from where it lies.
+        target_scratch_bytes: Scratch memory that each target needs; 0 if it is received in its place.
+        summed_at: Place of its sum on the source, which computes it into the scratch buffer; None if not summed there.
+    """
+
+    slot: TensorSlot
+    box: Box
+    source: int
+    targets: tuple[int, ...]
+    source_scratch_bytes: int
+    target_scratch_bytes: int
+    summed_at: int | None = None
+
+    def scratch_bytes(self, rank: int) -> int:
+        """Scratch memory that a rank needs for it."""
+        if rank == self.source:
+            return self.source_scratch_bytes
+        return self.target_scratch_bytes if rank in self.targets else 0
+
+
+@dataclass(slots=True)
+class GatherPlan:
+    """One rank's work for one bucket.
+
+    Attributes:
+        layout: Layout of the bucket.
+        receivers: The ranks that have a bucket.
+        ledger: The sums that each rank takes.
+        own: The parts that this rank holds.
+        gathers: Slots that one all-gather fills.
+        waves: Batches of parcels that this rank sends or receives.
+        scratch_bytes: Scratch memory that the largest wave needs.
+    """
+
+    layout: BucketLayout
+    receivers: tuple[int, ...]
+    ledger: Ledger
+    own: list[OwnPart] = field(default_factory=list[OwnPart])
+    gathers: list[TensorSlot] = field(default_factory=list[TensorSlot])
+    waves: list[list[Parcel]] = field(default_factory=list[list[Parcel]])
+    scratch_bytes: int = 0
+
+
+def plan_gather(
+    layout: BucketLayout,
+    tensors: Mapping[str, tuple[TensorSpec, Sequence[SharedPart]]],
+    group: TrainerGroup,
+    receivers: tuple[int, ...],
+) -> GatherPlan:
+    """Works out one bucket's gather.
+
+    Args:
+        layout: Layout of the bucket.
+        tensors: Every tensor of the exporter and its parts, by name.
+        group: The trainer ranks.
+        receivers: The ranks that have a bucket, in order.
+
+    Raises:
+        ConfigError: The layout has a tensor that the exporter does not have.
+    """
+    plan = GatherPlan(layout, receivers, Ledger(len(layout.slots)))
+    budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
+    budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
+    load: Counter[int] = Counter()
+    used: Counter[int] = Counter()
+    waves: list[list[Parcel]] = []
+    wave: list[Parcel] = []
+    for index, slot in enumerate(layout.slots):
+        spec, parts = tensors.get(slot.spec.name, (None, ()))
+        if spec != slot.spec:
+            raise ConfigError(
+                f"bucket {layout.index} carries {slot.spec.name} as {slot.spec.dtype} {list(slot.spec.shape)}, "
+                f"and the exporter {'does not have it' if spec is None else f'has {spec.dtype} {list(spec.shape)}'}"
+            )
+        gathered = _in_rank_order(slot, parts, group, receivers)
+        if gathered:
+            plan.gathers.append(slot)
+        for part in parts:
+            box = _cut_rows(part.box, slot)
+            if box is None:
+                continue
+            parcels = [] if gathered else list(_parcels(slot, part, box, receivers, load, budget_bytes))
+            source = parcels[0].source if parcels else None
+            place = _expect_sums(plan, index, part, box, source, group.rank)
+            for parcel in parcels:
+                if source == group.rank and source not in receivers and part.computed:
+                    parcel = replace(parcel, summed_at=place)
+                needs = {rank: parcel.scratch_bytes(rank) for rank in (parcel.source, *parcel.targets)}
+                if any(used[rank] + needed > budget_bytes for rank, needed in needs.items() if needed):
+                    waves.append(wave)
+                    wave = []
+                    used.clear()
+                used.update(needs)
+                wave.append(parcel)
+    waves.append(wave)
+    mine = [[parcel for parcel in wave if group.rank in (parcel.source, *parcel.targets)] for wave in waves]
+    plan.waves = [wave for wave in mine if wave]
+    plan.scratch_bytes = max((sum(parcel.scratch_bytes(group.rank) for parcel in wave) for wave in mine), default=0)
+    return plan
+
+
+def align(size_bytes: int) -> int:
+    """Size of a box in the scratch buffer, in bytes."""
+    return -(-size_bytes // _SCRATCH_ALIGNMENT_BYTES) * _SCRATCH_ALIGNMENT_BYTES
+
+
+def is_contiguous(shape: tuple[int, ...], within: tuple[int, ...]) -> bool:
+    """True if a box of this shape lies in one run of a contiguous tensor of the other shape."""
+    ones = next((dim for dim, extent in enumerate(shape) if extent != 1), len(shape))
+    return shape[ones + 1 :] == within[ones + 1 :]
+
+
+def _expect_sums(plan: GatherPlan, index: int, part: SharedPart, box: Box, source: int | None, rank: int) -> int | None:
+    """Enters in the ledger which ranks sum a part, and in ``own`` this rank's share.
+
+    Every holder sums what lies in its memory.  A computed value is summed where it is first written: in the bucket of
+    a receiver that holds the part, or on the rank that sends it.  Holders of one computed part compute it from
+    replicas, and the sums of those replicas are compared.
+
+    Args:
+        plan: The plan so far.
+        index: Number of the slot.
+        part: The part.
+        box: The part's box in the slot.
+        source: The rank that sends it to others; None if no rank does.
+        rank: This rank.
+
+    Returns:
+        Place of this rank's sum of the values.
+    """
+    slot, ledger = plan.layout.slots[index], plan.ledger
+    takers: Sequence[int] = part.holders
+    origins: dict[int, int] = {}
+    if part.computed:
+        takers = [one for one in part.holders if one in plan.receivers or one == source]
+        if len(part.holders) > 1:
+            origin = ledger.group(slot.spec.name, None)
+            origins = {one: ledger.expect(one, origin) for one in part.holders}
+    values = ledger.group(slot.spec.name, index)
+    places = {one: ledger.expect(one, values) for one in takers}
+    if rank in part.holders:
+        own = OwnPart(
+            slot=slot,
+            number=index,
+            box=box,
+            place=places.get(rank),
+            origin=origins.get(rank),
+            computed=part.computed,
+        )
+        plan.own.append(own)
+    return places.get(rank)
+
+
+def _in_rank_order(
+    slot: TensorSlot, parts: Sequence[SharedPart], group: TrainerGroup, receivers: tuple[int, ...]
+) -> bool:
+    """True if rank r holds the r-th of equal parts of the slot and every rank receives all of them."""
+    world = group.world_size
+    if not group.uses_nccl or not slot.whole or len(receivers) != world or len(parts) != world:
+        return False
+    rows = slot.spec.num_rows // world
+    return all(
+        part.holders == (rank,)
+        and part.box.offset == (rank * rows, *(0 for _ in slot.spec.shape[1:]))
+        and part.box.shape == (rows, *slot.spec.shape[1:])
+        for rank, part in enumerate(parts)
+    )
+
+
+def _parcels(
+    slot: TensorSlot,
+    part: SharedPart,
+    box: Box,
+    receivers: tuple[int, ...],
+    load: Counter[int],
+    budget_bytes: int,
+) -> Iterator[Parcel]:
+    targets = tuple(rank for rank in receivers if rank not in part.holders)
+    if not targets:
+        return
+    itemsize = slot.spec.torch_dtype.itemsize
+    source = min(part.holders, key=lambda rank: (load[rank], rank))
+    load[source] += math.prod(box.shape) * itemsize
+
+    def parcel(box: Box) -> Parcel:
+        scratch_bytes = align(math.prod(box.shape) * itemsize)
+        in_place = is_contiguous(box.shape, slot.shape)
+        # A receiver that is also the source has the box in its bucket, cast, before anything is sent.
+        as_it_is = source in receivers and in_place
+        as_it_is = as_it_is or (part.ready and is_contiguous(box.shape, part.box.shape))
+        return Parcel(slot, box, source, targets, 0 if as_it_is else scratch_bytes, 0 if in_place else scratch_bytes)
+
+    whole = parcel(box)
+    if not whole.source_scratch_bytes and not whole.target_scratch_bytes:
+        yield whole
+        return
+    for small in split(box, max(budget_bytes // itemsize, 1)):
+        yield parcel(small)
+
+
+def _cut_rows(box: Box, slot: TensorSlot) -> Box | None:
+    """The rows of a box that are in this slot; None if there are none."""
+    if not box.shape:
+        return box
+    start = max(box.offset[0], slot.first_row)
+    end = min(box.offset[0] + box.shape[0], slot.first_row + slot.num_rows)
+    if start >= end:
+        return None
+    return Box(offset=(start, *box.offset[1:]), shape=(end - start, *box.shape[1:]))

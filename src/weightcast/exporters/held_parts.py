@@ -1,0 +1,118 @@
+"""The parts of tensors that this rank holds, as the gatherer reads them, and the geometry of their boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weightcast.digest.pieces import Piece
+from weightcast.errors import ConfigError
+from weightcast.wire.box import Box, contains
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import TensorSlot, TensorSpec
+
+
+class Held(Protocol):
+    """A part of a tensor that this rank can send."""
+
+    @property
+    def box(self) -> Box:
+        """Place of the part, in elements of the whole tensor."""
+        ...
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The part as it lies in memory, shape ``box.shape``; None if its values are computed."""
+        ...
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """Memory that the values are computed from, shape ``box.shape``; ``memory`` if nothing is computed."""
+        ...
+
+    def write(self, box: Box, out: torch.Tensor) -> None:
+        """Writes a box inside the part to ``out``: shape ``box.shape``, any strides, the wire dtype."""
+        ...
+
+
+# The parts that this rank holds now of the tensor with this number.
+Local = Callable[[int], Sequence[Held]]
+# The tensor with this number now, and a key that stays equal while it is the same part, laid out alike.
+Look = Callable[[int], tuple[object, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A part that lies in memory.
+
+    Attributes:
+        box: Place of the part.
+        memory: Shape ``box.shape``.
+        source: Number, for ``Look``, of the tensor that ``memory`` is a view of; None if ``Look`` does not know it.
+    """
+
+    box: Box
+    memory: torch.Tensor
+    source: int | None = None
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """The part itself."""
+        return self.memory
+
+    def write(self, box: Box, out: torch.Tensor) -> None:
+        """Copies and casts."""
+        out.copy_(self.memory[slices(box, self.box.offset)])
+
+
+class HeldParts:
+    """Finds the parts that this rank holds by the names of their tensors."""
+
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, look: Look | None) -> None:
+        self.number = {spec.name: number for number, spec in enumerate(specs)}
+        self.local = local
+        self.look = look
+
+    def find(self, name: str, box: Box) -> Held:
+        """The part of a tensor that contains a box.
+
+        Raises:
+            ConfigError: No part does.
+        """
+        for held in self.local(self.number[name]):
+            if contains(held.box, box):
+                return held
+        raise ConfigError(f"{name}: the model has been sharded anew since the exporter was prepared")
+
+    def look_at(self, sources: Sequence[int]) -> dict[int, tuple[object, torch.Tensor]]:
+        """Key and tensor of each source now."""
+        return {source: self.look(source) for source in sources} if self.look else {}
+
+
+def is_ready(tensor: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
+    """True if the tensor's memory can be sent as it is."""
+    return (
+        tensor is not None and tensor.is_contiguous() and tensor.dtype == spec.torch_dtype and tensor.device == device
+    )
+
+
+def to_sum(slot: TensorSlot, box: Box, tensor: torch.Tensor) -> Piece:
+    """A box of a slot's tensor, for the digest."""
+    shape = slot.spec.shape
+    return Piece(tensor=tensor, full_shape=shape, box=box if shape else None)
+
+
+def region(bucket: Bucket, slot: TensorSlot, box: Box) -> torch.Tensor:
+    """A view of the bucket where a box of a slot's tensor belongs."""
+    return bucket.view(slot)[slices(box, (slot.first_row, *(0 for _ in box.shape[1:])))]
+
+
+def slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """The box as an index into a tensor whose first element is at ``origin``."""
+    return tuple(
+        slice(offset - zero, offset - zero + extent)
+        for offset, extent, zero in zip(box.offset, box.shape, origin[: len(box.shape)], strict=True)
+    )

@@ -1,0 +1,182 @@
+"""Lists a module's tensors by number: the attribute that has each, its name, and this rank's shard.
+
+Tensors are looked up by attribute whenever they are needed, since optimizers and FSDP2 replace them.  This module does
+not know what engines or checkpoints call a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from weightcast.errors import ConfigError
+from weightcast.exporters.local_shard import ShardOf, stored_part, whole_shape
+from weightcast.exporters.names import strip_wrappers
+from weightcast.wire.box import Box
+from weightcast.wire.layout import MAX_DIMS, dtype_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The attribute of a module that has a tensor.
+
+    Attributes:
+        module: The module.
+        attribute: Name of the attribute.
+        name: Path of the tensor in the model, without the segments of wrappers.
+        shape: Unsharded shape, when the exporter was made.
+        dtype: Dtype at that time.
+    """
+
+    module: nn.Module
+    attribute: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PlacedTensors:
+    """Parameters and persistent buffers of a module, each once.
+
+    Args:
+        model: The module.  Its values may change later, its structure not.
+        shard_of: Place of a plain parameter in the whole tensor; None if every plain parameter is whole.
+        name_of: Function of a module, its path without wrappers, and an attribute.  It returns the tensor's name, or
+            None to leave the tensor out.
+
+    Attributes:
+        places: Every tensor's place, in the order of the module's ``state_dict``.
+        device: The device that holds most of their bytes.
+
+    Raises:
+        ConfigError: A tensor cannot be sent as it is, or there is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        shard_of: ShardOf | None = None,
+        name_of: Callable[[nn.Module, str, str], str | None] | None = None,
+    ) -> None:
+        self._shard_of = shard_of
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._parts: dict[int, tuple[Box, torch.Tensor] | None] = {}
+        self.reshard()
+        self.places: list[Place] = []
+        self.device = torch.device("cpu")
+        seen: set[int] = set()
+        device_bytes: Counter[torch.device] = Counter()
+        for path, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise ConfigError("the model is sharded with FSDP1", hint="shard it with torch's fully_shard (FSDP2)")
+            prefix = strip_wrappers(model, path)
+            for attribute, tensor in _own_tensors(module):
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if name_of is not None:
+                    name = name_of(module, prefix, attribute)
+                if name is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                _check_tensor(name, tensor)
+                part = stored_part(name, tensor, shard_of)
+                if part is not None:
+                    device_bytes[part[1].device] += part[1].nbytes
+                shape = whole_shape(name, tensor, shard_of)
+                self.places.append(
+                    Place(module=module, attribute=attribute, name=name, shape=shape, dtype=tensor.dtype)
+                )
+        if not self.places:
+            raise ConfigError("the model has no parameters and no persistent buffers")
+        if device_bytes:
+            self.device = device_bytes.most_common(1)[0][0]
+
+    @property
+    def stored(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and whole shape of each tensor."""
+        return [(place.name, place.shape) for place in self.places]
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The tensor as the module has it now, possibly sharded."""
+        place = self.places[number]
+        return getattr(place.module, place.attribute)
+
+    def part(self, number: int) -> tuple[Box, torch.Tensor] | None:
+        """This rank's shard of a tensor now and its place in the whole; None if the rank holds nothing.  No copy.
+
+        Raises:
+            ConfigError: The tensor's shape has changed, or its placement cannot be exported.
+        """
+        if number not in self._parts:
+            place, tensor = self.places[number], self.tensor(number)
+            shape = whole_shape(place.name, tensor, self._shard_of)
+            if shape != place.shape:
+                raise ConfigError(
+                    f"{place.name} has shape {shape} and had {place.shape} when the exporter was made",
+                    hint="make a new exporter when the model's structure changes",
+                )
+            self._parts[number] = stored_part(place.name, tensor, self._shard_of)
+        return self._parts[number]
+
+    def look(self, number: int) -> tuple[object, torch.Tensor]:
+        """This rank's shard of a tensor now and a key of its layout, as ``Look`` in ``held_parts``.  No checks."""
+        place, tensor = self.places[number], self.tensor(number)
+        whole = self._shard_of(place.name, tensor) if self._shard_of is not None else None
+        if not isinstance(tensor, DTensor):
+            return (whole, tensor.shape, tensor.stride(), tensor.dtype, tensor.device), tensor
+        with torch.no_grad():
+            local = tensor.to_local()
+        placed = tensor.device_mesh, tensor.placements
+        return (whole, tensor.shape, placed, local.shape, local.stride(), local.dtype, local.device), local
+
+    @contextmanager
+    def looking(self) -> Generator[None]:
+        """Caches each tensor's part until the block ends: one stacked tensor is asked for once per expert."""
+        self.reshard()
+        self._parts.clear()
+        try:
+            yield
+        finally:
+            self._parts.clear()
+
+    def reshard(self) -> None:
+        """Makes FSDP2 show shards: after some forward passes it leaves parameters gathered."""
+        for module in self._fsdp_modules:
+            module.reshard()
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's parameters and persistent buffers, without those of its children."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    # torch's only public list of persistent buffers is the whole state dict.
+    hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+        if attribute not in hidden:
+            yield attribute, tensor
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise ConfigError(f"{name} is on the meta device", hint="give the model its weights before exporting them")
+    if is_lazy(tensor):
+        raise ConfigError(f"{name} is a lazy parameter without a shape", hint="run one forward pass first")
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"{name} is {tensor.layout}, and only dense tensors can be sent")
+    if tensor.dim() > MAX_DIMS:
+        raise ConfigError(f"{name} has {tensor.dim()} dimensions, and at most {MAX_DIMS} can be sent")
+    dtype_name(tensor.dtype)
+    # The storage of a subclass with its own dispatch (quantised, nested, ...) does not hold its values.
+    if not isinstance(tensor, DTensor) and _dispatch(type(tensor)) is not _dispatch(torch.Tensor):
+        raise ConfigError(f"{name} is a {type(tensor).__name__}, whose bytes are not its values")
+
+
+def _dispatch(kind: type[torch.Tensor]) -> object:
+    return getattr(kind, "__torch_dispatch__", None)

@@ -1,0 +1,182 @@
+"""Combines several exporters into one, such as a policy and its draft, so that one session updates all of them.
+
+This module knows names and order.  Each part gathers its own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import msgspec
+import torch
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
+from weightcast.errors import ConfigError
+from weightcast.exporters.names import check_names
+from weightcast.protocols import Exporter, Shard, Summing
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of the combined exporters.
+
+    Attributes:
+        exporter: The exporter.
+        prefix: Prefix of its names, for engines that expect one for a vision tower or a draft.
+    """
+
+    exporter: Exporter
+    prefix: str = ""
+
+
+class ComposedExporter:
+    """The tensors of several exporters, one after the other.
+
+    Args:
+        parts: Exporters by name (``"policy"``, ``"vision"``, ``"draft"``) in the order in which they are sent; the same
+            on every rank.  Errors use the names.
+
+    Attributes:
+        parts: Every part by name.
+        logprobs: The first part's forward pass, for proof at level ``behaviour``; present only if that part has one.
+
+    Raises:
+        ConfigError: There are no parts, they are on different kinds of device, or two tensors have one name.
+    """
+
+    logprobs: Callable[[Sequence[int]], list[float]]
+
+    def __init__(self, parts: Mapping[str, Exporter | Part]) -> None:
+        if not parts:
+            raise ConfigError("a composed exporter needs at least one part")
+        self.parts = {name: part if isinstance(part, Part) else Part(exporter=part) for name, part in parts.items()}
+        kinds = {name: part.exporter.device.type for name, part in self.parts.items()}
+        if len(set(kinds.values())) > 1:
+            raise ConfigError(f"the parts are on different devices: {kinds}")
+        self._specs: list[TensorSpec] = []
+        self._inner: dict[str, tuple[str, TensorSpec]] = {}
+        for name, part in self.parts.items():
+            for spec in part.exporter.specs():
+                outer = msgspec.structs.replace(spec, name=f"{part.prefix}{spec.name}")
+                if outer.name in self._inner:
+                    raise ConfigError(
+                        f"{outer.name} is in {self._inner[outer.name][0]!r} and in {name!r}",
+                        hint="give one of them a prefix: Part(exporter=..., prefix=...)",
+                    )
+                self._inner[outer.name] = name, spec
+                self._specs.append(outer)
+        check_names(spec.name for spec in self._specs)
+        first = next(iter(self.parts.values())).exporter
+        if hasattr(first, "logprobs"):
+            self.logprobs = getattr(first, "logprobs")  # noqa: B009  # a Scorer, which an Exporter need not be
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first part's weights."""
+        return next(iter(self.parts.values())).exporter.device
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """The parts' tensors, one part after the other."""
+        return self._specs
+
+    def part_of(self, name: str) -> str:
+        """Name of the part that a tensor belongs to."""
+        return self._inner[name][0]
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's shards.  No communication."""
+        for part in self.parts.values():
+            for shard in part.exporter.shards():
+                spec = msgspec.structs.replace(shard.spec, name=f"{part.prefix}{shard.spec.name}")
+                yield Shard(spec=spec, box=shard.box, tensor=shard.tensor)
+
+    def prepare(self, group: TrainerGroup) -> None:
+        """Prepares every part.  Collective.
+
+        Raises:
+            ConfigError: A part cannot be exported; the text begins with the part's name.
+        """
+        for name, part in self.parts.items():
+            try:
+                part.exporter.prepare(group)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}", hint=error.hint) from error
+
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        """Lets every part write its tensors of the layout.  Collective.
+
+        Args:
+            bucket: This rank's bucket; None on a rank that only sends its shards.
+            layout: Tensors, or rows of them, in the bucket; the same on every rank.
+            group: The trainer ranks.
+            sources: The same as for ``Summing.fill``; parts that cannot sum are left out.
+
+        Raises:
+            ConfigError: The layout has a tensor that no part has.
+            TrainerRankFailed: Another rank failed.
+        """
+        for part, _, inner in self._inner_layouts(layout):
+            inner_bucket = Bucket(inner, bucket.data) if bucket is not None else None
+            if sources is not None and isinstance(part.exporter, Summing):
+                cast(Summing, part.exporter).fill(inner_bucket, inner, group, sources)
+            else:
+                part.exporter.fill(inner_bucket, inner, group)
+
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Implements ``Summing.source_counts``."""
+        counts = [0] * group.world_size
+        for part, _, inner in self._inner_layouts(layout):
+            if isinstance(part.exporter, Summing):
+                for rank, count in enumerate(part.exporter.source_counts(inner, group)):
+                    counts[rank] += count
+        return counts
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``Summing.fold``."""
+        whole = Folded.unknown(layout)
+        mismatches: list[Mismatch] = []
+        for part, numbers, inner in self._inner_layouts(layout):
+            if not isinstance(part.exporter, Summing):
+                continue
+            counts = part.exporter.source_counts(inner, group)
+            pairs = [answer.tensor_split([count]) for answer, count in zip(answers, counts, strict=True)]
+            answers = [rest for _, rest in pairs]
+            folded = part.exporter.fold(inner, group, [mine for mine, _ in pairs])
+            whole.sums[numbers] = folded.sums
+            whole.known[numbers] = folded.known
+            mismatches += [replace(found, name=f"{part.prefix}{found.name}") for found in folded.mismatches]
+        return replace(whole, mismatches=tuple(mismatches))
+
+    def unsummed(self) -> Collection[str]:
+        """Implements ``Summing.unsummed``."""
+        found: list[str] = []
+        for part in self.parts.values():
+            exporter = part.exporter
+            names = exporter.unsummed() if isinstance(exporter, Summing) else [spec.name for spec in exporter.specs()]
+            found += [f"{part.prefix}{name}" for name in names]
+        return found
+
+    def _inner_layouts(self, layout: BucketLayout) -> Iterator[tuple[Part, list[int], BucketLayout]]:
+        """Each part with tensors in a bucket, the numbers of its slots, and a layout of those slots alone."""
+        slots: dict[str, list[int]] = {}
+        for number, slot in enumerate(layout.slots):
+            found = self._inner.get(slot.spec.name)
+            if found is None:
+                raise ConfigError(f"bucket {layout.index} carries {slot.spec.name}, which no part has")
+            slots.setdefault(found[0], []).append(number)
+        for name, part in self.parts.items():
+            if name not in slots:
+                continue
+            own = tuple(
+                msgspec.structs.replace(layout.slots[number], spec=self._inner[layout.slots[number].spec.name][1])
+                for number in slots[name]
+            )
+            inner = msgspec.structs.replace(layout, slots=own)
+            yield part, slots[name], inner

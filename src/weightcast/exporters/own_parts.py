@@ -1,0 +1,318 @@
+"""Copies the parts of a bucket that this rank holds into it, and sums them for the digest.
+
+The places of parts in memory are worked out once and reused as long as the model's tensors lie alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightcast.digest.copies import Flat, bits, copy_all
+from weightcast.digest.definition import RepeatedSums, partial_sums
+from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.source_sums import Taker
+from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
+from weightcast.exporters.held_parts import Held, HeldParts, InMemory, region, slices, to_sum
+from weightcast.wire.box import Box, split
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSlot
+
+# A shard that is cast before it is sent is cast in blocks of this many bytes to be summed.
+_CAST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """A part of one slot that this rank holds.
+
+    Attributes:
+        slot: The slot.
+        number: Number of the slot in its bucket.
+        box: Place of the part in the whole tensor.
+        place: Place of its sum among this rank's sums of the bucket; None if this rank sums none of the values.
+        origin: Place of the sum of ``Held.origin``; None if that is not summed.
+        computed: Its values are computed when they are sent.
+    """
+
+    slot: TensorSlot
+    number: int
+    box: Box
+    place: int | None
+    origin: int | None
+    computed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A part of this rank's memory, in elements: a box of the tensor in one slot.
+
+    Numbers only: a view would keep memory alive that the trainer wants to free between two updates.
+    """
+
+    source: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    full_shape: tuple[int, ...]
+    box: Box
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.detach().as_strided(self.shape, self.stride, int(memory.storage_offset()) + self.offset)
+
+    def piece(self, memory: torch.Tensor) -> Piece:
+        return Piece(tensor=self.of(memory), full_shape=self.full_shape, box=self.box if self.full_shape else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy out of this rank's memory into a bucket; ``own`` is the number of the part."""
+
+    view: _View
+    dtype: torch.dtype
+    target_stride: tuple[int, ...]
+    target_offset: int
+    own: int
+
+    def transfer(self, source: torch.Tensor, flat: Flat) -> Transfer:
+        """The copy, summed on its way."""
+        target = flat.region(self.dtype, self.view.shape, self.target_stride, self.target_offset, as_bits=False)
+        return Transfer(piece=self.view.piece(source), target=target, total=self.own)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CopySteps:
+    """Remembered steps that copy this rank's parts into a bucket.
+
+    Attributes:
+        looks: Key of each tensor when the steps were worked out, by number.
+        summed: Copies that are summed on their way.
+        copies: Plain copies.
+        rest: Computed parts, which are written anew each time.
+        lent: Names of the zero-copy tensors, which stay where they are.
+    """
+
+    looks: dict[int, object]
+    summed: list[_Copy]
+    copies: list[_Copy]
+    rest: list[OwnPart]
+    lent: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SumSteps:
+    """Remembered steps that sum this rank's parts where they lie.
+
+    Attributes:
+        looks: Key of each tensor when the steps were worked out, by number.
+        views: Memory that is summed as it is, with the places of the sums.
+        rest: Parts that are read anew each time: cast before they are sent, or memory that a value is computed from.
+    """
+
+    looks: dict[int, object]
+    views: list[tuple[int, _View]]
+    rest: list[OwnPart]
+
+
+class OwnParts:
+    """The parts of one bucket that this rank holds.
+
+    Args:
+        layout: Layout of the bucket.
+        parts: This rank's parts of its slots.
+        held: This rank's parts of every tensor.
+        transfers: Copies that are summed on their way; shared by the buckets of one exporter.
+        sums: Sums of memory; shared likewise.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parts: Sequence[OwnPart],
+        held: HeldParts,
+        transfers: RepeatedTransfers,
+        sums: RepeatedSums,
+    ) -> None:
+        self._layout = layout
+        self._parts = parts
+        self._held = held
+        self._transfers = transfers
+        self._sums = sums
+        self._copying: _CopySteps | None = None
+        self._summing: _SumSteps | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def copy_into(self, bucket: Bucket, taker: Taker | None) -> torch.Tensor | None:
+        """Copies the parts into the bucket.  Computed values are summed there.
+
+        Returns:
+            The sums of the slots, if all parts were summed on the way; ``taker`` has them too then.
+        """
+        steps = self._copying
+        found = self._held.look_at(list(steps.looks)) if steps else {}
+        changed = steps is None or steps.lent != frozenset(bucket.lent)
+        if steps is None or changed or any(found[source][0] != look for source, look in steps.looks.items()):
+            steps = self._copying = self._plan_copies(bucket)
+            found = self._held.look_at(list(steps.looks))
+        sums = self._copy_and_sum(steps, found, bucket) if steps.summed else None
+        if not steps.copies and not steps.rest:
+            if sums is None or steps.lent:
+                return None
+            if taker is not None:
+                taker.add([own.place for own in self._parts if own.place is not None], sums)
+            return self._by_slot(sums)
+        _copy_plainly(steps.copies, found, bucket)
+        for own in steps.rest:
+            target = region(bucket, own.slot, own.box)
+            self._held.find(own.slot.spec.name, own.box).write(own.box, target)
+            if taker is not None and own.computed and own.place is not None:
+                taker.add([own.place], partial_sums([to_sum(own.slot, own.box, target)]))
+        return None
+
+    def sum_in_place(self, taker: Taker, *, summed_on_the_way: bool) -> None:
+        """Sums the parts where they lie.
+
+        Args:
+            taker: Takes the sums.
+            summed_on_the_way: All values were already summed while they were copied.
+        """
+        steps = self._summing
+        found = self._held.look_at(list(steps.looks)) if steps else {}
+        if steps is None or any(found[source][0] != look for source, look in steps.looks.items()):
+            steps = self._summing = self._plan_sums()
+            found = self._held.look_at(list(steps.looks))
+        if steps.views and not summed_on_the_way:
+            self._sum_views(steps, found, taker)
+        for own in steps.rest:
+            self._sum_one(own, taker, summed_on_the_way=summed_on_the_way)
+
+    def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums of slots from those of own parts."""
+        numbers = [own.number for own in self._parts]
+        count = len(self._layout.slots)
+        if numbers == list(range(count)):
+            return sums
+        return torch.zeros(count, dtype=sums.dtype, device=sums.device).index_add_(
+            0, torch.tensor(numbers, device=sums.device), sums
+        )
+
+    def _copy_and_sum(
+        self, steps: _CopySteps, found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket
+    ) -> torch.Tensor:
+        """Copies parts and sums each on the way: int64 ``[own parts]``."""
+
+        def transfers() -> list[Transfer]:
+            flat = Flat(bucket.data)
+            return [copy.transfer(found[copy.view.source][1], flat) for copy in steps.summed]
+
+        where = tuple(tensor.data_ptr() for _, tensor in found.values())
+        place = self._layout.index, bucket.data.data_ptr()
+        # ``steps`` is in the key because the same memory may be read otherwise than before.
+        what = self._layout, where, steps
+        return self._transfers.run(place, what, bucket.data.device, len(self._parts), transfers)
+
+    def _plan_copies(self, bucket: Bucket) -> _CopySteps:
+        steps = _CopySteps({}, [], [], [], frozenset(bucket.lent))
+        flat = Flat(bucket.data)
+        for number, own in enumerate(self._parts):
+            if own.slot.spec.name in steps.lent:
+                continue
+            found = self._view_of(self._held.find(own.slot.spec.name, own.box), own)
+            if found is None:
+                steps.rest.append(own)
+                continue
+            view, look, whole = found
+            steps.looks[view.source] = look
+            target = region(bucket, own.slot, own.box)
+            copy = _Copy(
+                view=view,
+                dtype=target.dtype,
+                target_stride=target.stride(),
+                target_offset=(target.data_ptr() - bucket.data.data_ptr()) // target.element_size(),
+                own=number,
+            )
+            fits = transfers_on(bucket.data.device) and can_transfer(copy.transfer(whole, flat))
+            (steps.summed if fits else steps.copies).append(copy)
+        return steps
+
+    def _view_of(self, held: Held, own: OwnPart) -> tuple[_View, object, torch.Tensor] | None:
+        """Place of a part in a tensor that ``Look`` knows, that tensor's key, and the tensor.
+
+        None if the part is computed or ``Look`` does not know it.
+        """
+        look = self._held.look
+        if look is None or not isinstance(held, InMemory) or held.source is None:
+            return None
+        key, whole = look(held.source)
+        part = held.memory[slices(own.box, held.box.offset)]
+        view = _View(
+            source=held.source,
+            shape=tuple(part.shape),
+            stride=part.stride(),
+            offset=int(part.storage_offset()) - int(whole.storage_offset()),
+            full_shape=own.slot.spec.shape,
+            box=own.box,
+        )
+        return view, key, whole
+
+    def _plan_sums(self) -> _SumSteps:
+        steps = _SumSteps({}, [], [])
+        for own in self._parts:
+            if own.computed:
+                if own.origin is not None:
+                    steps.rest.append(own)
+                continue
+            found = self._view_of(self._held.find(own.slot.spec.name, own.box), own)
+            if found is None or found[2].dtype != own.slot.spec.torch_dtype:
+                steps.rest.append(own)
+                continue
+            view, look, _ = found
+            assert own.place is not None
+            steps.looks[view.source] = look
+            steps.views.append((own.place, view))
+        return steps
+
+    def _sum_views(self, steps: _SumSteps, found: Mapping[int, tuple[object, torch.Tensor]], taker: Taker) -> None:
+        by_device: dict[torch.device, list[tuple[int, _View]]] = {}
+        for place, view in steps.views:
+            by_device.setdefault(found[view.source][1].device, []).append((place, view))
+        where = tuple(tensor.data_ptr() for _, tensor in found.values())
+        for device, views in by_device.items():
+
+            def pieces(views: list[tuple[int, _View]] = views) -> list[Piece]:
+                return [view.piece(found[view.source][1]) for _, view in views]
+
+            sums = self._sums.sums((self._layout.index, device), (where, steps), device, pieces)
+            taker.add([place for place, _ in views], sums)
+
+    def _sum_one(self, own: OwnPart, taker: Taker, *, summed_on_the_way: bool) -> None:
+        held = self._held.find(own.slot.spec.name, own.box)
+        memory = held.memory
+        if own.origin is not None:
+            part = held.origin.detach()[slices(own.box, held.box.offset)]
+            taker.add([own.origin], partial_sums([to_sum(own.slot, own.box, part)]))
+        if own.place is None or own.computed or memory is None or summed_on_the_way:
+            return
+        part, dtype = memory.detach()[slices(own.box, held.box.offset)], own.slot.spec.torch_dtype
+        for box in split(own.box, max(_CAST_BYTES // dtype.itemsize, 1)):
+            values = part[slices(box, own.box.offset)].to(dtype)
+            taker.add([own.place], partial_sums([to_sum(own.slot, box, values)]))
+
+
+def _copy_plainly(copies: Sequence[_Copy], found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket) -> None:
+    memory = {source: (tensor, bits(tensor)) for source, (_, tensor) in found.items()}
+    flat = Flat(bucket.data)
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for copy in copies:
+        view = copy.view
+        source, as_bits = memory[view.source]
+        same = source.dtype == copy.dtype
+        source = as_bits if same else source
+        sources.append(source.as_strided(view.shape, view.stride, source.storage_offset() + view.offset))
+        targets.append(flat.region(copy.dtype, view.shape, copy.target_stride, copy.target_offset, as_bits=same))
+    copy_all(targets, sources)

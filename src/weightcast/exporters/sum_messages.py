@@ -1,0 +1,79 @@
+"""Encodes the digest sums that a trainer rank took of its shards, and combines all ranks' sums on the head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import Folded
+from weightcast.errors import TrainerRankFailed
+from weightcast.protocols import Exporter, Summing
+from weightcast.wire.layout import BucketLayout, TensorSpec
+
+
+def unsummed(exporter: Exporter, specs: Sequence[TensorSpec]) -> Collection[str]:
+    """Names of the exporter's tensors that no rank sums before they are gathered."""
+    return exporter.unsummed() if isinstance(exporter, Summing) else [spec.name for spec in specs]
+
+
+def encode(sources: torch.Tensor, buckets: Sequence[torch.Tensor]) -> bytes:
+    """Encodes one rank's message to the head: 8 bytes for each sum.
+
+    Args:
+        sources: ``SourceSums.values`` of the rank.
+        buckets: Sums of the slots of each bucket that the rank filled; empty if the head does not need them.
+    """
+    return torch.cat([sources, *(sums.cpu() for sums in buckets)]).numpy().tobytes()
+
+
+def decode(
+    exporter: Exporter, layouts: Sequence[BucketLayout], group: TrainerGroup, messages: Sequence[bytes]
+) -> tuple[list[Folded], dict[int, list[torch.Tensor]]]:
+    """Combines the messages of all ranks.
+
+    Args:
+        exporter: The head's exporter.
+        layouts: Layouts of the buckets, in order.
+        group: The trainer ranks.
+        messages: Output of ``encode`` from each rank, in order of rank.
+
+    Returns:
+        The combined sums of each bucket, in order.  The bucket sums of each rank that sent them, by rank.
+
+    Raises:
+        TrainerRankFailed: A rank sent another number of sums than its part of the model needs.
+    """
+    rest = [torch.frombuffer(bytearray(message), dtype=torch.int64) if message else _NONE for message in messages]
+    folded: list[Folded] = []
+    for layout in layouts:
+        if not isinstance(exporter, Summing):
+            folded.append(Folded.unknown(layout))
+            continue
+        counts = exporter.source_counts(layout, group)
+        short = [rank for rank, count in enumerate(counts) if len(rest[rank]) < count]
+        if short:
+            raise TrainerRankFailed(
+                f"trainer rank {short[0]} sent too few sums of its shards: its model has changed since it was prepared"
+            )
+        folded.append(
+            exporter.fold(layout, group, [answer[:count] for answer, count in zip(rest, counts, strict=True)])
+        )
+        rest = [answer[count:] for answer, count in zip(rest, counts, strict=True)]
+    return folded, dict(_buckets(layouts, rest))
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+
+
+def _buckets(layouts: Sequence[BucketLayout], rest: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    sizes = [len(layout.slots) for layout in layouts]
+    for rank, answer in enumerate(rest):
+        if len(answer) not in (0, sum(sizes)):
+            raise TrainerRankFailed(
+                f"trainer rank {rank} sent {len(answer)} sums of its buckets, and they have {sum(sizes)} slots: "
+                "its model has changed since it was prepared"
+            )
+        if len(answer):
+            yield rank, list(answer.split(sizes))

@@ -1,0 +1,150 @@
+"""Probes targets in background threads, so that a silent target does not delay the others.
+
+A probe runs until its target answers, across calls of ``look``.  A silent target therefore costs one short wait, and
+``look`` sees its answer as soon as it is back.  A host that is switched off fails to connect only after seconds; its
+probe is repeated in the background, and ``look`` returns the last error at once.
+
+The caller supplies the probe and interprets the answers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from weightcast.errors import DeadlineExceeded, TargetError, TargetUnreachable, WeightcastError
+
+Answer = TypeVar("Answer")
+_QUICK_ERROR_S = 0.5  # an error that takes longer is repeated in the background
+
+
+@dataclass(slots=True)
+class _Probe(Generic[Answer]):
+    """``answer`` has at most one element; ``repeated`` is true while the thread still repeats a failing probe."""
+
+    asked_at: float
+    answer: list[Answer | WeightcastError]
+    repeated: bool = False
+
+
+class BackgroundProbe(Generic[Answer]):
+    """Probes many targets at once, each in one thread at a time.  Any thread may call any method.
+
+    Args:
+        ask: Probes one URL; blocks, and raises a ``WeightcastError`` if the probe fails.
+    """
+
+    def __init__(self, ask: Callable[[str], Answer]) -> None:
+        self._ask = ask
+        self._open: dict[str, _Probe[Answer]] = {}
+        self._answered = threading.Condition()
+
+    def look(
+        self, patience_s: Mapping[str, float], *, anew: Collection[str] = (), since: float | None = None
+    ) -> dict[str, Answer | WeightcastError]:
+        """Probes targets and waits for their answers.
+
+        Args:
+            patience_s: Deadline in seconds by URL, counted from the start of the probe, which an earlier call may
+                have started.
+            anew: URLs whose deadline counts from now.
+            since: Also accepts an answer to a probe that started at this ``time.monotonic()`` or later; None accepts
+                only answers that arrive from now on.
+
+        Returns:
+            The answer or the error by URL; ``TargetUnreachable`` for a target that has not answered yet.  Concurrent
+            calls share a probe and its answer.
+        """
+        with self._answered:
+            now = time.monotonic()
+            # While this call waits, another may take the answer, and `forget` may drop the probe.
+            probes = {url: self._start(url, now, since=since) for url in patience_s}
+            while True:
+                waiting = {url: probe for url, probe in probes.items() if not probe.answer}
+                ends = [(now if url in anew else probe.asked_at) + patience_s[url] for url, probe in waiting.items()]
+                left_s = max(ends, default=0.0) - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._answered.wait(left_s)
+            return {url: self._take(url, probe) for url, probe in probes.items()}
+
+    def ask_ahead(self, urls: Iterable[str], *, waited_s: float) -> None:
+        """Starts probes for a later ``look``.
+
+        Args:
+            urls: URLs to probe.
+            waited_s: Seconds to count as waited for already.
+        """
+        with self._answered:
+            for url in urls:
+                self._start(url, time.monotonic() - waited_s)
+
+    def forget(self, url: str) -> None:
+        """Drops the running probe of a URL; a later ``look`` ignores its answer."""
+        with self._answered:
+            self._open.pop(url, None)
+
+    def _take(self, url: str, probe: _Probe[Answer]) -> Answer | WeightcastError:
+        if probe.answer:
+            if self._open.get(url) is probe and not probe.repeated:
+                del self._open[url]
+            return probe.answer[0]
+        return TargetUnreachable(
+            f"{url}: the engine has not answered for {time.monotonic() - probe.asked_at:.1f} s",
+            url=url,
+            hint="its port accepts connections; check whether the engine is stopped or overloaded",
+        )
+
+    def _start(self, url: str, asked_at: float, *, since: float | None = None) -> _Probe[Answer]:
+        probe = self._open.get(url)
+        if probe is not None and (
+            not probe.answer or probe.repeated or (since is not None and probe.asked_at >= since)
+        ):
+            return probe
+        # A new probe, also where the last answer is old.
+        self._open[url] = probe = _Probe[Answer](asked_at, [])
+        # A daemon thread, so that a probe blocked in a socket does not delay the end of the process.
+        threading.Thread(target=self._run, args=(url, probe), name="weightcast-probe", daemon=True).start()
+        return probe
+
+    def _run(self, url: str, probe: _Probe[Answer]) -> None:
+        answer: Answer | WeightcastError | None = None
+        began = time.monotonic()
+        while answer is None:
+            began = time.monotonic()
+            try:
+                answer = self._ask(url)
+            except WeightcastError as error:
+                if self._open.get(url) is not probe:
+                    answer = error
+                elif is_silence(error):
+                    continue  # the target is silent: probe again
+                elif isinstance(error, TargetUnreachable) and time.monotonic() - began > _QUICK_ERROR_S:
+                    self._record(probe, error, asked_at=began, repeated=True)
+                else:
+                    answer = error
+            except Exception as error:  # noqa: BLE001  without an answer the URL would never be probed again
+                answer = TargetError(f"{url}: the probe failed: {type(error).__name__}: {error}", url=url)
+                answer.__cause__ = error
+        self._record(probe, answer, asked_at=began if probe.repeated else probe.asked_at)
+
+    def _record(
+        self,
+        probe: _Probe[Answer],
+        answer: Answer | WeightcastError,
+        *,
+        asked_at: float,
+        repeated: bool = False,
+    ) -> None:
+        with self._answered:
+            probe.asked_at, probe.repeated = asked_at, repeated
+            probe.answer[:] = [answer]
+            self._answered.notify_all()
+
+
+def is_silence(error: BaseException) -> bool:
+    """True for an error after which the engine may still be running: it passed a deadline."""
+    return isinstance(error, TargetUnreachable) and isinstance(error.__cause__, DeadlineExceeded | None)

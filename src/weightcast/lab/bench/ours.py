@@ -1,0 +1,158 @@
+"""weightcast as a method: the real ``WeightUpdater`` on one side, the real receiver behind HTTP on the other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from weightcast import Target, WeightUpdater
+from weightcast.comm.ipc import device_uuid, host_id
+from weightcast.lab.bench.counting import Counting
+from weightcast.lab.bench.raw import synchronize
+from weightcast.lab.bench.rig import EngineSide, TrainerSide
+from weightcast.receiver import WeightReceiver
+from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.executor import LocalExecutor
+from weightcast.receiver.server import weight_routes
+from weightcast.receiver.session import SessionHandler
+from weightcast.version import __version__
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Message, RankAck, RankInfo
+
+_START_S = 60.0
+
+
+class Trainer:
+    """``WeightUpdater`` over the rig's model."""
+
+    def __init__(self, side: TrainerSide, *, transport: str, bucket_bytes: int, verify: str, **_: Any) -> None:
+        self._side = side
+        self._options: dict[str, Any] = dict(transport=transport, bucket_bytes=bucket_bytes, verify=verify)
+        self._updater: WeightUpdater | None = None
+        self._counting = Counting(side)
+
+    def prepare(self) -> None:
+        """Connects to the engines."""
+        urls = [pipe.receive() for pipe in self._side.pipes]
+        self._updater = WeightUpdater.connect(self._side.model, [Target(url) for url in urls], **self._options)
+
+    def update(self, version: int) -> dict[str, float]:
+        """One transaction."""
+        assert self._updater is not None
+        with self._counting:
+            report = self._updater.update(version=version)
+        phases = {f"{name}_s": seconds for name, seconds in report.phases.items()}
+        return {**phases, "own_seconds": report.seconds, "buckets": float(report.buckets)}
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._updater is not None:
+            self._updater.close()
+
+
+class Engine:
+    """A receiver behind HTTP, in a thread of the engine's process."""
+
+    def __init__(self, side: EngineSide, *, staging: str = "auto", **_: Any) -> None:
+        self._side = side
+        self._staging: Any = staging
+        self._done = threading.Event()
+        self._usable_at = 0.0
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._worker: _Worker | None = None
+        self._receiving: SessionHandler | None = None
+        self._counting = Counting(side)
+
+    def prepare(self) -> None:
+        """Records the loader, allocates the staging set and starts the server."""
+        side = self._side
+        expected = [TensorSpec(name=place.name, dtype="bfloat16", shape=place.shape) for place in side.shape.places]
+        receiver = WeightReceiver(
+            side.engine,
+            load_weights=side.engine.load_weights,
+            expected=expected,
+            device=side.device,
+            finishers=[self._finished],
+            staging=self._staging,
+        )
+        self._worker = _Worker(receiver)
+        executor = LocalExecutor(self._worker)
+        facts = EngineFacts(
+            engine=f"weightcast {__version__}",
+            model=side.shape.name,
+            host_id=host_id(),
+            ranks=(RankInfo(rank=0, pid=os.getpid(), device=device_uuid(side.device)),),
+            staging=receiver.loader.staging.place,
+            transports=("ipc", "broadcast"),
+            specs=tuple(expected),
+        )
+        engine = self._receiving = SessionHandler(executor, side.decoding, facts)
+        app = FastAPI()
+        app.include_router(weight_routes(engine))
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        # With another protocol number asyncio leaves Nagle's algorithm on, and every answer takes 40 ms.
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pipe in side.pipes:
+            pipe.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+    def update(self, version: int) -> dict[str, float]:
+        """Waits until the finishers have run, which is after the new weights are live."""
+        with self._counting:
+            if not self._done.wait(300.0):
+                raise TimeoutError("no update arrived")
+        self._done.clear()
+        return {"usable_at": self._usable_at}
+
+    def close(self) -> None:
+        """Stops the server and releases the weights."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(10.0)
+        if self._receiving is not None:
+            self._receiving.close()  # its watchdog thread would keep the staging set alive
+        if self._worker is not None:
+            self._worker.close()
+
+    def _finished(self) -> None:
+        synchronize(self._side.device)
+        self._usable_at = time.monotonic()
+        self._done.set()
+
+
+class _Worker:
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self._receiver = receiver
+        self._device = receiver.device
+
+    def apply(self, message: Message) -> RankAck:
+        """Applies a message after setting the device, which the server's threads do not know."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        return self._receiver.apply(message)
+
+    def run(self, command: bytes) -> bytes:
+        """Returns the command unchanged: this worker has no commands."""
+        return command
+
+    def interrupt(self, reason: str) -> None:
+        """As ``Worker.interrupt``."""
+        self._receiver.interrupt(reason)
+
+    def close(self) -> None:
+        """As ``Worker.close``."""
+        self._receiver.close()

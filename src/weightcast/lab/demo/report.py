@@ -1,0 +1,152 @@
+"""Results of the demo: ``report.json``, ``plot.png`` and a summary as text."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weightcast.lab.demo.records import ModeRecord, Sample
+from weightcast.report import format_bytes
+from weightcast.version import __version__
+
+_EXPECTED_GAIN = 0.2
+# On the CPU both modes sample the same answers; the line styles keep one curve from hiding the other.
+_STYLES: dict[str, dict[str, Any]] = {
+    "colocated": {"color": "tab:blue", "linewidth": 6, "alpha": 0.4, "solid_capstyle": "round"},
+    "disaggregated": {"color": "tab:orange", "linewidth": 1.8, "marker": "o", "markersize": 4},
+}
+
+
+class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``report.json``.
+
+    Attributes:
+        command: Command line.
+        seed: Random seed of prompts and sampling.
+        model: Name of the model.
+        machine: Processor, cores and GPUs.
+        versions: Versions of Python and the main packages.
+        seconds: Wall time of the whole demo.
+        modes: Modes, in the order in which they ran.
+    """
+
+    command: list[str]
+    seed: int
+    model: str
+    machine: dict[str, str]
+    versions: dict[str, str]
+    seconds: float
+    modes: list[ModeRecord]
+
+    @property
+    def all_matched(self) -> bool:
+        """True if there was a step, and every engine rank matched in every step."""
+        steps = [step for mode in self.modes for step in mode.steps]
+        return bool(steps) and all(step.digests_matched == step.ranks > 0 for step in steps)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, weightcast and the main packages."""
+    found = {"python": platform.python_version(), "weightcast": __version__}
+    for package in ("torch", "transformers", "safetensors"):
+        found[package] = importlib.metadata.version(package)
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Returns the processor, the number of cores that this process may use, and the GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "gpus": ", ".join(gpus) or "none",
+    }
+
+
+def write_report(report: DemoReport, folder: Path) -> Path:
+    """Writes ``report.json`` and returns its path."""
+    path = folder / "report.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    return path
+
+
+def write_plot(modes: Sequence[ModeRecord], folder: Path) -> Path:
+    """Plots reward and update time by step into ``plot.png`` and returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(10, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    rewards, times = figure.subplots(1, 2)
+    for mode in modes:
+        steps = [step.version for step in mode.steps]
+        style = {**_STYLES[mode.mode], "label": f"{mode.mode} ({mode.transport})"}
+        rewards.plot(steps, [step.reward for step in mode.steps], **style)
+        times.plot(steps, [step.update_s for step in mode.steps], **style)
+    rewards.set(title="Mean reward of the sampled answers", ylim=(0, 1.02), xlabel="step", ylabel="reward, 0 to 1")
+    times.set(title="Time of one weight update, verified", xlabel="step", ylabel="seconds")
+    times.set_ylim(bottom=0)
+    for axes in (rewards, times):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, loc="lower right")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    path = folder / "plot.png"
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def summary(report: DemoReport, *, plot: Path, written: Path) -> str:
+    """Returns the summary that the demo prints last."""
+    lines: list[str] = []
+    for mode in report.modes:
+        lines += _mode_lines(mode)
+    proven = "every digest matched" if report.all_matched else "NOT ALL DIGESTS MATCHED"
+    digests = [[step.digest for step in mode.steps] for mode in report.modes]
+    if len(digests) > 1 and all(each == digests[0] for each in digests):
+        lines.append("every version has the same digest in both modes: both transports moved the same weights")
+    num_updates = sum(len(mode.steps) for mode in report.modes)
+    lines += [
+        f"{num_updates} updates in {report.seconds:.0f} s, {proven}, seed {report.seed}",
+        "",
+        f"  {plot}   reward and update time by step",
+        f"  {written}   every number above",
+        f"  {written.parent / 'logs'}   log of each process, with the update report of each step",
+        "",
+        "next:",
+        "  weightcast serve MODEL --tp 3                        start your own engine",
+        "  weightcast push CHECKPOINT --to URL --version 7      send new weights to it while it runs",
+        "  weightcast verify CHECKPOINT --at URL                prove that it serves them",
+    ]
+    return "\n".join(lines)
+
+
+def sample_lines(sample: Sample) -> list[str]:
+    """Formats the answers of one version with their rewards."""
+    answers = [f"    {answer.reward:.2f}  {' '.join(answer.text.split())!r}" for answer in sample.answers]
+    return [f"  version {sample.version} on {sample.question!r}", *answers]
+
+
+def _mode_lines(mode: ModeRecord) -> list[str]:
+    rewards = [step.reward for step in mode.steps]
+    quarter = max(1, len(rewards) // 4)
+    first, last = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
+    times = sorted(step.update_s for step in mode.steps)
+    median = times[len(times) // 2]
+    size = format_bytes(mode.steps[0].bytes)
+    ranks = mode.steps[0].ranks
+    weak = "" if mode.reward_gain >= _EXPECTED_GAIN else f"  (less than {_EXPECTED_GAIN}: too few steps?)"
+    lines = [
+        f"{mode.mode} ({mode.transport}): reward {first:.2f} -> {last:.2f}, gain {mode.reward_gain:+.2f}{weak}",
+        f"  {size} to {ranks} engine ranks in {median:.2f} s (median of {len(times)} updates)",
+    ]
+    for sample in mode.samples:
+        lines += sample_lines(sample)
+    return [*lines, ""]

@@ -1,0 +1,207 @@
+"""The receiver's engine hooks in vLLM's API server: pause, resume, drop caches, set the version.
+
+Threads of the server call these methods; vLLM's engine client lives on the server's event loop.
+"""
+
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from weightcast.config import PauseMode
+from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+
+_SHORT_S = 30.0
+SLEEP_TAGS = ("weights", "kv_cache")
+# vLLM's name of each mode, and whether it drops the KV cache.
+_MODES: dict[PauseMode, tuple[str, bool]] = {
+    "in_place": ("keep", False),
+    "retract": ("keep", True),
+    "wait": ("wait", True),
+    "abort": ("abort", True),
+}
+
+
+class VllmHooks:
+    """``EngineHooks`` over vLLM's engine client."""
+
+    def __init__(
+        self,
+        client: Any,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        prefix_caching: bool,
+        encoders: bool = False,
+    ) -> None:
+        """Makes the hooks without calling vLLM.
+
+        Args:
+            client: vLLM's ``AsyncLLM``.
+            loop: Event loop of the client.
+            prefix_caching: Whether vLLM reuses the KV cache of one request for another.
+            encoders: Whether the model has encoders, such as a vision tower, whose outputs vLLM caches.
+        """
+        self._client = client
+        self._loop = loop
+        self._prefix_caching = prefix_caching
+        self._encoders = encoders
+        self._paused = False
+        self._foreign = False
+        self._keeps_caches = False
+        self._asleep: frozenset[str] = frozenset()
+        self._draining: Future[Any] | None = None
+
+    @property
+    def paused(self) -> bool:
+        """True while vLLM sleeps, wholly or in part, or is paused for an update or by the quarantine.
+
+        This object does not notice an operator's own pause.
+        """
+        return self._paused or bool(self._asleep)
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Tags of the memory that vLLM has freed for sleep: ``weights``, ``kv_cache``."""
+        return self._asleep
+
+    def fell_asleep(self, tags: Iterable[str] = SLEEP_TAGS) -> None:
+        """Notes that vLLM has freed the memory with these tags; vLLM has paused itself before."""
+        self._asleep |= frozenset(tags)
+        self._paused = False
+
+    def woke(self, tags: Sequence[str] | None) -> None:
+        """Notes that vLLM has this memory again (None: all of it).  With the last of it, vLLM resumes by itself."""
+        self._asleep = self.still_asleep(tags)
+        if not self._asleep:
+            self._paused = False
+
+    def still_asleep(self, tags: Sequence[str] | None) -> frozenset[str]:
+        """Returns the tags that still sleep after ``wake_up(tags)``.  vLLM wakes nothing if one of them is awake."""
+        if tags is None:
+            return frozenset()
+        wanted = frozenset(tags) - {"scheduling"}
+        return self._asleep - wanted if wanted <= self._asleep else self._asleep
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Pauses vLLM and returns when no request runs.
+
+        If vLLM sleeps, wholly or in part, it runs nothing and has dropped its caches, so this does nothing.
+        """
+        self._keeps_caches = mode == "in_place"
+        if self._asleep:
+            self._foreign = True
+            return
+        if mode == "in_place" and self._prefix_caching:
+            raise Refused(
+                "in_place keeps the KV cache of the old weights, which vLLM's prefix caching gives to new requests",
+                hint="use pause retract, or start vLLM with --no-enable-prefix-caching",
+            )
+        self.pause_anyway(mode, timeout_s)
+
+    def pause_anyway(self, mode: PauseMode, timeout_s: float) -> None:
+        """Pauses vLLM, asleep or not."""
+        name, clear = _MODES[mode]
+        ours, self._paused, self._foreign = self._paused, True, False
+        work = asyncio.run_coroutine_threadsafe(self._pause(name, clear), self._loop)
+        self._draining = work if mode == "wait" else None
+        try:
+            before = self._result(work, timeout_s, "running requests to stop")
+        finally:
+            self._draining = None
+        self._foreign = before and not ours
+
+    async def _pause(self, name: str, clear: bool) -> bool:
+        """Pauses vLLM and returns whether it was paused before.
+
+        It awaits one call before the next, because vLLM's client may reorder concurrent calls.
+        """
+        before = await self._client.is_paused()
+        await self._client.pause_generation(mode=name, clear_cache=clear)
+        return bool(before)
+
+    def stop_waiting(self) -> None:
+        """Cancels a pause that waits for running requests; ``resume`` must follow."""
+        draining = self._draining
+        if draining is not None:
+            draining.cancel()
+
+    def resume(self) -> None:
+        """Resumes vLLM, unless it was paused or asleep before the update; then its operator resumes it."""
+        if not self._foreign and not self._asleep:
+            self.wait(self._client.resume_generation(), _SHORT_S, "vLLM to resume")
+        self._paused = self._foreign = False
+
+    def drop_caches(self) -> None:
+        """Drops the cached outputs of encoders after a pause that kept caches; other pauses have dropped them.
+
+        If half of an image is in a request's KV cache, the rest of it comes from the new weights: vLLM runs the encoder
+        again.
+        """
+        if self._encoders and self._keeps_caches and not self._asleep:
+            self.wait(self._client.reset_encoder_cache(), _SHORT_S, "the cache of encoders to be dropped")
+
+    def set_version(self, version: int) -> None:
+        """Sets the weight version that newer versions of vLLM attach to their answers."""
+        if not hasattr(self._client, "update_weight_version"):
+            return
+        self.wait(self._client.update_weight_version(str(version)), _SHORT_S, "the new version to be noted")
+
+    def listen(self, folder: str) -> None:
+        """Makes every rank listen in a folder."""
+        self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"folder": folder})
+
+    def on_main(self, timeout_s: float) -> None:
+        """Lets every rank's main thread do its task."""
+        self.rpc("start_weight_update", _SHORT_S)
+        self.rpc("finish_weight_update", timeout_s)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Returns the log-probability of each token but the first, given those before it."""
+        return self.wait(self._score(list(token_ids)), 4 * _SHORT_S, "log-probabilities")
+
+    def rpc(self, method: str, timeout_s: float, **arguments: Any) -> list[Any]:
+        """Calls a method of every worker, on its main thread."""
+        return self.wait(
+            self._client.collective_rpc(method, timeout=timeout_s, kwargs=arguments),
+            timeout_s,
+            f"{method} on all ranks",
+        )
+
+    def wait(self, work: Coroutine[Any, Any, Any], timeout_s: float, what: str) -> Any:
+        """Runs a coroutine on the server's loop and waits for its result.
+
+        Raises:
+            DeadlineExceeded: The coroutine took too long.
+            EngineFailure: vLLM failed; the error has its words.
+        """
+        return self._result(asyncio.run_coroutine_threadsafe(work, self._loop), timeout_s, what)
+
+    def _result(self, future: Future[Any], timeout_s: float, what: str) -> Any:
+        try:
+            return future.result(timeout_s)
+        except CancelledError as error:
+            raise Refused("pause cancelled: the update that asked for it was aborted") from error
+        except FutureTimeout as error:
+            future.cancel()
+            raise DeadlineExceeded(who="vLLM", waiting_for=what, timeout_s=timeout_s) from error
+        except Exception as error:  # vLLM's errors have no common class
+            raise EngineFailure(f"vLLM: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
+
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.utils import random_uuid
+
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        last: Any = None
+        async for output in self._client.generate(
+            TokensPrompt(prompt_token_ids=token_ids), parameters, f"weightcast-{random_uuid()}"
+        ):
+            last = output
+        if last is None or last.prompt_logprobs is None:
+            raise EngineFailure("vLLM returned no log-probabilities; it may have been paused")
+        return [found[token].logprob for token, found in zip(token_ids[1:], last.prompt_logprobs[1:], strict=True)]

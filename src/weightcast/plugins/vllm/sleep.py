@@ -1,0 +1,87 @@
+"""Keeps vLLM's sleep and wake-up apart from updates, and keeps an engine with discarded weights from serving.
+
+vLLM has no plug-in point here, so this module wraps methods of its engine client in the API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from fastapi import HTTPException
+
+from weightcast.errors import Refused
+from weightcast.plugins.vllm.engine_hooks import SLEEP_TAGS, VllmHooks
+from weightcast.receiver.session import SessionHandler
+
+_PAUSE_S = 30.0
+_DISCARDED = "sleep level 2 discarded the weights: wake them (/wake_up?tags=weights), then make a full update"
+
+
+def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHandler, hooks: VllmHooks) -> None:
+    """Wraps a client's ``sleep``, ``wake_up`` and, where it exists, ``release_kv_cache_memory``.
+
+    They answer 409 while an update is under way.  An engine whose weights were discarded is quarantined until a full
+    update.  If it wakes before that, it is paused.
+
+    Args:
+        client: vLLM's ``AsyncLLM``.
+        loop: Event loop of the client.
+        engine: Session that knows whether an update is under way.
+        hooks: Hooks that are told which memory sleeps.
+    """
+    sleep, wake_up = client.sleep, client.wake_up
+    release = getattr(client, "release_kv_cache_memory", None)
+
+    def call(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    async def alone(do: Callable[[], Any]) -> Any:
+        def locked() -> Any:
+            with engine.between_updates():
+                return do()
+
+        try:
+            return await asyncio.to_thread(locked)
+        except Refused as error:
+            raise HTTPException(409, f"{error} ({error.hint})" if error.hint else str(error)) from error
+
+    async def guarded_sleep(level: int = 1, mode: str = "abort") -> Any:
+        def do() -> Any:
+            if level >= 2 and "weights" not in hooks.asleep:
+                engine.discarded(_DISCARDED)  # before the call, which may fail half way
+            answer = call(sleep(level, mode))
+            if level >= 1:
+                hooks.fell_asleep()
+            return answer
+
+        return await alone(do)
+
+    async def guarded_wake_up(tags: Sequence[str] | None = None) -> Any:
+        def do() -> Any:
+            # vLLM resumes by itself when the last of its memory is back.
+            unproven = engine.state == "quarantined" and not hooks.still_asleep(tags)
+            if unproven:
+                hooks.pause_anyway("abort", _PAUSE_S)  # vLLM would answer waiting requests without weights
+            answer = call(wake_up(tags))
+            hooks.woke(tags)
+            if unproven:
+                hooks.pause_anyway("abort", _PAUSE_S)
+            return answer
+
+        return await alone(do)
+
+    client.sleep, client.wake_up = guarded_sleep, guarded_wake_up
+    if release is None:
+        return
+
+    async def guarded_release() -> Any:
+        def do() -> Any:
+            answer = call(release())
+            hooks.fell_asleep(SLEEP_TAGS[1:])
+            return answer
+
+        return await alone(do)
+
+    client.release_kv_cache_memory = guarded_release

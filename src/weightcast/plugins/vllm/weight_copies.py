@@ -1,0 +1,167 @@
+"""References and copies of weights that a vLLM model holds outside its parameters and buffers.
+
+A kernel or an attention backend may keep a parameter object that it was given once, or a copy in another dtype.
+New weights must reach those too, so this module finds them, renews them, and checks that they are renewed.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcast.errors import ConfigError, EngineFailure
+
+
+class OutsideReferences:
+    """All tensor objects of this process that share memory with a model's parameters and buffers.
+
+    A kernel may hold such an object, or the parameter itself.  If the layer's parameter is replaced, that object keeps
+    the old weights.  The objects are found once, through Python's garbage collector, and are referred to weakly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        tensors = _tensors_of(model)
+        names = {_storage_of(tensor): name for name, tensor in tensors.items() if tensor.numel()}
+        self._found: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        for candidate in gc.get_objects():
+            # isinstance would ask proxies for their class, and lazy modules would be imported.
+            if not issubclass(type(candidate), torch.Tensor):
+                continue
+            tensor: torch.Tensor = candidate
+            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+                name = names.get(_storage_of(tensor))
+                if name is not None:
+                    self._found.append((name, weakref.ref(tensor)))
+
+    def check(self) -> None:
+        """Check that every reference still sees the memory of the parameter that it saw at start.
+
+        Raises:
+            EngineFailure: Something still holds the memory of a parameter that has other memory now.
+        """
+        now = _tensors_of(self._model)
+        stale: list[tuple[str, str]] = []
+        for name, reference in self._found:
+            tensor = reference()
+            if tensor is None or not tensor.numel():
+                continue
+            current = now.get(name)
+            if current is None or _storage_of(current) != _storage_of(tensor):
+                stale.append((name, _holder(tensor)))
+        if stale:
+            name, holder = next((found for found in stale if found[1]), stale[0])
+            raise EngineFailure(
+                f"{holder or 'something'} still computes with the old {name}: it holds memory that {name} had before"
+            )
+
+
+class AttentionCopies:
+    """Copies of weights in attention layers: sinks in float32, and MLA's absorbed matrices.
+
+    vLLM makes both when it processes weights after loading.  ``renew`` updates sinks in place, since vLLM 0.25 keeps no
+    reference to the parameter that it copied.  MLA's matrices must be views of ``kv_b_proj``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Finds the copies.
+
+        Raises:
+            ConfigError: A layer keeps a copy that cannot be renewed here.
+        """
+        self._copies: list[tuple[str, torch.Tensor, nn.Parameter]] = []
+        modules = dict(model.named_modules())
+        for name, layer in modules.items():
+            for implementation in _implementations(layer):
+                sinks = getattr(implementation, "sinks", None)
+                if isinstance(sinks, torch.Tensor):
+                    self._add_sinks(name, sinks, modules)
+            _check_mla(name, layer)
+
+    def renew(self) -> None:
+        """Copies the live parameters into the copies, at the same addresses.  This is a finisher."""
+        with torch.no_grad():
+            for _, tensor, parameter in self._copies:
+                tensor.copy_(parameter)
+
+    def check(self) -> None:
+        """Compares the copies with the live parameters.
+
+        Raises:
+            EngineFailure: A copy has other values.
+        """
+        for name, tensor, parameter in self._copies:
+            if not torch.equal(tensor, parameter.to(tensor.dtype)):
+                raise EngineFailure(f"{name} computes with other attention sinks than it keeps")
+
+    def _add_sinks(self, name: str, sinks: torch.Tensor, modules: Mapping[str, nn.Module]) -> None:
+        above = modules.get(name.rpartition(".")[0])
+        found = dict(above.named_parameters(recurse=False)) if above is not None else {}
+        if any(_storage_of(parameter) == _storage_of(sinks) for parameter in found.values()):
+            return
+        parameter = found.get("sinks")
+        if parameter is None or parameter.shape != sinks.shape:
+            raise ConfigError(
+                f"{name} keeps its own copy of attention sinks, made from an unknown parameter",
+                hint="use another attention backend (--attention-backend), or vLLM's own weight transfer",
+            )
+        self._copies.append((name, sinks, parameter))
+
+
+def _implementations(layer: nn.Module) -> Iterator[Any]:
+    """Yields the attention backends of a layer: one, or the variants of a composite one."""
+    implementation = getattr(layer, "impl", None)
+    if implementation is None:
+        return
+    yield implementation
+    variants = getattr(implementation, "get_impl_variants", None)
+    if callable(variants):
+        yield from variants()  # type: ignore[misc]  vLLM's own
+
+
+def _check_mla(name: str, layer: nn.Module) -> None:
+    projection = getattr(layer, "kv_b_proj", None)
+    if not hasattr(layer, "impl") or not isinstance(projection, nn.Module):
+        return
+    weight = getattr(projection, "weight", None)
+    absorbed = {
+        key: value
+        for key in ("W_UV", "W_UK_T", "W_K", "W_V", "W_UK_T_dcp_qrep")
+        if isinstance(value := getattr(layer, key, None), torch.Tensor)
+    }
+    own = [
+        key
+        for key, tensor in absorbed.items()
+        if not isinstance(weight, torch.Tensor) or _storage_of(tensor) != _storage_of(weight)
+    ]
+    if own or not absorbed:
+        kept = " and ".join(own) or "packed matrices"
+        raise ConfigError(
+            f"{name} computes with its own copy of kv_b_proj ({kept}), which weightcast cannot update",
+            hint="use another attention backend (--attention-backend), or vLLM's own weight transfer",
+        )
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _holder(tensor: torch.Tensor) -> str:
+    """Returns the class of the first object that holds a tensor; empty if Python finds none."""
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, dict):
+            owners = [owner for owner in gc.get_referrers(referrer) if getattr(owner, "__dict__", None) is referrer]
+            if owners:
+                return type(owners[0]).__name__
+        elif not isinstance(referrer, list | tuple) and type(referrer).__name__ != "frame":
+            return type(referrer).__name__
+    return ""

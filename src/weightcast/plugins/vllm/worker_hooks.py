@@ -1,0 +1,74 @@
+"""Calls our receiver where a vLLM worker measures its memory, sleeps and wakes.
+
+vLLM's plug-in points for weight transfer have no hook there, so this module wraps methods of the worker's class, once
+in each worker process.  A worker with another weight-transfer backend is not affected.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_DONE = "_weightcast_around"
+
+
+class Resident(Protocol):
+    """The methods of our backend that a worker calls."""
+
+    def take_room(self, worker: Any, cache_bytes: int) -> int:
+        """Allocates the staging set; returns the bytes that are left for the KV cache."""
+        ...
+
+    def fall_asleep(self, level: int) -> None:
+        """Called before vLLM frees its memory; raises if an update is under way."""
+        ...
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """Called after vLLM has allocated the memory with these tags again; None means all of it."""
+        ...
+
+
+def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
+    """Wraps ``determine_available_memory``, ``sleep`` and ``wake_up`` of a worker's class; a second call does nothing.
+
+    Args:
+        worker_class: Class of vLLM's workers in this process.
+        kind: Class of our backend, a ``Resident``.
+    """
+    if _DONE in vars(worker_class):
+        return
+    measure, sleep, wake_up = (
+        getattr(worker_class, name) for name in ("determine_available_memory", "sleep", "wake_up")
+    )
+
+    def ours(worker: Any) -> Resident | None:
+        backend = getattr(worker, "weight_transfer_engine", None)
+        return backend if isinstance(backend, kind) else None
+
+    @functools.wraps(measure)
+    def determine_available_memory(self: Any) -> int:
+        cache_bytes = measure(self)
+        backend = ours(self)
+        return cache_bytes if backend is None else backend.take_room(self, cache_bytes)
+
+    @functools.wraps(sleep)
+    def fall_asleep(self: Any, level: int = 1) -> Any:
+        backend = ours(self)
+        if backend is not None:
+            backend.fall_asleep(level)
+        return sleep(self, level)
+
+    @functools.wraps(wake_up)
+    def wake(self: Any, tags: list[str] | None = None) -> Any:
+        answer = wake_up(self, tags)
+        backend = ours(self)
+        if backend is not None:
+            backend.wake(tags)
+        return answer
+
+    # vLLM's decorator ``inference_mode`` stays on vLLM's own methods only.
+    worker_class.determine_available_memory = determine_available_memory
+    worker_class.sleep = fall_asleep
+    worker_class.wake_up = wake
+    setattr(worker_class, _DONE, True)

@@ -1,0 +1,149 @@
+"""The state of one engine: serving, updating or quarantined, and the version that it serves."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from weightcast.config import PauseMode
+from weightcast.errors import WeightcastError
+from weightcast.receiver.staging import Place
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo, State, shown
+
+log = logging.getLogger("weightcast.receiver")
+
+_PAUSE_S = 30.0  # deadline of the pause of a quarantined engine
+
+
+class EngineHooks(Protocol):
+    """The engine that the receiver lives in: its pause, its caches and its version stamp."""
+
+    @property
+    def paused(self) -> bool:
+        """True while no request runs, whoever paused the engine."""
+        ...
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Returns when no request runs; none runs until ``resume``."""
+        ...
+
+    def stop_waiting(self) -> None:
+        """Makes a ``pause`` that still waits for running requests raise now; a pause that was reached stays."""
+        ...
+
+    def resume(self) -> None:
+        """Ends the pause."""
+        ...
+
+    def drop_caches(self) -> None:
+        """Drops what was computed with the old weights, except what belongs to a request that keeps it."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Stamps whatever is generated from now on with this version."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """The fields of ``EngineInfo`` that stay the same while the engine runs.
+
+    Attributes:
+        optional: Tensors that the engine knows and keeps nowhere.
+        note: ``EngineInfo.message`` of an engine that is not quarantined.
+    """
+
+    engine: str
+    model: str
+    host_id: str
+    ranks: tuple[RankInfo, ...]
+    staging: Place
+    transports: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    optional: tuple[TensorSpec, ...] = ()
+    note: str = ""
+    staging_bytes: int = 0
+
+
+class EngineState:
+    """The state, version and digest that an engine tells of itself.
+
+    Attributes:
+        state: Serving, updating or quarantined.
+        version: Version that the engine serves; None if it is unknown.
+        digest: Model digest of that version; None if it was never proven.
+        message: Why the engine is quarantined; else empty.
+        hooks: The engine's own pause, caches and version stamp.
+        facts: What stays the same.
+    """
+
+    def __init__(self, hooks: EngineHooks, facts: EngineFacts, *, version: int | None, tp_size: int) -> None:
+        self.state: State = "serving"
+        self.version = version
+        self.digest: str | None = None
+        self.message = ""
+        self.hooks = hooks
+        self.facts = facts
+        self._tp_size = tp_size
+        self._instance = secrets.token_hex(16)
+
+    def info(self, session_owner: str | None) -> EngineInfo:
+        """The engine's answer to "what are you and what do you serve?".
+
+        Args:
+            session_owner: The trainer that updates the engine now.
+        """
+        facts = self.facts
+        return EngineInfo(
+            protocol=PROTOCOL,
+            engine=facts.engine,
+            model=facts.model,
+            state=self.state,
+            version=self.version,
+            digest=self.digest,
+            tp_size=self._tp_size,
+            host_id=facts.host_id,
+            ranks=facts.ranks,
+            staging=facts.staging,
+            staging_bytes=facts.staging_bytes,
+            transports=facts.transports,
+            specs=facts.specs,
+            session_owner=session_owner,
+            message=self.message or facts.note,
+            optional=facts.optional,
+            paused=self.hooks.paused,
+            instance=self._instance,
+        )
+
+    def ack(self, *, ok: bool = True, **fields: Any) -> Ack:
+        """An answer to the trainer, with the state that is left."""
+        return Ack(ok=ok, state=self.state, version=self.version, ranks=self._tp_size, **fields)
+
+    def quarantine(self, why: str) -> None:
+        """Pauses the engine until a full update succeeds."""
+        log.error("quarantined: %s", shown(why))
+        self.state = "quarantined"
+        self.message = why
+        self.digest = None  # what is kept now was never proven
+        try:
+            self.hooks.pause("abort", _PAUSE_S)
+        except Exception:  # the engine's hooks are other people's code; the reason must still be told
+            log.exception("could not pause")
+
+    def discard(self, why: str) -> None:
+        """Quarantines the engine at no known version, without a pause."""
+        log.warning("quarantined: %s", shown(why))
+        self.state = "quarantined"
+        self.message = why
+        self.version = None
+        self.digest = None
+
+
+def error_words(error: Exception) -> str:
+    """The text of an error with its hint; with its type where the error is not one of ours."""
+    if not isinstance(error, WeightcastError):
+        return f"{type(error).__name__}: {error}"
+    return f"{error} ({error.hint})" if error.hint else str(error)

@@ -1,0 +1,99 @@
+"""The session that is open, and the rules for which messages fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weightcast.errors import Refused
+from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.messages import Announce, Close, Commit, Join, Leave, Message, Open, Revert, shown
+
+
+@dataclass(slots=True)
+class OpenSession:
+    """One update of the engine, from its Open to its Commit or Abort.
+
+    Attributes:
+        open: Its first message.
+        deadline: Monotonic time at which the lease ends.
+        buckets: Number of buckets that have arrived.
+        closed: True once every rank has said that everything arrived.
+        failed: Why a message failed; empty if none did.
+        group_failed: True if it failed because the process group did.
+        ending: Why the session is being ended; empty if it is not.
+        paused_at: Monotonic time of the pause; None before it.
+        not_updated: Parameters that no tensor of the update writes, by name.
+        unproven: Tensors whose place cannot be read back, by name.
+        groups: Process groups that its buckets come by.
+    """
+
+    open: Open
+    deadline: float
+    buckets: int = 0
+    closed: bool = False
+    failed: str = ""
+    group_failed: bool = False
+    ending: str = ""
+    paused_at: float | None = None
+    not_updated: tuple[str, ...] = ()
+    unproven: frozenset[str] = frozenset()
+    groups: set[str] = field(default_factory=set[str])
+
+
+class Announced:
+    """The tensors that were announced at Open.  Layouts that passed the check are remembered across updates."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs = specs
+        self._by_name = {spec.name: spec for spec in specs}
+        self._good: dict[int, BucketLayout] = {}
+
+    def check(self, layout: BucketLayout) -> None:
+        """Refuses a layout of other tensors."""
+        if self._good.get(layout.index) is layout:
+            return
+        for slot in layout.slots:
+            if self._by_name.get(slot.spec.name) != slot.spec:
+                raise Refused(f"bucket {layout.index}: {slot.spec.name} is not what was announced at Open")
+        self._good[layout.index] = layout
+
+
+def check_message(message: Message, current: OpenSession | None, committed: str) -> None:
+    """Refuses a message that does not fit the session that is open, or that none is.
+
+    Args:
+        message: The message.
+        current: The open session.
+        committed: Id of the session that was committed last; empty if there is none.
+
+    Raises:
+        Refused: The message belongs to another session, or may not come now.
+    """
+    if isinstance(message, Open) and current is not None and not current.ending:
+        if current.open.session == message.session:
+            raise Refused("this session is open already")
+        raise Refused(f"already being updated by {owner(current.open)}", hint="wait for it to finish, or end it")
+    if current is not None and not current.ending:
+        # A sender that does not know the session's id must not change the groups that its buckets come by.
+        if isinstance(message, Join) and not message.session:
+            raise Refused(f"being updated by {owner(current.open)}", hint="join when the update has finished")
+        if isinstance(message, Leave) and message.group in current.groups:
+            raise Refused(f"{owner(current.open)} uses the group {message.group}", hint="end its update first")
+    # A Join that names no session makes a group outside an update.
+    named = message.session if isinstance(message, Join | Announce | Close | Commit | Revert) else ""
+    if committed and isinstance(message, Commit | Revert) and message.session == committed:
+        return  # a committed session may still be asked about, and reverted
+    if named and (current is None or current.open.session != named):
+        raise Refused("no such session: it was never opened, it was ended, or another trainer's is open")
+
+
+def check_idle(current: OpenSession | None) -> None:
+    """Refuses while an update is under way."""
+    if current is not None:
+        raise Refused(f"being updated by {owner(current.open)}", hint="wait for it to finish, or end it")
+
+
+def owner(message: Open) -> str:
+    """The trainer process that opened a session, in words."""
+    return f"process {message.owner.pid} on {shown(message.owner.host)} (to version {message.version})"

@@ -1,0 +1,452 @@
+"""One engine rank: the only place that knows what a message means.
+
+``WeightReceiver`` sits beside a model and answers messages.  It can be embedded in any engine that has the model in
+its process: give it the model, the model's ``load_weights`` and what must be done after new weights are in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, assert_never
+
+import torch
+from torch import nn
+
+from weightcast.comm.update_group import GroupFailed
+from weightcast.digest.bucket_sums import RepeatedTotals, sums_of_slots
+from weightcast.digest.definition import RepeatedSums, sha256_digest
+from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
+from weightcast.receiver.loader import Finisher, Loader, residents_of
+from weightcast.receiver.recorder import LoadWeights
+from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.receiver.staging import Place, choose_place
+from weightcast.runtime.gc_pause import gc_paused
+from weightcast.runtime.peak_memory import PeakMemory
+from weightcast.runtime.streams import wait_for_streams
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    Close,
+    Commit,
+    IpcSource,
+    Join,
+    Leave,
+    Message,
+    Open,
+    Owner,
+    RankAck,
+    Readback,
+    Revert,
+)
+
+StagingChoice = Literal["auto", "device", "host", "none"]
+Check = Callable[[], object]
+_READ_BACK = ("resident", "behaviour")
+
+
+class WeightReceiver:
+    """Receives updates for one rank's model.
+
+    Thread rule: ``apply`` is called by one thread at a time; ``interrupt`` by any other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        load_weights: LoadWeights,
+        expected: Sequence[TensorSpec] | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        device: torch.device | str = "cpu",
+        finishers: Sequence[Finisher] = (),
+        draft: nn.Module | None = None,
+        staging: StagingChoice = "auto",
+        residents: Mapping[str, torch.Tensor] | None = None,
+        checks: Sequence[Check] = (),
+        keep_storage: bool = False,
+    ) -> None:
+        """Learns the model's loader and allocates the staging set.
+
+        Args:
+            model: This rank's part of the model.
+            load_weights: Takes ``(name, tensor)`` pairs of whole tensors and keeps this rank's slices.
+            expected: Every tensor of a full update, whole; None takes the model's own parameters and buffers.
+            tp_rank: This rank.
+            tp_size: Number of ranks.
+            device: Where the parameters live.
+            finishers: Called once after new weights are live (rebuild captured graphs, say).
+            draft: A draft model beside it; its parameters are reported as not updated.
+            staging: Place of the staging set; ``auto`` takes the device, else the host, else nothing.
+            residents: Tensors that ``load_weights`` writes, for an engine that packs its weights; see ``Loader``.
+            checks: Called before weights are read back; each raises if the model computes with other memory.
+            keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
+
+        Raises:
+            ConfigError: The staging asked for is not possible, or the loader writes a parameter twice.
+        """
+        self.rank = tp_rank
+        self.tp_size = tp_size
+        self.device = torch.device(device)
+        if str(self.device) == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if expected is None:
+            if tp_size > 1:
+                raise ConfigError("a tensor-parallel rank must be told which whole tensors to expect")
+            expected = [TensorSpec.of(name, tensor) for name, tensor in residents_of(model).items()]
+        self.loader = Loader(
+            model, load_weights=load_weights, expected=expected, finishers=finishers, residents=residents
+        )
+        self._checks = tuple(checks)
+        why = self.loader.unstaged_because(keep_storage=keep_storage)
+        place = "none" if staging == "auto" and why else staging
+        place = choose_place(place, size_bytes=self.loader.size_bytes, device=self.device)
+        self.staging_note = _staging_note(place, why, self.loader.size_bytes) if staging == "auto" else ""
+        self.loader.stage(place, keep_storage=keep_storage)
+        self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
+        self._memory = SharedMemorySource(self.device)
+        self._interrupted = threading.Event()
+        self._broadcast = BroadcastSource(self.device, self._interrupted)
+        self._open: Open | None = None
+        self._owner: Owner | None = None
+        self._committed = ""
+        self._asleep = ""
+        self._set_aside: dict[str, torch.Tensor] = {}
+        self._received: list[tuple[BucketLayout, torch.Tensor]] = []
+        self._copies: list[tuple[BucketLayout, torch.Tensor]] = []
+        self._repeated = RepeatedSums()
+        self._totals = RepeatedTotals()
+        self._hashed: dict[str, str] = {}
+        self._peak: PeakMemory | None = None
+        self._measuring = False
+        self._load_s = self._verify_s = 0.0
+
+    def apply(self, message: Message) -> RankAck:
+        """Carries out a message.  A failure is in the answer; nothing is raised."""
+        self._load_s = self._verify_s = 0.0
+        try:
+            with gc_paused():
+                return self._apply(message)
+        except Refused as error:
+            return self._ack(ok=False, refused=True, error=_text(error))
+        except (GroupFailed, DeadlineExceeded) as error:
+            return self._ack(ok=False, group_failed=True, error=_text(error))
+        except Exception as error:  # noqa: BLE001  the model's loader and its finishers are other people's code
+            return self._ack(ok=False, error=_text(error))
+
+    def interrupt(self, reason: str) -> None:
+        """Ends a wait for the trainer now; the message that waits is answered with a failure."""
+        self._interrupted.set()
+        self._broadcast.interrupt(reason)
+
+    def sleep(self, *, discard: bool = False, hint: str = "POST /wake first") -> None:
+        """Frees device memory that only updates need, and refuses updates and read-backs until ``wake``.
+
+        Args:
+            discard: True if the engine drops its weights.  Parameters that no full update writes are then kept on the
+                host.
+            hint: Advice in the refusals.
+
+        Raises:
+            Refused: An update is under way.
+        """
+        if self._open is not None and self._committed != self._open.session:
+            raise Refused("an update is under way, which writes into the memory that sleep gives back")
+        if discard:
+            live = self.loader.residents
+            self._set_aside = {name: live[name].detach().to("cpu", copy=True) for name in self.loader.partly_written()}
+        self._asleep = hint
+        self._open = None
+        self._committed = ""
+        self._broadcast.trim()
+        self.loader.known = None
+        self.loader.staging.free()
+
+    def wake(self) -> None:
+        """Undoes ``sleep``, once the weights (or their memory) are back on their device."""
+        for name, values in self._set_aside.items():
+            self.loader.residents[name].detach().copy_(values)
+        self._set_aside.clear()
+        self.loader.staging.allocate()
+        self._asleep = ""
+
+    def close(self) -> None:
+        """Frees groups, mapped memory and the staging set on the device; safe to call twice."""
+        self._memory.close()
+        self._broadcast.close()
+        self.loader.staging.free()
+
+    def _apply(self, message: Message) -> RankAck:
+        match message:
+            case Open():
+                return self._begin(message)
+            case Join():
+                self._broadcast.join(message, rank=self.rank)
+                return self._ack()
+            case Leave():
+                if message.group is not None:
+                    self._broadcast.leave(message.group)
+                self._unmap()
+                self._broadcast.trim()
+                return self._ack()
+            case Announce():
+                return self._take(message)
+            case Close():
+                return self._count(message)
+            case Commit():
+                return self._commit(message)
+            case Revert():
+                return self._revert(message)
+            case Abort():
+                return self._abort(message)
+            case Readback():
+                self._check_awake()
+                for check in self._checks:
+                    check()
+                return self._ack(held=True)
+            case _:
+                assert_never(message)
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise Refused("the engine is asleep", hint=self._asleep)
+
+    def _begin(self, message: Open) -> RankAck:
+        self._check_awake()
+        self.loader.check(message.specs)
+        self._end()
+        self.loader.begin()
+        if message.owner != self._owner:
+            self._unmap()  # another trainer, perhaps dead, cannot free memory that is mapped here
+            self._owner = message.owner
+        self._open = message
+        self._committed = ""
+        self._interrupted.clear()
+        self._peak = PeakMemory(self.device).__enter__()
+        self._measuring = True
+        return self._ack()
+
+    def _take(self, message: Announce) -> RankAck:
+        session = self._session(message.session)
+        started = time.monotonic()
+        if isinstance(message.source, IpcSource):
+            bucket = self._memory.read(message.layout, message.source.handles)
+        else:
+            bucket = self._read(message.layout, message.source.group, session)
+        if self._interrupted.is_set():
+            raise Refused("interrupted")
+        arrived = time.monotonic()
+        sums = self.loader.load(bucket)
+        loaded = time.monotonic()
+        if self.loader.copies:
+            self._sum_copies(replace(bucket, sums=sums))
+        if session.verify != "none":
+            self._digest(replace(bucket, sums=sums), session)
+        digested = time.monotonic()
+        if isinstance(message.source, IpcSource):
+            # The trainer may overwrite its buffer as soon as it has our answer.  Digests are summed on the GPU of the
+            # buffer, which may be another one.
+            wait_for_streams(self.device, bucket.data.device)
+        else:
+            self._broadcast.release(bucket)
+        self._verify_s = digested - loaded
+        self._load_s = loaded - arrived
+        if self.device.type == "cuda":
+            self._load_s += time.monotonic() - digested + arrived - started
+        return self._ack()
+
+    def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
+        """Receives a broadcast bucket directly into the staging set, or into a buffer while the one before is loaded.
+
+        Only an announced bucket has destinations, so the next one is not received early if it may have some.
+        """
+        runs, next_runs = (*session.bucket_runs[layout.index : layout.index + 2], (), ())[:2]
+        places = {} if self._broadcast.entered else self.loader.places(layout, runs)
+        try:
+            return self._broadcast.read(
+                layout,
+                group,
+                timeout_s=session.timeout_s,
+                runs=runs,
+                next_runs=() if self.loader.may_place(layout.index + 1, next_runs) else next_runs,
+                places=places,
+            )
+        except Refused:
+            raise  # before anything was entered
+        except BaseException:
+            if places:
+                self.loader.abandon()
+            raise
+
+    def _digest(self, bucket: Bucket, session: Open) -> None:
+        """Digests a bucket.  The sums go to the host without a wait, which would stop the stream."""
+        if session.digest == "sha256":
+            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
+        if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
+            self._received.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
+
+    def _sum_copies(self, bucket: Bucket) -> None:
+        """Sums a bucket with a tensor that must equal another one, also without proof."""
+        names = {*self.loader.copies, *self.loader.copies.values()}
+        if any(slot.spec.name in names for slot in bucket.layout.slots):
+            self._copies.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
+
+    def _count(self, message: Close) -> RankAck:
+        session = self._session(message.session)
+        missing = self.loader.missing(session.specs)
+        if missing:
+            return self._ack(ok=False, missing=tuple(missing), error=f"{len(missing)} tensors did not arrive whole")
+        self._check_range()
+        started = time.monotonic()
+        # The commit may run on another thread, whose stream does not wait for this one's copies.
+        wait_for_streams(self.device)
+        if self._copies:
+            self.loader.check_copies(RepeatedTotals().totals(self._copies).by_name())
+        if session.verify in _READ_BACK:
+            self.loader.know()  # the engine generates meanwhile; at the switch it would wait
+        received = self._arrived() if message.by_name else {}
+        of_all = "" if message.by_name else self._totals.totals(self._received).of_all()
+        self._verify_s = time.monotonic() - started
+        return self._ack(received=received, received_all=of_all)
+
+    def _check_range(self) -> None:
+        """Fails for values that the model's float16 made infinite."""
+        overflowed = self.loader.overflowed()
+        if overflowed:
+            raise EngineFailure(
+                f"{', '.join(overflowed[:4])} has values beyond float16's 65504, and the model keeps float16",
+                hint="serve the model in bfloat16",
+            )
+
+    def _arrived(self) -> dict[str, str]:
+        """The digest of each tensor that has arrived, by name."""
+        return self._totals.totals(self._received).by_name() | self._hashed
+
+    def _commit(self, message: Commit) -> RankAck:
+        session = self._session(message.session)
+        if self.loader.missing(session.specs):
+            raise Refused("not everything has arrived")
+        self._check_range()
+        if self._committed == session.session:
+            raise Refused("this session was committed before")
+        started = time.monotonic()
+        self._committed = session.session  # from here on an abort has something to undo
+        self.loader.commit()
+        wait_for_streams(self.device)
+        self._load_s = time.monotonic() - started
+        self._measured()
+        received = self._arrived() if message.as_received and self.rank == 0 else {}  # all ranks have said the same
+        return self._ack(held=session.verify in _READ_BACK, received=received)
+
+    def _revert(self, message: Revert) -> RankAck:
+        if self._committed != message.session or not self.loader.staging.staged:
+            raise Refused("the weights before that session are not kept here any more")
+        self._committed = ""
+        self.loader.undo()
+        wait_for_streams(self.device)
+        return self._ack(held=True)
+
+    def _abort(self, message: Abort) -> RankAck:
+        self._interrupted.clear()
+        if self._open is None or self._open.session != message.session:
+            return self._ack()
+        problem = ""
+        if self._committed == message.session and self.loader.staging.staged:
+            self._committed = ""
+            try:
+                self.loader.undo()
+                wait_for_streams(self.device)
+            except Exception as error:  # noqa: BLE001  finishers are other people's code
+                problem = f"the old version could not be switched back: {_text(error)}"
+        touched = self.loader.touched or bool(problem)
+        self._end()
+        # The trainer may be dead: its memory would live as long as the mapping does.
+        self._unmap()
+        self._broadcast.trim()
+        return self._ack(ok=not problem, error=problem, touched=touched)
+
+    def _end(self) -> None:
+        self._open = None
+        self._broadcast.expect_nothing()
+        self._received.clear()
+        self._copies.clear()
+        self._hashed.clear()
+        self._measured()
+
+    def _unmap(self) -> None:
+        # A bucket that failed half way may have left work on the streams that read it.
+        wait_for_streams(self.device, *self._memory.devices)
+        self._memory.close()
+
+    def _measured(self) -> None:
+        if self._peak is not None and self._measuring:
+            self._measuring = False
+            self._peak.__exit__(None, None, None)
+
+    def _session(self, session: str) -> Open:
+        if self._open is None or self._open.session != session:
+            raise Refused("no such session here; it was never opened, or it was ended")
+        return self._open
+
+    def _ack(
+        self,
+        *,
+        ok: bool = True,
+        error: str = "",
+        refused: bool = False,
+        group_failed: bool = False,
+        touched: bool = False,
+        missing: tuple[str, ...] = (),
+        received: dict[str, str] | None = None,
+        received_all: str = "",
+        held: bool = False,
+    ) -> RankAck:
+        kept = ()
+        if held:
+            started = time.monotonic()
+            kept = tuple(self.loader.held())
+            self._verify_s += time.monotonic() - started
+        return RankAck(
+            rank=self.rank,
+            ok=ok,
+            error=error,
+            refused=refused,
+            group_failed=group_failed,
+            touched=touched or self.loader.touched,
+            missing=missing,
+            not_updated=(*self.loader.not_updated, *self._draft),
+            received_all=received_all,
+            received=received or {},
+            held=kept,
+            unproven=tuple(sorted(self.loader.computed)),
+            load_s=self._load_s,
+            verify_s=self._verify_s,
+            peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
+        )
+
+
+def _to_host(sums: torch.Tensor) -> torch.Tensor:
+    """Copies sums to the host without a wait; they are valid once the current stream has come so far."""
+    if sums.device.type != "cuda":
+        return sums
+    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+
+
+def _staging_note(place: Place, why: str, size_bytes: int) -> str:
+    """The reason why a new version does not wait on the device; empty if it does."""
+    if place == "device":
+        return ""
+    where = "in host memory" if place == "host" else "nowhere: an update that fails half way quarantines the engine"
+    return f"a new version waits {where}; {why or f'{size_bytes} bytes for it are not free on the device'}"
+
+
+def _text(error: BaseException) -> str:
+    hint = getattr(error, "hint", None)
+    first = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    return f"{first} ({hint})" if hint else first

@@ -1,0 +1,464 @@
+"""The sessions of one engine: the trainer opens one for each update, one at a time.
+
+A message goes from here to the executor, and from there to every rank.  Neighbours: ``open_session`` says which message
+fits, ``engine_state`` what the engine serves, ``last_commit`` how a commit is reverted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import assert_never
+
+import msgspec
+
+from weightcast.digest.definition import model_digest
+from weightcast.errors import EngineFailure, Refused, WeightcastError
+from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState, error_words
+from weightcast.receiver.executor import Executor
+from weightcast.receiver.last_commit import LastCommit
+from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner
+from weightcast.receiver.rank_answers import costs, failures, fold_received, fold_resident, group_failed, union
+from weightcast.runtime.gc_pause import gc_paused
+from weightcast.wire.messages import (
+    Abort,
+    Ack,
+    Announce,
+    BroadcastSource,
+    Close,
+    Commit,
+    EngineInfo,
+    Join,
+    Leave,
+    Message,
+    Open,
+    RankAck,
+    Readback,
+    Revert,
+    State,
+    shown,
+)
+
+log = logging.getLogger("weightcast.receiver")
+
+_WATCH_S = 0.2
+_REASON_CHARS = 4096  # of ``Abort.reason``
+_UNOWNED_JOIN_S = 30.0  # a Join outside a session has no lease that could end it
+
+
+class _GroupBroken(Refused):
+    """The ranks failed because their process group did."""
+
+
+# Over 350 lines: one lock guards the open session, and every step of a session changes it.
+class SessionHandler:
+    """Answers the trainer's messages for one engine.  Thread-safe."""
+
+    def __init__(self, executor: Executor, hooks: EngineHooks, facts: EngineFacts, *, version: int | None = 0) -> None:
+        self._executor = executor
+        self._engine = EngineState(hooks, facts, version=version, tp_size=executor.tp_size)
+        self._session: OpenSession | None = None
+        self._last: LastCommit | None = None
+        self._joining_unowned = False
+        self._announced = Announced(())
+        # One message at a time.  An abort or a lease that ends interrupts the ranks first, so that it need not wait.
+        self._busy = threading.RLock()
+        self._moved_on = threading.Condition(self._busy)
+        self._watch = threading.Thread(target=self._watch_deadlines, name="weightcast-lease", daemon=True)
+        self._stopped = threading.Event()
+        self._watch.start()
+
+    @property
+    def executor(self) -> Executor:
+        """All ranks, for work outside a session (the dialects of the reference engine)."""
+        return self._executor
+
+    @property
+    def state(self) -> State:
+        """Serving, updating or quarantined."""
+        return self._engine.state
+
+    def info(self) -> EngineInfo:
+        """The engine's description of itself, with its state and version."""
+        session = self._session
+        return self._engine.info(None if session is None else owner(session.open))
+
+    def apply(self, message: Message) -> Ack:
+        """Carries out a message.  An answer with ``ok=False`` says why it failed and which state is left."""
+        if isinstance(message, Abort):
+            self._interrupt_if_current(message.session, message.reason or "the trainer gave up")
+        try:
+            self._check(message)  # before the lock: a stranger's message must not delay the session's own
+        except Refused as error:
+            return self._engine.ack(ok=False, error=error_words(error))
+        if isinstance(message, Open) and self._joining_unowned:
+            self._executor.interrupt("an update begins")
+        with self._busy, gc_paused():
+            try:
+                return self._apply(message)
+            except _GroupBroken as error:
+                return self._engine.ack(ok=False, error=error_words(error), group_failed=True)
+            except Refused as error:
+                return self._engine.ack(ok=False, error=error_words(error))
+            except WeightcastError as error:
+                # Without a rank the update cannot succeed, whichever message showed that it is gone.
+                session = self._session if _lost_ranks(error) else self._part_of(message)
+                if session is not None:
+                    session.failed = error_words(error)
+                if _lost_ranks(error):
+                    self._engine.quarantine(error_words(error))
+                return self._engine.ack(ok=False, error=error_words(error), failed_ranks=_lost_ranks(error))
+            except Exception as error:  # the engine's hooks are other people's code
+                log.exception("a weight message failed")
+                session = self._part_of(message)
+                if session is not None:
+                    session.failed = error_words(error)
+                return self._engine.ack(ok=False, error=error_words(error))
+            finally:
+                self._moved_on.notify_all()
+
+    @contextmanager
+    def between_updates(self) -> Generator[None]:
+        """Keeps updates out while something else moves the weights (sleep, for one); a new update waits.
+
+        Raises:
+            Refused: An update is under way.
+        """
+        check_idle(self._session)
+        with self._busy:
+            check_idle(self._session)
+            self._last = None  # the second set of weights may be freed
+            yield
+
+    def discarded(self, why: str) -> None:
+        """Quarantines an engine that has dropped its weights, until the next full update.  The caller pauses it.
+
+        Called inside ``between_updates``.
+
+        Args:
+            why: What happened and what to do, for ``EngineInfo.message``.
+        """
+        self._engine.discard(why)
+
+    def holds(self, session: str) -> bool:
+        """True while this session is open."""
+        current = self._session
+        return current is not None and current.open.session == session
+
+    def lease_lost(self, session: str) -> None:
+        """Ends the session of a trainer whose connection is gone; the old version is kept or restored."""
+        self._end_if_current(session, "the trainer's connection was lost")
+
+    def close(self) -> None:
+        """Stops the thread that watches the lease."""
+        self._stopped.set()
+
+    def _apply(self, message: Message) -> Ack:
+        match message:
+            case Open():
+                return self._begin(message)
+            case Join():
+                return self._join(message)
+            case Leave():
+                return self._fan_out(message, timeout_s=30.0)
+            case Announce():
+                return self._take(message)
+            case Close():
+                return self._close(message)
+            case Commit():
+                return self._commit(message)
+            case Revert():
+                return self._revert(message)
+            case Abort():
+                return self._abort(message)
+            case Readback():
+                resident = fold_resident(self._ranks(message, timeout_s=300.0))
+                return self._engine.ack(resident=resident.digests, mismatched=resident.broken)
+            case _:
+                assert_never(message)
+
+    def _begin(self, message: Open) -> Ack:
+        self._check(message)
+        if self._session is not None:  # it is being ended; this Open overtook its Abort
+            self._abort(Abort(session=self._session.open.session, reason=self._session.ending))
+        if self._engine.version is not None and message.version < self._engine.version and not message.allow_older:
+            raise Refused(
+                f"version {message.version} is older than {self._engine.version}, which is served",
+                hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
+            )
+        last, self._last = self._last, None  # from here on ranks write into the set that a Revert needs
+        acks = self._executor.apply(message, timeout_s=message.timeout_s)
+        ranks, error = failures(acks)
+        if all(ack.refused for ack in acks):
+            self._last = last
+        if ranks:
+            self._executor.apply(Abort(session=message.session), timeout_s=message.timeout_s)
+            raise Refused(error)
+        session = OpenSession(open=message, deadline=time.monotonic() + message.lease_s)
+        session.not_updated = union(ack.not_updated for ack in acks)
+        self._session = session
+        if self._engine.state == "serving":
+            self._engine.state = "updating"
+        if self._engine.facts.staging == "none":
+            try:
+                self._pause(session)
+            except BaseException as error:
+                self._abort(Abort(session=message.session, reason=f"could not pause: {error}"[:_REASON_CHARS]))
+                raise
+        return self._engine.ack(not_updated=session.not_updated, unproven=union(ack.unproven for ack in acks))
+
+    def _join(self, message: Join) -> Ack:
+        self._check(message)
+        if message.session:
+            current = self._session
+            assert current is not None
+            current.groups.add(message.group)
+            return self._fan_out(message, timeout_s=message.timeout_s)
+        # No lease ends this Join, so it is short, and an Open interrupts it.
+        message = msgspec.structs.replace(message, timeout_s=min(message.timeout_s, _UNOWNED_JOIN_S))
+        self._joining_unowned = True
+        try:
+            return self._fan_out(message, timeout_s=message.timeout_s)
+        finally:
+            self._joining_unowned = False
+
+    def _take(self, message: Announce) -> Ack:
+        session = self._current(message)
+        if message.layout.index == session.buckets + 1:
+            session = self._await_turn(message)
+        if session.closed or message.layout.index != session.buckets:
+            raise Refused(f"bucket {message.layout.index} came where bucket {session.buckets} was due")
+        if self._announced.specs is not session.open.specs:
+            self._announced = Announced(session.open.specs)
+        self._announced.check(message.layout)
+        if isinstance(message.source, BroadcastSource):
+            session.groups.add(message.source.group)
+        ack = self._fan_out(message, timeout_s=session.open.timeout_s)
+        session.buckets += 1
+        if session.buckets != len(session.open.bucket_runs):
+            return ack
+        # After the last bucket the sender's next message would be Close: this saves it.
+        closed = self._close(Close(session=message.session, buckets=session.buckets))
+        return msgspec.structs.replace(
+            closed,
+            closed=True,
+            load_s=ack.load_s + closed.load_s,
+            verify_s=ack.verify_s + closed.verify_s,
+            peak_extra_bytes=max(ack.peak_extra_bytes, closed.peak_extra_bytes),
+        )
+
+    def _await_turn(self, message: Announce) -> OpenSession:
+        """Waits for the bucket before this one: a sender may have two on the way, and the later may come first."""
+        session = self._current(message)
+
+        def is_due() -> bool:
+            over = self._session is not session or session.failed or session.ending
+            return bool(over) or session.buckets >= message.layout.index
+
+        self._moved_on.wait_for(is_due, session.open.timeout_s)
+        return self._current(message)
+
+    def _close(self, message: Close) -> Ack:
+        session = self._current(message)
+        if message.buckets != session.buckets:
+            raise Refused(f"{session.buckets} buckets arrived, the trainer sent {message.buckets}")
+        acks = self._ranks(message, timeout_s=session.open.timeout_s)
+        session.closed = True
+        agreeing, differing = fold_received(acks)
+        unproven = union(ack.unproven for ack in acks)
+        session.unproven = frozenset(unproven)
+        return self._engine.ack(
+            received_all=acks[0].received_all,
+            received=acks[0].received,
+            received_ranks=agreeing,
+            mismatched=differing,
+            not_updated=session.not_updated,
+            unproven=unproven,
+            **costs(acks),
+        )
+
+    def _commit(self, message: Commit) -> Ack:
+        last = self._last
+        if last is not None and last.open.session == message.session:
+            return last.answer_again(self._engine)
+        session = self._current(message)
+        if not session.closed:
+            raise Refused("the session was not closed: send Close first, which says whether everything arrived")
+        self._pause(session)
+        # Ranks are not sent the expected digests, which may be tens of thousands: they are compared here.
+        told = Commit(session=message.session, as_received=message.as_received)
+        try:
+            acks = self._ranks(told, timeout_s=session.open.timeout_s)
+        except Refused as error:
+            # Some ranks may have switched, or one half way.  They go back now: the trainer may never send an Abort.
+            self._abort(Abort(session=message.session, reason=error_words(error)[:_REASON_CHARS]))
+            raise
+        resident = fold_resident(acks)
+        expected = self._expected(message, session, acks[0].received)
+        wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(expected))))
+        if expected and wrong:
+            text = f"what is kept differs from what was sent: {shown(', '.join(wrong[:8]))}"
+            # With a second set of weights this brings the old version back.
+            self._abort(Abort(session=message.session, reason=text[:_REASON_CHARS]))
+            raise Refused(text)
+        self._session = None
+        before = self._engine.version, self._engine.digest, self._engine.state != "quarantined"
+        self._engine.version = session.open.version
+        self._engine.digest = None
+        self._engine.message = ""
+        self._engine.state = "serving"
+        try:
+            self._engine.hooks.drop_caches()
+            self._engine.hooks.set_version(session.open.version)
+            stall_s = self._resume(session)
+        except Exception as error:  # the engine's hooks are other people's code
+            self._engine.quarantine(
+                f"version {session.open.version} is in, but not what depends on it: {error_words(error)}"
+            )
+            raise
+        if expected:
+            self._engine.digest = model_digest(
+                resident.digests
+            )  # after the resume, so that the engine does not wait for it
+        answer = self._engine.ack(
+            resident=resident.digests,
+            resident_ranks=len(acks),
+            not_updated=session.not_updated,
+            unproven=union(ack.unproven for ack in acks),
+            stall_s=stall_s,
+            **costs(acks),
+        )
+        version, digest, whole = before
+        self._last = LastCommit(open=session.open, answer=answer, version=version, digest=digest, whole=whole)
+        return answer
+
+    def _revert(self, message: Revert) -> Ack:
+        last = self._last
+        if last is None or last.open.session != message.session:
+            raise Refused("this session is not the one that was committed last, or another has been opened since")
+        return last.revert(message, self._executor, self._engine)
+
+    def _expected(self, message: Commit, session: OpenSession, received: Mapping[str, str]) -> Mapping[str, str]:
+        """The digest that each resident tensor must have; empty, which never matches, if it did not arrive."""
+        if not message.as_received:
+            return message.expected
+        if not session.unproven and len(received) == len(
+            self._engine.facts.specs
+        ):  # the names are the same: Open was checked
+            return {**received, **message.expected} if message.expected else received
+        kept = (spec.name for spec in self._engine.facts.specs if spec.name not in session.unproven)
+        return {name: received.get(name, "") for name in kept} | message.expected
+
+    def _abort(self, message: Abort) -> Ack:
+        session = self._session
+        if session is None or session.open.session != message.session:
+            return self._engine.ack()  # it has ended already
+        self._session = None
+        reason = message.reason or session.failed or "no reason given"
+        try:
+            acks = self._executor.apply(message, timeout_s=session.open.timeout_s)
+            ranks, words = failures(acks)
+            if ranks or any(ack.touched for ack in acks):
+                half = f"an update to version {session.open.version} ended half way: {reason}. {words}"
+                self._engine.quarantine(half.strip())
+                return self._engine.ack()
+            log.warning(
+                "update to version %s ended: %s; version %s stays",
+                session.open.version,
+                shown(reason),
+                self._engine.version,
+            )
+            if self._engine.state == "updating":
+                self._engine.state = "serving"
+            if self._engine.state == "serving":
+                self._resume(session)
+        except Exception as error:  # no session is open whose end would end the pause
+            log.exception("the end of an update failed")
+            self._engine.quarantine(error_words(error))
+            return self._engine.ack(ok=False, error=error_words(error), failed_ranks=_lost_ranks(error))
+        return self._engine.ack()
+
+    def _fan_out(self, message: Message, *, timeout_s: float) -> Ack:
+        return self._engine.ack(**costs(self._ranks(message, timeout_s=timeout_s)))
+
+    def _ranks(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        acks = self._executor.apply(message, timeout_s=timeout_s)
+        ranks, error = failures(acks)
+        if ranks:
+            broken = group_failed(acks)
+            session = self._part_of(message)
+            if session is not None:
+                session.failed, session.group_failed = error, broken
+            missing = sorted({name for ack in acks for name in ack.missing})
+            shown = f": {', '.join(missing[:8])}" if missing else ""
+            raise (_GroupBroken if broken else Refused)(error + shown)
+        return acks
+
+    def _part_of(self, message: Message) -> OpenSession | None:
+        """The open session if the message names it: a stranger's message must not fail the update."""
+        return self._session if self.holds(getattr(message, "session", "")) else None
+
+    def _check(self, message: Message) -> None:
+        last = self._last
+        check_message(message, self._session, "" if last is None else last.open.session)
+
+    def _current(self, message: Announce | Close | Commit) -> OpenSession:
+        self._check(message)
+        current = self._session
+        assert current is not None
+        if current.failed:
+            # Two buckets in flight fail for the same reason, and get the same kind of error.
+            kind = _GroupBroken if current.group_failed else Refused
+            raise kind(f"this session has failed: {current.failed}")
+        current.deadline = time.monotonic() + current.open.lease_s
+        return current
+
+    def _pause(self, session: OpenSession) -> None:
+        if session.ending:
+            raise Refused(f"this session is being ended: {session.ending}")
+        if session.paused_at is None:
+            session.paused_at = time.monotonic()  # before the call: a pause that fails half way must be resumed too
+            try:
+                self._engine.hooks.pause(session.open.pause, session.open.timeout_s)
+            except Exception as error:
+                session.failed = (
+                    f"the engine did not pause: {error_words(error)}"  # or a second Commit would switch while it runs
+                )
+                raise
+
+    def _resume(self, session: OpenSession) -> float:
+        if session.paused_at is None:
+            return 0.0
+        self._engine.hooks.resume()
+        return time.monotonic() - session.paused_at
+
+    def _interrupt_if_current(self, session: str, reason: str) -> None:
+        current = self._session
+        if current is not None and current.open.session == session:
+            current.ending = reason
+            self._executor.interrupt(reason)
+            self._engine.hooks.stop_waiting()
+
+    def _end_if_current(self, session: str, reason: str) -> None:
+        self._interrupt_if_current(session, reason)
+        self.apply(Abort(session=session, reason=reason))
+
+    def _watch_deadlines(self) -> None:
+        while not self._stopped.wait(_WATCH_S):
+            current = self._session
+            if current is None:
+                continue
+            try:
+                if current.ending:
+                    self._engine.hooks.stop_waiting()  # its pause may have begun just after the interrupt
+                if time.monotonic() > current.deadline:
+                    self._end_if_current(current.open.session, f"nothing was heard for {current.open.lease_s:g} s")
+            except Exception:  # hooks are other people's code, and this thread must survive for the next session
+                log.exception("could not end a session whose lease is over")
+
+
+def _lost_ranks(error: Exception) -> tuple[int, ...]:
+    return error.ranks if isinstance(error, EngineFailure) else ()

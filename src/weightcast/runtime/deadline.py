@@ -1,0 +1,41 @@
+"""One deadline for a wait of several steps, such as connecting, sending a request and reading its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Deadline:
+    """A limit for a wait that begins now.
+
+    Attributes:
+        limit_s: Limit of the whole wait, in seconds.
+    """
+
+    def __init__(self, limit_s: float, *, begins: Callable[[], float | None] | None = None) -> None:
+        """Starts the clock now, or later if ``begins`` is given.
+
+        Args:
+            limit_s: Limit of the whole wait, in seconds.
+            begins: Function that returns the start of the clock by ``time.monotonic``, or None while something else
+                has to end first.  The clock starts after ``limit_s`` at the latest, so every wait ends.
+        """
+        self.limit_s = limit_s
+        self._made = time.monotonic()
+        self._begins = begins
+
+    def left_s(self) -> float:
+        """Returns the seconds left, negative after the deadline; before the clock starts, the least that is left."""
+        now = time.monotonic()
+        if self._begins is None:
+            return self._made + self.limit_s - now
+        began = self._begins()
+        latest = self._made + 2 * self.limit_s
+        if began is None:
+            return min(self.limit_s, latest - now)
+        return min(max(began, self._made) + self.limit_s, latest) - now
+
+    def at_most(self, limit_s: float) -> Deadline:
+        """Returns this deadline or one of ``limit_s`` from now, whichever is earlier."""
+        return self if limit_s >= self.left_s() else Deadline(limit_s)

@@ -1,0 +1,52 @@
+"""An LRU cache that is bounded in bytes, for results that every update needs again.  Thread-safe."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+
+class Lru(Generic[_K, _V]):
+    """Values by key; the least recently used is evicted first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Makes an empty cache.
+
+        Args:
+            limit_bytes: Limit of all values together, in bytes; a single value may be larger.
+        """
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._found: OrderedDict[_K, tuple[_V, int]] = OrderedDict()
+        self._size_bytes = 0
+
+    def get(self, key: _K) -> _V | None:
+        """Returns the value, or None if the cache does not have it."""
+        with self._lock:
+            found = self._found.get(key)
+            if found is None:
+                return None
+            self._found.move_to_end(key)
+            return found[0]
+
+    def put(self, key: _K, value: _V, size_bytes: int) -> None:
+        """Adds a value if the key has none.
+
+        Args:
+            key: Key of the value.
+            value: Value to keep.
+            size_bytes: Size of key and value, in bytes.
+        """
+        with self._lock:
+            if key in self._found:
+                return
+            self._found[key] = value, size_bytes
+            self._size_bytes += size_bytes
+            while self._size_bytes > self._limit_bytes and len(self._found) > 1:
+                _, (_, gone_bytes) = self._found.popitem(last=False)
+                self._size_bytes -= gone_bytes

@@ -1,0 +1,160 @@
+"""Measures the peak memory of a piece of work.
+
+On CUDA torch's allocator counts.  On the CPU Linux keeps the high-water mark of a process's resident set and lets a
+process reset its own.  Where a kernel does not allow that, a thread samples.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_SAMPLE_S = 0.002
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
+
+_lock = threading.Lock()
+_open: list[PeakMemory] = []
+
+
+class PeakMemory:
+    """Measures from entering to leaving; measurements may nest and overlap, in any thread.
+
+    On the CPU it measures the process's resident set, which includes shared memory that the process has touched.  On
+    CUDA it measures torch's allocations on the device.  So overlapping measurements see each other's memory.  On CUDA
+    no other code may call ``torch.cuda.reset_peak_memory_stats`` meanwhile.
+
+    Args:
+        device: Device to measure.
+
+    Example:
+        >>> with PeakMemory(torch.device("cpu")) as peak:
+        ...     work()
+        >>> peak.extra_bytes
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start_bytes = 0
+        self._peak_bytes = 0
+        self._running = False
+
+    @property
+    def extra_bytes(self) -> int:
+        """Peak minus start, in bytes, never negative; the peak so far while still inside."""
+        if self._running:
+            with _lock:
+                self._observe()
+        return max(self._peak_bytes - self._start_bytes, 0)
+
+    def __enter__(self) -> PeakMemory:
+        if self._device.type == "cpu":
+            # Return freed memory to the kernel first: work that reuses it would not show.
+            _trim()
+        with _lock:
+            # All measurements share one high-water mark: record it for those inside before resetting it.
+            for other in _open:
+                other._observe()
+            _reset(self._device)
+            self._start_bytes = self._peak_bytes = _current_bytes(self._device)
+            self._running = True
+            _open.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _lock:
+            self._observe()
+            self._running = False
+            _open.remove(self)
+            if not _open:
+                _Sampler.stop()
+
+    def _observe(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, _high_water_bytes(self._device))
+
+
+def _reset(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        _Sampler.start()
+
+
+def _high_water_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return _allocated_bytes(device, "peak")
+    if _Sampler.running():
+        return max(_Sampler.peak_bytes, _current_bytes(device))
+    return _status_bytes("VmHWM")
+
+
+def _current_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return _allocated_bytes(device, "current")
+    if _Sampler.running():
+        return _statm_bytes()
+    return _status_bytes("VmRSS")
+
+
+def _allocated_bytes(device: torch.device, which: str) -> int:
+    """Reads one figure; ``torch.cuda.memory_allocated`` would flatten and sort hundreds for it."""
+    found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+    return found.get(which, 0)
+
+
+def _status_bytes(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return _statm_bytes()
+
+
+def _statm_bytes() -> int:
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trim() -> None:
+    """Returns freed heap memory to the kernel, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class _Sampler:
+    """Reads the resident set every 2 ms, for kernels that do not let the high-water mark be reset."""
+
+    peak_bytes = 0
+    _stop: threading.Event | None = None
+
+    @classmethod
+    def running(cls) -> bool:
+        return cls._stop is not None
+
+    @classmethod
+    def start(cls) -> None:
+        cls.peak_bytes = _statm_bytes()
+        if cls._stop is None:
+            cls._stop = threading.Event()
+            threading.Thread(target=cls._run, args=(cls._stop,), name="weightcast-memory", daemon=True).start()
+
+    @classmethod
+    def stop(cls) -> None:
+        if cls._stop is not None:
+            cls._stop.set()
+            cls._stop = None
+
+    @classmethod
+    def _run(cls, stop: threading.Event) -> None:
+        while not stop.wait(_SAMPLE_S):
+            cls.peak_bytes = max(cls.peak_bytes, _statm_bytes())

@@ -1,0 +1,18 @@
+"""All transports.
+
+A new transport is one file with a ``SPEC``, one entry here and its name in ``config.TransportName``.
+"""
+
+from __future__ import annotations
+
+from weightcast.config import TransportName
+from weightcast.transports import broadcast, checkpoint_engine, disk, ipc
+from weightcast.transports.spec import TransportSpec
+
+# In the order in which ``transport="auto"`` tries them.
+TRANSPORTS: tuple[TransportSpec, ...] = (ipc.SPEC, broadcast.SPEC, disk.SPEC, checkpoint_engine.SPEC)
+
+
+def spec_of(name: TransportName) -> TransportSpec:
+    """Returns the registration of a transport."""
+    return next(spec for spec in TRANSPORTS if spec.name == name)

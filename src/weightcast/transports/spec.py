@@ -1,0 +1,100 @@
+"""The form of a transport's registration.
+
+Each transport's file exports one ``TransportSpec`` as ``SPEC``, and ``transports/registry.py`` lists them.  Code
+outside a transport's file reads the registration; it never compares a transport's name with a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from weightcast.comm.ipc import host_id
+from weightcast.config import TransportName, UpdateConfig
+from weightcast.protocols import Sharing, Transport
+from weightcast.transports.link import Link
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import EngineInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the trainer and the engines run, as far as the choice of a transport needs it.
+
+    Attributes:
+        infos: Each engine's description of itself, by URL.
+        device: The device of the trainer's weights.
+        places: UUID of each trainer rank's device; the first is the head's.
+        shared_folder: True if the caller named a folder for ``disk``.
+    """
+
+    infos: Mapping[str, EngineInfo]
+    device: torch.device
+    places: Sequence[str]
+    shared_folder: bool = False
+
+    @cached_property
+    def other_host(self) -> str | None:
+        """URL of the first engine on another host; None if all engines run on this one."""
+        here = host_id()
+        return next((url for url, info in self.infos.items() if info.host_id != here), None)
+
+    @cached_property
+    def devices(self) -> frozenset[str]:
+        """The devices of all engine ranks."""
+        return frozenset(rank.device for info in self.infos.values() for rank in info.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """Everything that a transport is built from.
+
+    Attributes:
+        links: The targets.
+        specs: The tensors that will be sent, in order.
+        device: The device of the buckets.
+        config: The caller's settings.
+        address: Returns an address of this process that every target can reach.
+    """
+
+    links: Sequence[Link]
+    specs: Sequence[TensorSpec]
+    device: torch.device
+    config: UpdateConfig
+    address: Callable[[], str]
+
+
+def _never(_: Placement) -> bool:
+    return False
+
+
+def _accept(_: Placement) -> None:
+    """Accepts every placement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSpec:
+    """The registration of one transport.
+
+    Attributes:
+        name: The transport's name in ``UpdateConfig.transport``.
+        build: Builds the transport; nothing is sent yet.
+        one_host: True if trainer and engines must share a host.
+        shares_memory: True if engine ranks map the trainer's buffers, so each engine GPU needs a buffer of its own.
+        zero_copy: True if host tensors can be sent from the model's own memory.
+        sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
+        suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
+        check: Raises ConfigError if the transport cannot work with this placement.
+    """
+
+    name: TransportName
+    build: Callable[[Wiring], Transport]
+    one_host: bool = False
+    shares_memory: bool = False
+    zero_copy: bool = False
+    sharing: Sharing | None = None
+    suits: Callable[[Placement], bool] = _never
+    check: Callable[[Placement], None] = _accept

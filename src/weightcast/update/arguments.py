@@ -1,0 +1,116 @@
+"""Converts a caller's arguments into the updater's types: sizes, dtypes, targets and models.
+
+Each function names the argument that it refuses.  Nothing here opens a connection.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from weightcast.config import Target, parse_size
+from weightcast.errors import ConfigError
+from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.state_dict import StateDictExporter
+from weightcast.protocols import Exporter
+from weightcast.wire.layout import DTYPES, NAMES
+
+Model = nn.Module | Exporter | Mapping[str, torch.Tensor] | str | os.PathLike[str]
+Targets = Target | str | Sequence[Target | str]
+
+_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def bytes_of(option: str, value: object) -> int:
+    """Returns a size in bytes, from a whole number or text like ``"512MiB"``.
+
+    Raises:
+        ConfigError: The value is neither.
+    """
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except ConfigError as error:
+            raise ConfigError(f"{option}={value!r}: {error}", hint=error.hint) from None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{option}={value!r} is not a size", hint='write a whole number of bytes, or "512MiB"')
+    return value
+
+
+def dtype_name_of(option: str, value: object) -> str:
+    """Returns the wire name of a torch dtype, of its name, or of a short form like ``"bf16"``.
+
+    Raises:
+        ConfigError: The wire format has no such dtype.
+    """
+    if isinstance(value, torch.dtype):
+        name = NAMES.get(value, str(value))
+    else:
+        name = value.removeprefix("torch.") if isinstance(value, str) else repr(value)
+        name = _SHORT.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError(f"{option}={value!r}: choose one of {', '.join(DTYPES)}")
+    return name
+
+
+def targets_of(targets: Targets) -> tuple[Target, ...]:
+    """Returns the targets, from one or several, each a ``Target`` or a URL.
+
+    Raises:
+        ConfigError: The list is empty, names a target twice, or has a malformed URL.
+    """
+    listed = (targets,) if isinstance(targets, str | Target) else tuple(targets)
+    if not listed:
+        raise ConfigError("no targets: an update of nothing is an error", hint="pass at least one Target(url)")
+    known = tuple(Target(target) if isinstance(target, str) else target for target in listed)
+    if len({target.url for target in known}) != len(known):
+        raise ConfigError("a target is listed twice")
+    return known
+
+
+def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callable[[], None]]:
+    """Returns an exporter for a model, and the function that closes it.
+
+    Args:
+        model: A module, a ``state_dict`` with a checkpoint's names, the path of a safetensors checkpoint, or an
+            exporter, which the caller closes.
+        wire_dtype: Wire name of the dtype that floating-point tensors are cast to; None for no cast.
+
+    Raises:
+        ConfigError: The model is none of these, cannot be exported, or is an exporter, which has dtypes of its own.
+    """
+    dtype = DTYPES[wire_dtype] if wire_dtype is not None else None
+    if isinstance(model, nn.Module):
+        return ModuleExporter(model, wire_dtype=dtype), _nothing
+    if isinstance(model, str | os.PathLike):
+        checkpoint = CheckpointExporter(os.fspath(model), wire_dtype=dtype)
+        return checkpoint, checkpoint.close
+    if isinstance(model, Mapping):
+        return StateDictExporter(model, wire_dtype=dtype), _nothing
+    if not all(hasattr(model, part) for part in ("device", "specs", "shards", "prepare", "fill")):
+        raise ConfigError(
+            f"a {type(model).__name__} is no model that can be exported",
+            hint="pass a module, a state_dict, the path of a safetensors checkpoint, or an exporter",
+        )
+    if wire_dtype is not None:
+        raise ConfigError(
+            f"wire_dtype={wire_dtype!r} is for a module; {type(model).__name__} has dtypes of its own",
+            hint=f"give it to the exporter: wire_dtype=torch.{wire_dtype}",
+        )
+    return model, _nothing
+
+
+def _nothing() -> None:
+    """Closes nothing: the caller owns the model."""

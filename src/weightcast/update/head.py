@@ -1,0 +1,479 @@
+"""The head's attempts at an update, and its recovery when a target fails.
+
+Only trainer rank 0 has a ``Head``.  A ``Head`` never raises for a failure of engines or network during an update.  It
+returns an ``AttemptResult``, which ``update/updater.py`` tells to every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from weightcast.comm.shared_buckets import Shared
+from weightcast.config import Target, UpdateConfig
+from weightcast.digest.sent import Sent
+from weightcast.digest.source_sums import Folded
+from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, VerificationFailed, WeightcastError
+from weightcast.fleet.roster import Current, Roster
+from weightcast.protocols import Exporter, Transport
+from weightcast.report import UpdateReport
+from weightcast.transports.blame import engine_of, failures_of, raise_together, run_each, together
+from weightcast.transports.link import Link, in_flight_to
+from weightcast.transports.outcome import Outcome, check_alike
+from weightcast.update.choose import Plan
+from weightcast.update.messages import AttemptResult, Choice, Failure
+from weightcast.update.switch_back import switch_back
+from weightcast.update.verify import Verifier, WeightsChanged
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import TensorSpec, total_bytes
+from weightcast.wire.messages import Ack, EngineInfo, Open, Owner
+
+log = logging.getLogger("weightcast.update.head")
+
+LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
+FOLLOW_DEADLINES = 6  # other trainer ranks wait this many deadlines, because they cannot see what the head waits for
+
+
+class Head:
+    """The attempts of one update after the other, and the sessions on the targets."""
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        roster: Roster,
+        config: UpdateConfig,
+        exporter: Exporter,
+        specs: Sequence[TensorSpec],
+        places: Sequence[str],
+        before: Head | None = None,
+    ) -> None:
+        """The arguments are those of ``Plan``; links come from ``before``, the head of the membership before."""
+        known = before._plan.kept_links(roster) if before is not None else {}
+        self._plan = Plan(targets, roster, config, exporter, specs, places, known)
+        self._verifier = Verifier(self._plan, config, exporter, specs)
+        self._config = config
+        self._exporter = exporter
+        self._bytes = total_bytes(specs)
+        self._roster = roster
+        self._transport: Transport | None = None
+        self._signature: tuple[object, ...] = ()
+        self._links: list[Link] = []
+        self._excluded: set[str] = set()
+        self._attempts = 0
+        self._outcomes: dict[str, Outcome] = {}
+        self._phases: dict[str, float] = {}
+        self._started = 0.0
+        self._version = 0
+        self._asked_at: float | None = None
+        self._num_buckets = 0
+        self._failure: WeightcastError | None = None
+
+    # -- before an attempt
+
+    def choose(self) -> Choice:
+        """Probes every target and chooses the transport; raises as ``Plan.choose``."""
+        return self._plan.choose()
+
+    def begin(self, version: int, *, must_be: str | None = None, only: Sequence[str] | None = None) -> None:
+        """Starts a new update, in which targets that failed before take part again.
+
+        Args:
+            version: The weight version.
+            must_be: The model digest that the weights must have, if they must.
+            only: URLs of the targets that take part; None for all.
+        """
+        self._version = version
+        for url in self._plan.urls:
+            self._roster.broke_off(url, "the update before this one did not end", whole=False)
+        self._excluded.clear()
+        self._attempts = 0
+        self._outcomes = {url: Outcome() for url in (self._plan.urls if only is None else only)}
+        self._phases = {}
+        self._started = time.monotonic()
+        self._verifier.begin(must_be)
+
+    def begin_catch_up(self) -> AttemptResult:
+        """Starts an update of the targets that do not serve the current version; ``again`` if there are any."""
+        behind = [row.url for row in self._roster.health() if not row.active and row.state != "gone"]
+        current = self._roster.current
+        if current is None or not behind:
+            return AttemptResult()
+        if current.digest is None or self._config.verify == "none":
+            error = ConfigError(
+                f"no engine can be brought in at version {current.version}: "
+                "no digest says whether the weights are still those of that version",
+                hint='connect with verify="received" or more, or leave it to the next update()',
+            )
+            return AttemptResult(failure=Failure.of(error))
+        self.begin(current.version, must_be=current.digest, only=behind)
+        return AttemptResult(again=True)
+
+    @property
+    def version(self) -> int:
+        """The version of the update that was begun last."""
+        return self._version
+
+    # -- one attempt
+
+    def look_ahead(self) -> None:
+        """Asks the targets for their description.  The trainer works on until ``open`` reads the answers."""
+        self._asked_at = self._roster.ask(self._active())
+
+    def open(
+        self, version: int, specs: tuple[TensorSpec, ...], bucket_runs: tuple[tuple[int, ...], ...]
+    ) -> AttemptResult:
+        """Probes every active target, opens a session on it, and makes the group.
+
+        Args:
+            version: The weight version.
+            specs: The tensors that will be sent.
+            bucket_runs: Sizes in bytes of the broadcasts of each bucket.
+        """
+        self._failure = None
+        self._links = []
+        self._attempts += 1
+        self._num_buckets = 0
+        with self._phase("open"):
+            try:
+                self._links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
+                transport = self._renew_transport()
+                message = _open_message(self._config, self._links, version, specs, bucket_runs)
+                try:
+                    run_each(lambda link: self._verifier.check_opened(link, link.open(message)), self._links)
+                finally:
+                    for link in self._links:
+                        if link.session:
+                            self._roster.opened(link.url)
+                transport.connect()
+            except WeightcastError as error:
+                return self._fail(error)
+        return AttemptResult(sums_buckets=self._verifier.open(specs, self._links))
+
+    @property
+    def failed(self) -> bool:
+        """True once a bucket could not be sent."""
+        return self._failure is not None
+
+    def add_phase(self, name: str, seconds: float) -> None:
+        """Adds to the time of a phase."""
+        self._phases[name] = self._phases.get(name, 0.0) + seconds
+
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
+        """Digests and sends a bucket; ``finish`` reports a failure."""
+        assert self._transport is not None
+        try:
+            with self._phase("pack"):
+                self._verifier.add(bucket)
+            with self._phase("send"):
+                self._transport.send(bucket, shared)
+            self._num_buckets += 1
+        except WeightcastError as error:
+            self._failure = error
+
+    def finish(
+        self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
+    ) -> AttemptResult:
+        """Drains the transport, verifies, and commits; the arguments are those of ``Verifier.finish``."""
+        try:
+            return self._finish(sources, buckets or {})
+        finally:
+            self._verifier.release()
+
+    def _finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> AttemptResult:
+        assert self._transport is not None
+        try:
+            if self._failure is not None:
+                raise self._failure
+            with self._phase("pack"):
+                sent = self._verifier.finish(sources, buckets)
+            with self._phase("send"):
+                self._transport.drain()
+            with self._phase("verify"):
+                self._close_all(sent)
+            with self._phase("commit"):
+                # No target switches before all targets have received everything and have proven it.
+                run_each(lambda link: self._commit_one(link, sent), self._links)
+                check_alike(self._links)
+        except WeightcastError as error:
+            return self._fail(error)
+        self._phases["load"] = max(link.load_s for link in self._links)
+        self._phases["verify"] = self._phases.get("verify", 0.0) + max(link.verify_s for link in self._links)
+        wants_score = self._config.verify == "behaviour"
+        if wants_score and hasattr(self._exporter, "logprobs"):
+            return AttemptResult(score=True)
+        if wants_score:
+            for link in self._links:
+                self._outcomes[link.url].add("this exporter has no forward pass, so behaviour could not be compared")
+        return AttemptResult(report=self._report())
+
+    def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> AttemptResult:
+        """Compares log-probabilities with the engines'.
+
+        Args:
+            tokens: The prompt, as token ids.
+            mine: The trainer's log-probabilities.
+            why_not: The reason why the trainer has none; empty if it has.
+        """
+        if why_not:
+            for link in self._links:
+                self._outcomes[link.url].add(why_not)
+        else:
+            compare = self._verifier.compare_scores
+            run_each(lambda link: compare(link, self._outcomes[link.url], tokens, mine), self._links)
+        bad = together(
+            outcome.failed for outcome in self._outcomes.values() if isinstance(outcome.failed, VerificationFailed)
+        )
+        if not isinstance(bad, WeightcastError):
+            return AttemptResult(report=self._report())
+        return self._conclude_failed(bad, str(bad))
+
+    def switched(self) -> UpdateReport | None:
+        """Returns the report if any target has switched in this update."""
+        if not any(outcome.committed for outcome in self._outcomes.values()):
+            return None
+        return self._report()
+
+    # -- failure and end
+
+    def give_up(self, reason: str) -> None:
+        """Ends every session, because the trainer or a target failed."""
+        if self._transport is not None:
+            self._transport.abort(reason)
+        _abort_all(self._links, self._roster, reason)
+        if self._transport is not None:
+            self._transport.settle()
+
+    def close(self) -> None:
+        """Closes the transport on both sides; safe to call twice."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        for link in self._plan.links.values():
+            for note in link.take_notes():  # no report comes after this
+                log.warning("%s: %s", link.url, note)
+
+    def _fail(self, error: WeightcastError) -> AttemptResult:
+        """Ends every session, asks what each target serves, and decides whether another attempt follows."""
+        self._failure = error
+        self.give_up(str(error))
+        culprits = (
+            {} if isinstance(error, WeightsChanged) else _culprits(error, self._plan, self._links, self._outcomes)
+        )
+        for url, failure in culprits.items():
+            self._outcomes[url].failed = failure
+        active = [link.url for link in self._links]
+        self._excluded |= culprits.keys()
+        remaining = [url for url in active if url not in self._excluded]
+        nothing_committed = not any(link.committed for link in self._links)
+        if self._config.on_failure == "quarantine" and culprits and remaining and nothing_committed:
+            return AttemptResult(again=True)
+        # In a first attempt no target was told anything; the report says what an earlier attempt did.
+        untouched = not self._links and self._attempts <= 1
+        if untouched or isinstance(error, WeightsChanged):
+            return AttemptResult(failure=Failure.of(error))
+        return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
+
+    def _conclude_failed(self, error: WeightcastError, text: str) -> AttemptResult:
+        """Switches targets back where the caller asked for all or nothing, and reports."""
+        words = ""
+        if self._config.on_failure == "raise":
+            words = switch_back(
+                self._links,
+                self._outcomes,
+                version=self._version,
+                reason=str(error),
+                timeout_s=self._config.timeout_s,
+            )
+        report = self._report()
+        if self._config.on_failure == "quarantine" and any(row.status == "serving" for row in report.targets):
+            return AttemptResult(report=report)
+        failure = Failure(error=UpdateFailed.__name__, text=f"{text}{words}", hint=error.hint)
+        return AttemptResult(failure=failure, report=report)
+
+    def _active(self) -> list[str]:
+        # Targets that failed just now stay out: one that hangs would cost another deadline.
+        return [url for url in self._outcomes if url not in self._excluded]
+
+    def _make_links(self, infos: Mapping[str, EngineInfo | WeightcastError]) -> list[Link]:
+        """Returns links to the targets that can take part in this attempt; the others' outcomes say why not."""
+        for url, info in infos.items():
+            if isinstance(info, EngineInfo):
+                self._outcomes[url].info = info
+        links, failed = self._plan.links_for(infos)
+        errors = {url: error for url, error in failed.items() if isinstance(error, WeightcastError)}
+        for url, error in errors.items():
+            self._outcomes[url].failed = error
+        if self._config.on_failure == "raise" or not links:
+            raise_together(errors.values())
+        self._excluded |= errors.keys()
+        if not links:
+            raise ConfigError("no target is active")
+        return links
+
+    def _renew_transport(self) -> Transport:
+        """Returns the transport; a new one if a target came back as another member of its groups."""
+        signature = tuple((link.url, link.info.incarnation) for link in self._links)
+        shown = all(link.info.shows_restart for link in self._links)
+        if self._transport is not None and shown and signature == self._signature:
+            return self._transport
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._plan.build_transport(self._links)
+        self._signature = signature
+        return self._transport
+
+    def _close_all(self, sent: Sent) -> None:
+        """Tells every target that everything was sent, and compares the digests of what arrived."""
+        by_name = self._verifier.asks_by_name(sent)
+
+        def close(link: Link) -> None:
+            if by_name or link.closed is None:  # a target that knew the number of buckets closed with the last one
+                self._close_one(link, by_name=by_name)
+
+        run_each(close, self._links)
+        self._verifier.compare_received(
+            sent,
+            self._links,
+            self._outcomes,
+            version=self._version,
+            close_by_name=lambda link: self._close_one(link, by_name=True),
+        )
+
+    def _close_one(self, link: Link, *, by_name: bool) -> Ack:
+        return link.close(buckets=self._num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
+
+    def _commit_one(self, link: Link, sent: Sent) -> None:
+        outcome = self._outcomes[link.url]
+
+        def ask_again(lost: WeightcastError) -> Ack:
+            return _ask_again(self._plan, link, outcome, lost, timeout_s=self._config.timeout_s)
+
+        self._verifier.commit(link, outcome, sent, ask_again)
+
+    def _report(self) -> UpdateReport:
+        unsure = [
+            url
+            for url, outcome in self._outcomes.items()
+            if (outcome.committed is None or outcome.failed) and outcome.reverted is None
+        ]
+        now = self._plan.probe(unsure, hasty=True)
+        for url, outcome in self._outcomes.items():
+            link = self._plan.links.get(url)
+            outcome.notes += link.take_notes() if link is not None else ()
+        rows = tuple(outcome.row(url, now.get(url)) for url, outcome in self._outcomes.items())
+        digest = self._verifier.digest
+        for link in self._links:
+            if link.committed is not None:
+                link.digest = digest
+        moved_on = any(row.status == "serving" for row in rows)
+        for row in rows:
+            self._roster.ended(row, version=self._version, moved_on=moved_on)
+        if moved_on:
+            self._roster.current = Current(version=self._version, digest=digest)
+        phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
+        phases["stall"] = max((row.stall_s for row in rows), default=0.0)
+        return UpdateReport(
+            version=self._version,
+            transport=self._plan.transport.name,
+            bytes=self._bytes,
+            buckets=self._num_buckets,
+            seconds=time.monotonic() - self._started,
+            phases=phases,
+            peak_extra_bytes=0,
+            digest=digest,
+            targets=rows,
+            unsummed=self._verifier.unsummed,
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Generator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add_phase(name, time.monotonic() - started)
+
+
+def _open_message(
+    config: UpdateConfig,
+    links: Sequence[Link],
+    version: int,
+    specs: tuple[TensorSpec, ...],
+    bucket_runs: tuple[tuple[int, ...], ...],
+) -> Open:
+    return Open(
+        session=secrets.token_hex(16),
+        owner=Owner(host=socket.gethostname(), pid=os.getpid()),
+        version=version,
+        allow_older=config.allow_older,
+        timeout_s=config.timeout_s,
+        lease_s=config.timeout_s * LEASE_DEADLINES,
+        pause=config.pause,
+        verify=config.verify,
+        digest=config.digest,
+        specs=specs,
+        # A receiver that knows these sizes may post bucket n+1's receive before it replies to n, so the sender must
+        # not wait for that reply.
+        bucket_runs=bucket_runs if in_flight_to(links) > 1 else (),
+    )
+
+
+def _ask_again(plan: Plan, link: Link, outcome: Outcome, lost: WeightcastError, *, timeout_s: float) -> Ack:
+    """Returns the answer to a Commit whose first answer was lost.
+
+    Raises:
+        WeightcastError: ``lost``, if the engine cannot be asked or does not know; its outcome is in doubt then.
+        TargetRejected: The engine has not switched.
+    """
+    outcome.in_doubt = True
+    if not link.adapter.leased:
+        raise lost  # the engine would take a second Commit for another one
+    now = plan.probe([link.url], hasty=True)[link.url]
+    if not isinstance(now, EngineInfo):
+        raise lost
+    try:
+        ack = link.commit_again(timeout_s=timeout_s)
+    except TargetRejected:
+        outcome.in_doubt = False
+        raise
+    except WeightcastError:
+        raise lost from None
+    outcome.in_doubt = False
+    outcome.notes.append(f"its answer to Commit was lost ({lost}); asked again, it had switched")
+    return ack
+
+
+def _culprits(
+    error: WeightcastError, plan: Plan, links: Sequence[Link], outcomes: Mapping[str, Outcome]
+) -> dict[str, WeightcastError]:
+    """Returns the targets that an error is about, each with its own failure."""
+    named = {engine_of(failure): failure for failure in failures_of(error)}
+    found = {url: failure for url, failure in named.items() if url in outcomes}
+    if found:
+        return found
+    infos = plan.probe([link.url for link in links], hasty=True)
+    return {
+        url: error for url, info in infos.items() if not isinstance(info, EngineInfo) or info.state == "quarantined"
+    }
+
+
+def _abort_all(links: Sequence[Link], roster: Roster, reason: str) -> None:
+    """Ends every open session, and tells the roster which targets kept one whole version."""
+    open_links = [link for link in links if link.session]
+    if not open_links:
+        return
+    with ThreadPoolExecutor(max_workers=len(open_links)) as pool:
+        answers = list(pool.map(Link.abort, open_links, [reason] * len(open_links)))
+    for link, answer in zip(open_links, answers, strict=True):
+        if link.silent:
+            roster.fell_silent(link.url, reason)
+        whole = answer is not None and answer.state == "serving" and not link.mixed
+        roster.broke_off(link.url, reason, whole=whole)

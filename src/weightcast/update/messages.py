@@ -1,0 +1,97 @@
+"""The messages by which the head tells the other trainer ranks what it decided."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightcast import errors
+from weightcast.errors import ConfigError, TargetError, TargetsFailed, UpdateFailed, WeightcastError
+from weightcast.report import UpdateReport
+from weightcast.wire.layout import Packing
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An error of the head that every rank raises.
+
+    Attributes:
+        error: Class name of the error.
+        text: The error's text.
+        hint: The error's hint.
+        url: URL of the engine that the error is about; empty if it names none.
+        failures: One entry for each engine, if the error is about several.
+    """
+
+    error: str
+    text: str
+    hint: str | None = None
+    url: str = ""
+    failures: tuple[Failure, ...] = ()
+
+    @staticmethod
+    def of(error: WeightcastError) -> Failure:
+        """Describes an error."""
+        kind = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        failures = error.failures if isinstance(error, TargetsFailed) else ()
+        return Failure(
+            error=kind.__name__,
+            text=str(error),
+            hint=error.hint,
+            url=str(getattr(error, "url", "")),
+            failures=tuple(map(Failure.of, failures)),
+        )
+
+    def rebuild(self, report: UpdateReport | None = None) -> WeightcastError:
+        """Returns the error again; ``report`` is that of the update, if the engines took part in it."""
+        if self.error == UpdateFailed.__name__:
+            assert report is not None
+            return UpdateFailed(self.text, report=report, hint=self.hint)
+        if self.failures:
+            return TargetsFailed([failure.rebuild() for failure in self.failures])
+        kind = getattr(errors, self.error, WeightcastError)
+        if issubclass(kind, TargetError):
+            return kind(self.text, url=self.url, hint=self.hint)
+        if issubclass(kind, ConfigError):
+            return kind(self.text, hint=self.hint)
+        return WeightcastError(self.text, hint=self.hint)
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The head's choices at connect.
+
+    Attributes:
+        failure: The reason why there is no choice.
+        transport: Name of the transport.
+        receivers: The trainer ranks that fill a bucket.
+        packing: The packing that all targets can read.
+        ways: The kinds of handles to the buffers, for a transport that shares memory.
+        opens: Number of engine processes that open a buffer in torch's way.
+        ring_opens: Number of engine processes that open the storage of all buffers.
+        lends: True if large tensors are sent without a copy, from the model's own memory.
+    """
+
+    failure: Failure | None = None
+    transport: str = ""
+    receivers: tuple[int, ...] = (0,)
+    packing: Packing = Packing()
+    ways: tuple[str, ...] = ()
+    opens: int = 0
+    ring_opens: int = 0
+    lends: bool = False
+
+
+class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of an attempt, or of one of its steps.
+
+    Attributes:
+        report: The report of an update that is over.
+        failure: The error to raise.
+        again: True if an attempt follows, with the targets that are left.
+        score: True if the head needs the trainer's forward pass next.
+        sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
+    """
+
+    report: UpdateReport | None = None
+    failure: Failure | None = None
+    again: bool = False
+    score: bool = False
+    sums_buckets: bool = False

@@ -1,0 +1,40 @@
+"""Recognises the engine behind a URL by asking the server in each registered adapter's way."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightcast.adapters.registry import KINDS
+from weightcast.comm.http import Client
+from weightcast.errors import ConfigError
+from weightcast.fleet.probe import probe
+from weightcast.wire.messages import EngineInfo
+
+
+def recognise(client: Client, *, timeout_s: float | None = None) -> EngineInfo:
+    """Returns the description of the engine behind a client; ``Target.engine`` narrows the kinds that are tried.
+
+    Raises:
+        ConfigError: ``Target.engine`` names no kind, or the engine is of no known kind.
+        TargetUnreachable, TargetRejected: As ``fleet.probe.probe``.
+    """
+    asked = client.target.engine
+    kinds = [kind for kind in KINDS if asked in ("auto", kind.name)]
+    if not kinds:
+        known = ", ".join(kind.name for kind in KINDS)
+        raise ConfigError(f"engine={asked!r}: choose auto or one of {known}")
+    return _located(client, probe(client, kinds, timeout_s=timeout_s))
+
+
+def _located(client: Client, info: EngineInfo) -> EngineInfo:
+    """Adds the caller's ``Target.devices`` to the description of an engine that does not name its GPUs."""
+    known = client.target.devices
+    if not known or any(rank.device != "cuda" for rank in info.ranks):
+        return info
+    if len(known) != len(info.ranks):
+        raise ConfigError(f"{client.target.url}: {len(known)} devices are named, and it has {len(info.ranks)} ranks")
+    ranks = tuple(
+        msgspec.structs.replace(rank, device=device.removeprefix("GPU-"))
+        for rank, device in zip(info.ranks, known, strict=True)
+    )
+    return msgspec.structs.replace(info, ranks=ranks)

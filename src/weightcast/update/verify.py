@@ -1,0 +1,229 @@
+"""Compares digests and log-probabilities of the trainer with those of the engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from weightcast.comm.run_steps import converse
+from weightcast.config import UpdateConfig
+from weightcast.digest.definition import model_digest
+from weightcast.digest.sent import Repeated, Sent, SentDigests, gathered_otherwise
+from weightcast.digest.source_sums import Folded
+from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
+from weightcast.exporters.sum_messages import unsummed
+from weightcast.protocols import Exporter, SeesChange
+from weightcast.transports.blame import raise_together
+from weightcast.transports.link import Link
+from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
+from weightcast.update.choose import Plan
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Ack
+
+
+class WeightsChanged(ConfigError):
+    """The weights are not those that engines were to be brought to."""
+
+
+class Verifier:
+    """The digests of one update, and the comparisons with each target's answers."""
+
+    def __init__(self, plan: Plan, config: UpdateConfig, exporter: Exporter, specs: Sequence[TensorSpec]) -> None:
+        self._plan = plan
+        self._config = config
+        self._unsummed = unsummed(exporter, specs)
+        self._repeated = Repeated()
+        self._digests = SentDigests()
+        self._sources: Sequence[Folded] = ()
+        self._sent = Sent()
+        self._must_be: str | None = None
+
+    @property
+    def unsummed(self) -> tuple[str, ...]:
+        """Names of tensors whose sources the trainer ranks cannot sum; empty without verification."""
+        return tuple(self._unsummed) if self._config.verify != "none" else ()
+
+    @property
+    def digest(self) -> str | None:
+        """Model digest of everything sent; None before ``compare_received``.
+
+        It is computed on demand.  The engines would wait for it if it were computed before they switch.
+        """
+        return model_digest(self._sent.received) if self._sent else None
+
+    def begin(self, must_be: str | None = None) -> None:
+        """Starts a new update; ``must_be`` is the model digest that the weights must have, if they must."""
+        self._sent, self._must_be = Sent(), must_be
+
+    def open(self, specs: Sequence[TensorSpec], links: Sequence[Link]) -> bool:
+        """Prepares the digests of one attempt.
+
+        Returns:
+            True if every rank with a bucket must sum it, because an engine cannot say what it received.
+        """
+        proven = self._config.verify in ("resident", "behaviour")
+        mute = any("received" not in link.adapter.proves for link in links)
+        self._digests = SentDigests(
+            self._repeated.casts(specs, [link.info.specs for link in links]) if proven else {},
+            sha256=self._config.digest == "sha256",
+            repeated=self._repeated,
+            unsummed=None if mute else self._unsummed,
+        )
+        self._sources = ()
+        return mute and self._config.verify != "none"
+
+    def add(self, bucket: Bucket) -> None:
+        """Digests a bucket.  The caller sends it afterwards, so a bit that flips later cannot go unseen."""
+        if self._config.verify != "none":
+            self._digests.add(bucket)
+
+    def finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> Sent:
+        """Compares the buckets with the trainer ranks' shards.
+
+        Args:
+            sources: Sums of each bucket by all trainer ranks, in order; empty without proof.
+            buckets: Sums of each bucket's slots by other ranks that have the bucket, by rank.
+
+        Returns:
+            The digests of everything sent; empty without verification.
+        """
+        self._sources = sources
+        return self._digests.finish(sources, buckets) if self._config.verify != "none" else Sent()
+
+    def release(self) -> None:
+        """Frees the memory that the digests took."""
+        self._digests.release()
+
+    def compare_received(
+        self,
+        sent: Sent,
+        links: Sequence[Link],
+        outcomes: Mapping[str, Outcome],
+        *,
+        version: int,
+        close_by_name: Callable[[Link], Ack],
+    ) -> None:
+        """Compares each target's answer to Close with what was sent.
+
+        Args:
+            sent: Digests of everything sent.
+            links: The targets; all have answered to Close.
+            outcomes: Each target's outcome, by URL.
+            version: The version of the update.
+            close_by_name: Asks a target again, for the digest of each tensor.
+
+        Raises:
+            ConfigError: The weights are not those of the version that targets were to be brought to.
+            VerificationFailed, TargetsFailed: Targets received something else.
+        """
+        self._sent = sent
+        # One version with two sets of weights is what versions are there to prevent.
+        if self._must_be is not None and self.digest != self._must_be:
+            raise WeightsChanged(
+                f"the weights are no longer those of version {version}: no engine can be brought in at it",
+                hint="call retarget() before training goes on, or leave it to the next update()",
+            )
+        asked = [link for link in links if sent and "received" in link.adapter.proves]
+        wrong: list[Link] = []
+        for link in asked:
+            ack = link.closed
+            assert ack is not None
+            if arrived(link, ack, sent):
+                outcomes[link.url].received(ack, sent)
+            else:
+                wrong.append(link)
+        if wrong:
+            raise_together(self._blame(wrong, asked, sent, close_by_name))
+
+    def _blame(
+        self, wrong: Sequence[Link], asked: Sequence[Link], sent: Sent, close_by_name: Callable[[Link], Ack]
+    ) -> Sequence[WeightcastError]:
+        """Returns one error for the gather if the gather is at fault, else one error for each target."""
+        unanswered: list[WeightcastError] = []
+        acks: list[Ack] = []
+        differing: list[VerificationFailed] = []
+        for link in wrong:
+            try:
+                ack = link.closed if self.asks_by_name(sent) else close_by_name(link)
+            except WeightcastError as error:
+                unanswered.append(error)
+                continue
+            assert ack is not None
+            acks.append(ack)
+            differing.append(received_otherwise(link, ack, sent, gathers=self._plan.gathers))
+        if differing:
+            names = differing[0].names
+            lying = self._digests.lying_otherwise(names, self._sources)
+            if lying:
+                return [gathered_otherwise(lying, "the bucket of trainer rank 0")]
+            received = [ack.received.get(name) for ack in acks for name in names]
+            alike = received == received[: len(names)] * len(acks) and None not in received
+            ranks = sum(ack.received_ranks for ack in acks)
+            everybody = sum(link.info.tp_size for link in asked)
+            if alike and ranks == everybody > 1 and len(self._plan.receivers) == 1:
+                return [gathered_otherwise(names, f"what all {ranks} engine ranks received alike")]
+        return [*unanswered, *differing]
+
+    def asks_by_name(self, sent: Sent) -> bool:
+        """Returns True if Close must ask for each tensor's digest: SHA-256 does not add up over tensors."""
+        return self._config.digest == "sha256" and bool(sent)
+
+    def check_opened(self, link: Link, ack: Ack) -> None:
+        """Checks a target's answer to Open: it can prove the share of tensors that the caller asks for."""
+        if self._config.verify == "resident" and "resident" in link.adapter.proves:
+            check_share(link, len(link.info.specs), ack.unproven, self._config.min_proven_share)
+
+    def commit(self, link: Link, outcome: Outcome, sent: Sent, ask_again: Callable[[WeightcastError], Ack]) -> None:
+        """Commits one target, and compares the weights that it keeps with those that were sent.
+
+        Args:
+            link: The target.
+            outcome: The target's outcome.
+            sent: Digests of everything sent.
+            ask_again: Returns the answer of a target whose answer was lost, or raises.
+        """
+        wanted = self._config.verify in ("resident", "behaviour")
+        proves = wanted and "resident" in link.adapter.proves
+        if isinstance(link.adapter, SeesChange):
+            link.adapter.expect_change(link.digest is not None and bool(sent) and link.digest != self.digest)
+        specs, unproven = link.info.specs, frozenset[str](link.closed.unproven if link.closed is not None else ())
+        otherwise = sent.kept_otherwise(specs, without=unproven) if proves else {}
+        as_received = proves and len(otherwise) + len(unproven) < len(specs)
+        try:
+            ack = link.commit(otherwise, as_received=as_received, timeout_s=self._config.timeout_s)
+        except (TargetRejected, TargetUnreachable):
+            raise  # the target has not switched
+        except WeightcastError as error:
+            ack = ask_again(error)
+        outcome.resident(link, ack, sent.kept(specs, without=unproven) if proves else {})
+        level = "resident" if wanted else self._config.verify
+        if level != "none" and level not in link.adapter.proves and self._config.verify != "behaviour":
+            can = 'it answers with log-probabilities: verify="behaviour"'
+            outcome.add(f"{link.info.engine} cannot prove that the new weights are {level}; {can}")
+
+    def compare_scores(self, link: Link, outcome: Outcome, tokens: Sequence[int], mine: Sequence[float]) -> None:
+        """Compares a target's log-probabilities with the trainer's; the outcome takes the result."""
+        tolerance = self._config.behaviour_tolerance
+        try:
+            theirs = converse(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
+            apart = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+        except (WeightcastError, ValueError) as error:
+            outcome.add(f"could not compare behaviour: {error}")
+            return
+        # ``max`` passes over a NaN.
+        off = max(apart) if all(map(math.isfinite, apart)) else math.inf
+        if off <= tolerance:
+            outcome.proof = "behaviour"
+            outcome.add(f"log-probabilities agree within {off:.2g}")
+            return
+        outcome.failed = VerificationFailed(
+            f"{link.url} keeps what was sent, but answers otherwise: log-probabilities are off by {off:.3g} "
+            f"(tolerance {tolerance:g})",
+            url=link.url,
+            names=(),
+            hint="the engine computes with something else than its parameters (packed copies, a stale graph), "
+            "or one of the two forward passes is not finite",
+        )

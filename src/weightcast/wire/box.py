@@ -1,0 +1,142 @@
+"""The geometry of parts: boxes of a tensor, and spans of strided memory.
+
+Boxes are counted in elements of the full tensor.  Spans are counted in elements of a storage.  Integers only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A rectangular part of a tensor.  The box of a tensor without dimensions has two empty tuples.
+
+    Attributes:
+        offset: First index of the box, one number for each dimension.
+        shape: Extent of the box, one number for each dimension.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class Span(NamedTuple):
+    """A run of elements from ``first`` up to, not including, ``end``."""
+
+    first: int
+    end: int
+
+    def overlaps(self, other: Span) -> bool:
+        """True if the spans have an element in common."""
+        return self.first < other.end and other.first < self.end
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """The elements that two boxes of one tensor have in common; None if there are none."""
+    offset: list[int] = []
+    shape: list[int] = []
+    for a, m, b, n in zip(first.offset, first.shape, second.offset, second.shape, strict=True):
+        start, end = max(a, b), min(a + m, b + n)
+        if start >= end:
+            return None
+        offset.append(start)
+        shape.append(end - start)
+    return Box(offset=tuple(offset), shape=tuple(shape))
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """True if the inner box lies in the outer one; False for boxes with different numbers of dimensions."""
+    return len(outer.shape) == len(inner.shape) and all(
+        a <= b and b + n <= a + m
+        for a, m, b, n in zip(outer.offset, outer.shape, inner.offset, inner.shape, strict=True)
+    )
+
+
+def are_disjoint(boxes: Iterable[Box]) -> bool:
+    """True if no two boxes of one tensor overlap.  Empty boxes overlap nothing."""
+    # A sweep over the first dimension: thousands of experts take no time.
+    active: list[Box] = []
+    for box in sorted((box for box in boxes if box.numel), key=lambda box: box.offset):
+        active = [other for other in active if not box.offset or other.offset[0] + other.shape[0] > box.offset[0]]
+        if any(intersection(box, other) is not None for other in active):
+            return False
+        active.append(box)
+    return True
+
+
+def split(box: Box, max_elements: int) -> Iterator[Box]:
+    """Yields boxes of at most ``max_elements`` (at least 1) that make up the box, in row-major order."""
+    if box.numel <= max_elements:
+        yield box
+        return
+    dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
+    step = max(max_elements * box.shape[dim] // box.numel, 1)
+    for start in range(0, box.shape[dim], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += start
+        shape[dim] = min(step, box.shape[dim] - start)
+        yield from split(Box(offset=tuple(offset), shape=tuple(shape)), max_elements)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def span_of(offset: int, shape: Sequence[int], stride: Sequence[int]) -> Span:
+    """The shortest span that covers a strided region; empty for an empty region.
+
+    Args:
+        offset: First element of the region.
+        shape: Extents of the region.
+        stride: Strides of the region, in elements, none of them negative.
+    """
+    if math.prod(shape) == 0:
+        return Span(offset, offset)
+    return Span(offset, offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)))
+
+
+def box_of_view(
+    full: Sequence[int], offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> tuple[Box, tuple[int | None, ...]] | None:
+    """Finds the box of a contiguous tensor that a strided view covers.
+
+    Args:
+        full: Shape of the contiguous tensor.
+        offset: First element of the view.
+        shape: Extents of the view.
+        stride: Strides of the view, in elements.
+
+    Returns:
+        The box, and for each dimension of the tensor the dimension of the view that runs along it (None where the
+        extent is 1).  None if the view is no box.
+    """
+    along: list[int | None] = [None] * len(full)
+    if math.prod(full) == 0:
+        return Box(offset=(0,) * len(full), shape=tuple(full)), tuple(along)
+    strides = contiguous_strides(full)
+    extent = [1] * len(full)
+    for dim, (size, step) in enumerate(zip(shape, stride, strict=True)):
+        if size == 1:
+            continue
+        fits = [k for k in range(len(full)) if along[k] is None and full[k] > 1 and strides[k] == step]
+        if not fits:
+            return None
+        along[fits[0]] = dim
+        extent[fits[0]] = size
+    start: list[int] = []
+    for step in strides:
+        start.append(offset // step)
+        offset -= start[-1] * step
+    if offset or any(first + size > whole for first, size, whole in zip(start, extent, full, strict=True)):
+        return None
+    return Box(offset=tuple(start), shape=tuple(extent)), tuple(along)

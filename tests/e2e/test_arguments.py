@@ -1,0 +1,85 @@
+"""The arguments that ``connect`` takes: paths, state dicts, one URL, sizes as text, dtypes by any name."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.harness import Engine, digests_of, next_version, trainer_of
+from tests.toy_engine import toy_weights
+from weightcast import Target, WeightUpdater
+from weightcast.errors import ConfigError
+from weightcast.update.arguments import bytes_of, dtype_name_of, exporter_of, targets_of
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def test_an_update_from_a_path_reaches_the_engine_and_closes_its_files(engine, tmp_path):
+    version = next_version()
+    save_file(toy_weights(seed=version), tmp_path / "model.safetensors")
+    for number, path in enumerate((tmp_path, str(tmp_path / "model.safetensors"))):
+        updater = WeightUpdater.connect(path, engine.url, bucket_bytes="64KiB", allow_older=True)
+        updater.update(version=version + number)
+        updater.close()
+        assert engine.digests() == digests_of(version)
+        with pytest.raises(ValueError, match="closed file"):
+            next(iter(updater._exporter.shards()))
+    next_version()
+
+
+def test_an_update_from_a_state_dict_follows_the_live_values(engine):
+    before, after = next_version(), next_version()
+    model = trainer_of(before)
+    with WeightUpdater.connect(model.state_dict(), engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
+        for version in (before, after):
+            model.set_version(version)
+            updater.update(version=version)
+            assert engine.digests() == digests_of(version)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "bfloat16", "torch.bfloat16"])
+def test_a_dtype_may_have_any_of_its_names(engine, dtype):
+    version = next_version()
+    with WeightUpdater.connect(
+        trainer_of(version), [Target(engine.url)], wire_dtype=dtype, allow_older=True, bucket_bytes=1 << 16
+    ) as updater:
+        updater.update(version=version)
+    assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
+
+
+def test_one_url_is_one_target():
+    assert targets_of("http://a:1") == targets_of(["http://a:1"]) == targets_of(Target("http://a:1"))
+    assert [target.url for target in targets_of(("http://a:1", Target("http://b:2")))] == ["http://a:1", "http://b:2"]
+    with pytest.raises(ConfigError, match="no targets"):
+        targets_of([])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("64MB", 64_000_000), (4096, 4096)]
+)
+def test_a_size_may_be_text(text, size):
+    assert bytes_of("bucket_bytes", text) == size
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: bytes_of("bucket_bytes", "512 potatoes"), r"bucket_bytes='512 potatoes': .* is not a size"),
+        (lambda: bytes_of("bucket_bytes", 5e8), r"bucket_bytes=500000000\.0 is not a size"),
+        (lambda: dtype_name_of("wire_dtype", torch.complex64), r"wire_dtype=torch\.complex64: choose one of float64"),
+        (lambda: dtype_name_of("wire_dtype", "bf17"), r"wire_dtype='bf17': choose one of"),
+        (lambda: exporter_of(object(), None), r"a object is no model that can be exported"),
+        (lambda: exporter_of("/nowhere/at/all", None), r"/nowhere/at/all"),
+        (lambda: exporter_of({"step": 3, "a": torch.ones(1)}, None), r"step is a int, and only tensors"),
+        (lambda: exporter_of({}, None), r"no parameters"),
+        (lambda: exporter_of(exporter_of(nn.Linear(2, 2), None)[0], "bfloat16"), r"is for a module; ModuleExporter"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(call, words):
+    with pytest.raises(ConfigError, match=words):
+        call()

@@ -1,0 +1,391 @@
+"""The SGLang adapter, detection and payload without SGLang: requests and answers as data."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import pickletools
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from tests.sglang_globals import GLOBALS
+from weightcast.adapters.sglang.adapter import SglangAdapter
+from weightcast.adapters.sglang.detect import SglangKind
+from weightcast.adapters.sglang.payload import bucket_payload
+from weightcast.comm.ipc import host_id
+from weightcast.comm.run_steps import EngineRequest
+from weightcast.comm.shared_buckets import Shared, TorchMemory
+from weightcast.errors import ConfigError, TargetRejected, WireError
+from weightcast.protocols import Invitation
+from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec, plan_buckets
+from weightcast.wire.messages import Commit, EngineInfo, Open, Owner
+
+URL = "http://127.0.0.1:30000"
+SERVER = {"version": "0.5.23", "tp_size": 2, "dp_size": 1, "pp_size": 1, "device": "cpu", "random_seed": 7}
+BARE = {"disable_radix_cache": True}
+MODEL = {"served_model_name": "tiny", "weight_version": "12"}
+SPEC = TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=(4, 2))
+LAYOUT = BucketLayout(index=0, slots=(TensorSlot(spec=SPEC, offset_bytes=0, num_rows=4),), size_bytes=16)
+Result = TypeVar("Result")
+Answers = dict[str, Any]
+
+
+def talk(
+    steps: Generator[EngineRequest, bytes, Result], answers: Answers | Callable[[EngineRequest], Any]
+) -> tuple[list[EngineRequest], Result]:
+    """Answers each request: a number is a refusal with that status, anything else the body; the default is {}."""
+    asked: list[EngineRequest] = []
+    try:
+        request = next(steps)
+        while True:
+            asked.append(request)
+            answer = answers(request) if callable(answers) else answers.get(request.path.partition("?")[0], {})
+            if isinstance(answer, int):
+                request = steps.throw(TargetRejected("no", url=URL, status=answer))
+            else:
+                request = steps.send(json.dumps(answer).encode())
+    except StopIteration as end:
+        return asked, end.value
+
+
+def recognised(server: Answers = {}, model: Answers = {}, *, url: str = URL, ready: Any = None) -> EngineInfo:  # noqa: B006
+    answers = {"/server_info": SERVER | server, "/model_info": MODEL | model, "/ready": ready or {}}
+    _, info = talk(SglangKind().recognise(url), answers)
+    assert info is not None
+    return info
+
+
+def opening(**changes: Any) -> Open:
+    fields: dict[str, Any] = {"pause": "abort", "verify": "none"} | changes
+    return Open(
+        session="a" * 32,
+        owner=Owner(host="h", pid=1),
+        version=13,
+        timeout_s=30.0,
+        lease_s=90.0,
+        specs=(SPEC,),
+        **fields,
+    )
+
+
+def paths(asked: list[EngineRequest]) -> list[str]:
+    return [request.path for request in asked]
+
+
+class TestRecognising:
+    def test_server_is_described_by_its_answers(self) -> None:
+        info = recognised()
+        assert (info.kind, info.engine, info.model, info.version) == ("sglang", "sglang 0.5.23", "tiny", 12)
+        assert (info.tp_size, info.staging, info.host_id, info.paused) == (2, "none", host_id(), False)
+        assert info.sizes == "tp 2"
+        assert recognised({"dp_size": 2, "ep_size": 2}).sizes == "tp 2, dp 2, ep 2"
+        assert [rank.device for rank in info.ranks] == ["cpu", "cpu"]
+        assert info.transports == ("ipc", "broadcast", "disk")
+
+    def test_server_is_described_by_other_answers(self) -> None:
+        assert recognised(model={"weight_version": "default"}).version is None
+        assert recognised({"device": "cuda"}).ranks[0].device == "cuda"
+        assert recognised(url="http://10.0.3.7:30000").host_id == "host:10.0.3.7"
+        assert recognised(ready=503).paused
+        assert not recognised(ready=404).paused  # older ones have no such route
+
+    def test_restart_changes_the_incarnation(self) -> None:
+        assert recognised().incarnation == recognised().incarnation
+        assert recognised().incarnation != recognised({"random_seed": 8}).incarnation
+        once, again = ({"startup_time": {"load_weight": 0.2, "tokenizer_e2e": seconds}} for seconds in (4.1, 4.2))
+        assert recognised(once).incarnation == recognised(once).incarnation != recognised(again).incarnation
+        assert recognised().tells_version
+        assert not recognised(model={"weight_version": ""}).tells_version
+
+    @pytest.mark.parametrize("version", ["0.5.17", "0.5.20"])
+    def test_server_that_flushes_only_without_requests_refuses_pauses_that_keep_them(self, version: str) -> None:
+        refused = recognised({"version": version}).no_pause
+        assert set(refused) == {"retract", "in_place", "wait"}
+        for words in refused.values():
+            assert 'pause="abort", or start SGLang with --disable-radix-cache' in words
+        assert recognised({"version": version} | BARE).no_pause == {}
+
+    @pytest.mark.parametrize("version", ["0.5.21", "0.5.23", "0.6.0", "unknown"])
+    def test_server_that_flushes_while_requests_wait_refuses_only_in_place(self, version: str) -> None:
+        assert set(recognised({"version": version}).no_pause) == {"in_place"}
+        assert recognised({"version": version} | BARE).no_pause == {}
+
+    @pytest.mark.parametrize("name", ["hicache_storage_backend", "enable_lmcache", "enable_mm_global_cache"])
+    def test_cache_outside_of_the_server_is_refused(self, name: str) -> None:
+        info = recognised({name: "file"})
+        assert info.transports == ()
+        assert f"--{name.replace('_', '-')}" in info.message
+
+    @pytest.mark.parametrize(
+        ("server", "words"), [({"dp_size": 2}, "dp_size must be 1"), ({"pp_size": 2}, "pp_size must be 1")]
+    )
+    def test_data_and_pipeline_parallel_servers_take_only_disk(self, server: Answers, words: str) -> None:
+        info = recognised(server)
+        assert info.transports == ("disk",)
+        assert words in info.message
+
+    def test_weights_shared_between_servers_are_refused(self) -> None:
+        info = recognised({"weight_cache_mode": "client"})
+        assert info.transports == ()
+        assert "--weight-cache-mode" in info.message
+
+    def test_quantisation_at_load_time_is_reported(self) -> None:
+        assert "quantised already" in recognised({"quantization": "fp8"}).message
+        assert recognised({"quantization": "fp8", "load_format": "flash_rl"}).message == ""
+
+    def test_older_route_names_are_tried(self) -> None:
+        older = {"/server_info": 404, "/model_info": 404, "/get_server_info": SERVER, "/get_model_info": MODEL}
+        _, info = talk(SglangKind().recognise(URL), older)
+        assert info is not None
+        assert info.version == 12
+
+    @pytest.mark.parametrize(
+        "answers",
+        [
+            {"/server_info": 404, "/get_server_info": 404},
+            {"/server_info": {"vllm_config": {"tp_size": 2}}},
+            {"/server_info": ["tp_size"]},
+            {"/server_info": SERVER, "/model_info": 404, "/get_model_info": 405},
+            {"/server_info": 500},
+        ],
+    )
+    def test_other_servers_are_not_taken_for_sglang(self, answers: Answers) -> None:
+        assert talk(SglangKind().recognise(URL), answers)[1] is None
+
+    def test_wrong_key_is_a_refusal(self) -> None:
+        with pytest.raises(TargetRejected):
+            talk(SglangKind().recognise(URL), {"/server_info": 401})
+
+
+class TestPreflight:
+    def test_nccl_environment_must_agree(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        adapter = SglangAdapter(recognised({"device": "cuda"}))
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+        with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE") as caught:
+            adapter.check([SPEC], transport="broadcast", bucket_bytes=100)
+        assert "NCCL_CUMEM_ENABLE=0" in str(caught.value.hint)
+        adapter.check([SPEC], transport="ipc", bucket_bytes=100)
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+        adapter.check([SPEC], transport="broadcast", bucket_bytes=100)
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+        SglangAdapter(recognised()).check([SPEC], transport="broadcast", bucket_bytes=100)
+
+    def test_bucket_offsets_are_in_bytes_without_gaps(self) -> None:
+        specs = [
+            TensorSpec(name=name, dtype=dtype, shape=shape)
+            for name, dtype, shape in (("a", "uint8", (3,)), ("b", "float32", (2,)), ("c", "bfloat16", (5,)))
+        ]
+        for layout in plan_buckets(specs, bucket_bytes=64, packing=SglangAdapter.packing):
+            end = 0
+            for slot in layout.slots:
+                assert slot.whole
+                assert slot.offset_bytes == end
+                assert end % slot.spec.torch_dtype.itemsize == 0
+                end = slot.end_bytes
+
+
+class TestAnUpdate:
+    def test_requests_of_an_update_by_broadcast(self) -> None:
+        adapter = SglangAdapter(recognised())
+        asked, ack = talk(adapter.open(opening()), {})
+        assert paths(asked) == ["/pause_generation", "/flush_cache?timeout=5", "/begin_weight_update"]
+        assert json.loads(asked[0].body) == {"mode": "abort"}
+        assert ack.ok
+        invitation = Invitation(
+            session="s", group="g", host="h", port=1, token="", first_rank=3, world_size=5, backend="nccl",
+            bucket_bytes=9, timeout_s=1.0,
+        )  # fmt: skip
+        asked, _ = talk(adapter.join(invitation), {})
+        assert (asked[0].path, json.loads(asked[0].body)["rank_offset"]) == ("/init_weights_update_group", 3)
+        asked, _ = talk(adapter.bucket("s", LAYOUT, group="g", shared=()), {})
+        body = json.loads(asked[0].body)
+        assert (body["names"], body["dtypes"], body["shapes"]) == (["model.norm.weight"], ["bfloat16"], [[4, 2]])
+        assert (body["flush_cache"], body["load_format"]) == (False, "flattened_bucket")
+        asked, ack = talk(adapter.commit(Commit(session="a" * 32)), {})
+        assert paths(asked) == [
+            "/end_weight_update",
+            "/update_weight_version",
+            "/continue_generation",
+        ]
+        assert json.loads(asked[1].body) == {"new_version": "13", "abort_all_requests": False}
+        assert (ack.version, ack.ranks) == (13, 2)
+        asked, _ = talk(adapter.leave("g"), {"/destroy_weights_update_group": 400})
+        assert paths(asked) == ["/destroy_weights_update_group"]
+        assert talk(adapter.leave("g"), {})[0] == []
+
+    def test_server_without_sessions_is_asked_once(self) -> None:
+        adapter = SglangAdapter(recognised(BARE))
+        old: Answers = {"/begin_weight_update": 404, "/update_weight_version": 404}
+        for expected in (["/pause_generation", "/begin_weight_update"], ["/pause_generation"]):
+            assert paths(talk(adapter.open(opening()), old)[0]) == expected
+            asked, _ = talk(adapter.commit(Commit(session="a" * 32)), old)
+            assert "/end_weight_update" not in paths(asked)
+            assert paths(asked)[-1] == "/continue_generation"
+
+    def test_open_session_of_a_dead_trainer_is_ended_first(self) -> None:
+        answers = iter([{}, 400, {}, {}])
+        asked, _ = talk(SglangAdapter(recognised(BARE)).open(opening()), lambda _: next(answers))
+        assert paths(asked)[1:] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+
+    @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+    def test_pause_modes(self, pause: str) -> None:
+        asked, _ = talk(SglangAdapter(recognised()).open(opening(pause=pause)), {})
+        assert json.loads(asked[0].body) == {"mode": pause}
+
+    def test_pause_wait_loads_an_empty_list_until_requests_have_ended(self) -> None:
+        for refusal in ({}, 400):  # a server with sessions has none open, and says so when its requests have ended
+            answers = {"/update_weights_from_tensor": refusal}
+            asked, _ = talk(SglangAdapter(recognised()).open(opening(pause="wait")), answers)
+            assert paths(asked)[:3] == ["/update_weights_from_tensor", "/pause_generation", "/flush_cache"]
+            body = json.loads(asked[0].body)
+            [payload] = set(body["serialized_named_tensors"])
+            assert len(body["serialized_named_tensors"]) == 2
+            assert pickle.loads(base64.b64decode(payload)) == []
+            assert body["flush_cache"] is False
+            assert json.loads(asked[1].body) == {"mode": "retract"}
+        with pytest.raises(TargetRejected):
+            talk(SglangAdapter(recognised()).open(opening(pause="wait")), {"/update_weights_from_tensor": 500})
+
+    @pytest.mark.parametrize("pause", ["abort", "retract", "wait"])
+    def test_refused_flush_fails_the_update_before_any_weight_changes(self, pause: str) -> None:
+        adapter = SglangAdapter(recognised())
+        with pytest.raises(TargetRejected, match="does not flush its prefix cache") as caught:
+            talk(adapter.open(opening(pause=pause)), {"/flush_cache": 400})
+        assert "--disable-radix-cache" in str(caught.value.hint)
+        asked, ack = talk(adapter.abort("s", "why"), {})
+        assert (paths(asked), ack.state) == (["/continue_generation"], "serving")
+
+    @pytest.mark.parametrize("pause", ["abort", "retract", "in_place", "wait"])
+    def test_server_without_prefix_cache_is_not_flushed(self, pause: str) -> None:
+        adapter = SglangAdapter(recognised(BARE))
+        asked, _ = talk(adapter.open(opening(pause=pause)), {"/flush_cache": 400})
+        more, _ = talk(adapter.commit(Commit(session="a" * 32)), {"/flush_cache": 400})
+        assert not [path for path in paths([*asked, *more]) if path.startswith("/flush_cache")]
+
+    def test_unchanged_checksum_after_changed_weights_is_a_failure(self) -> None:
+        adapter = SglangAdapter(recognised())
+        same = {"/weights_checker": {"ranks": [{}, {}], "per_engine_checksum": "1" * 64}}
+        talk(adapter.open(opening(verify="resident")), same)
+        adapter.expect_change(False)
+        _, ack = talk(adapter.commit(Commit(session="a" * 32)), same)
+        assert "as before" in ack.message
+        talk(adapter.open(opening(verify="resident")), same)
+        talk(adapter.bucket("s", LAYOUT, group="g", shared=()), {})
+        adapter.expect_change(True)
+        with pytest.raises(WireError, match="took none of the new weights"):
+            talk(adapter.commit(Commit(session="a" * 32)), same)
+        asked, ack = talk(adapter.abort("s", "why"), {})
+        assert (asked, ack.state) == ([], "quarantined")
+
+    def test_checksums_before_and_after_are_compared(self) -> None:
+        adapter = SglangAdapter(recognised())
+        said = {"ranks": [{}, {}], "per_engine_checksum": "1" * 64}
+        _, ack = talk(adapter.open(opening(verify="resident")), {"/weights_checker": said})
+        assert ack.checksum == "1" * 64
+        said = {"ranks": [{}, {}], "per_engine_checksum": "2" * 64}
+        _, ack = talk(adapter.commit(Commit(session="a" * 32)), {"/weights_checker": said})
+        assert ack.checksum == "2" * 64
+        assert "over 2 ranks went from 1111111111111111 to 2222222222222222" in ack.message
+        # One rank of two is no answer for both; nor is a server without the route.
+        for answer in ({"ranks": [{}], "per_engine_checksum": "3" * 64}, 404, 400):
+            _, ack = talk(SglangAdapter(recognised()).open(opening(verify="resident")), {"/weights_checker": answer})
+            assert ack.checksum == ""
+
+    def test_abort_resumes_before_a_bucket_and_stays_paused_after_one(self) -> None:
+        adapter = SglangAdapter(recognised())
+        talk(adapter.open(opening()), {})
+        asked, ack = talk(adapter.abort("s", "why"), {})
+        assert (paths(asked), ack.state) == (["/end_weight_update", "/continue_generation"], "serving")
+        talk(adapter.open(opening()), {})
+        talk(adapter.bucket("s", LAYOUT, group="g", shared=()), {})
+        asked, ack = talk(adapter.abort("s", "why"), {"/end_weight_update": 400})
+        assert (paths(asked), ack.state) == (["/end_weight_update"], "quarantined")
+        # An update that ends before its first bucket does not resume a half-written engine.
+        talk(adapter.open(opening()), {})
+        asked, ack = talk(adapter.abort("s", "why"), {})
+        assert (paths(asked), ack.state) == (["/end_weight_update"], "quarantined")
+        talk(adapter.open(opening()), {})
+        talk(adapter.bucket("s", LAYOUT, group="g", shared=()), {})
+        talk(adapter.commit(Commit(session="a" * 32)), {})
+        talk(adapter.open(opening()), {})
+        assert talk(adapter.abort("s", "why"), {})[1].state == "serving"
+
+    def test_engine_found_paused_resumes_only_after_a_whole_update(self) -> None:
+        adapter = SglangAdapter(msgspec.structs.replace(recognised(), paused=True))
+        talk(adapter.open(opening()), {})
+        asked, ack = talk(adapter.abort("s", "why"), {})
+        assert (paths(asked), ack.state) == (["/end_weight_update"], "quarantined")
+
+    def test_disk_update_opens_no_session(self) -> None:
+        adapter = SglangAdapter(recognised(BARE))
+        adapter.check([SPEC], transport="disk", bucket_bytes=100)
+        assert paths(talk(adapter.open(opening()), {})[0]) == ["/weights_checker", "/pause_generation"]
+        asked, _ = talk(adapter.load_folder("s", "/f"), {})
+        # Rank 0 answers for itself; the folder must stay until the others have read it too.
+        assert paths(asked) == ["/update_weights_from_disk", "/weights_checker"]
+        assert json.loads(asked[0].body) == {"model_path": "/f", "flush_cache": False}
+        assert "/end_weight_update" not in paths(talk(adapter.commit(Commit(session="a" * 32)), {})[0])
+        with pytest.raises(TargetRejected):  # nothing has moved
+            talk(adapter.open(opening()), {"/weights_checker": 404})
+        one = SglangAdapter(recognised({"tp_size": 1} | BARE))
+        one.check([SPEC], transport="disk", bucket_bytes=100)
+        assert paths(talk(one.open(opening()), {})[0]) == ["/pause_generation"]
+        assert paths(talk(one.load_folder("s", "/f"), {})[0]) == ["/update_weights_from_disk"]
+
+    def test_score_returns_log_probabilities_of_the_prompt(self) -> None:
+        said = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None]]}}
+        assert talk(SglangAdapter(recognised()).score([5, 6, 7]), {"/generate": said})[1] == [-0.5, -1.5]
+        for wrong in ({}, {"meta_info": {}}, {"meta_info": {"input_token_logprobs": [[None, 5, None]]}}):
+            with pytest.raises(WireError):
+                talk(SglangAdapter(recognised()).score([5, 6, 7]), {"/generate": wrong})
+
+
+def memory(device: str, name: bytes) -> TorchMemory:
+    return TorchMemory(kind="cuda", device=device, size_bytes=4096, handle=name, ref_counter=b"/c", event=b"e" * 64)
+
+
+def names_in(payload: str) -> set[str]:
+    return {
+        str(argument)
+        for opcode, argument, _ in pickletools.genops(base64.b64decode(payload))
+        if opcode.name == "GLOBAL"
+    }
+
+
+class TestEnvelope:
+    def test_payload_names_only_globals_of_the_list(self) -> None:
+        host = TorchMemory(kind="shm", device="cpu", size_bytes=4096, handle=b"/torch_1", manager=b"/m")
+        allowed = GLOBALS | {f"torch {dtype}" for dtype in DTYPES}
+        for item in (host, memory("11111111-2222", b"h")):
+            found = names_in(bucket_payload(LAYOUT, item))
+            assert "types SimpleNamespace" in found
+            assert found <= allowed
+
+    def test_payload_keeps_numbers_and_names(self) -> None:
+        odd = TensorSpec(name="a" * 300, dtype="float32", shape=(1, 129, 70000))
+        slot = TensorSlot(spec=odd, offset_bytes=1 << 40, num_rows=1)
+        layout = BucketLayout(index=0, slots=(slot,), size_bytes=(1 << 40) + odd.size_bytes)
+        arguments = [
+            argument
+            for _, argument, _ in pickletools.genops(base64.b64decode(bucket_payload(layout, memory("u", b"h"))))
+        ]
+        for expected in ("a" * 300, 70000, 129, 1 << 40, (1 << 40) + odd.size_bytes, odd.size_bytes, "u", b"h", b"/c"):
+            assert expected in arguments
+
+    def test_every_rank_gets_the_buffer_on_its_own_gpu(self) -> None:
+        info = recognised({"device": "cuda"})
+        ranks = tuple(msgspec.structs.replace(rank, device=f"uuid-{1 - rank.rank}") for rank in info.ranks)
+        shared = [Shared(torch=(memory(f"uuid-{n}", b"%d-0" % n), memory(f"uuid-{n}", b"%d-1" % n))) for n in (0, 1)]
+        for known, expected in ((ranks, [b"1-0", b"0-1"]), (info.ranks, [b"0-0", b"1-1"])):
+            adapter = SglangAdapter(msgspec.structs.replace(info, ranks=known))
+            asked, _ = talk(adapter.bucket("s", LAYOUT, group=None, shared=shared), {})
+            for payload, handle in zip(json.loads(asked[0].body)["serialized_named_tensors"], expected, strict=True):
+                assert handle in [argument for _, argument, _ in pickletools.genops(base64.b64decode(payload))]
+        away = tuple(msgspec.structs.replace(rank, device="uuid-9") for rank in info.ranks)
+        adapter = SglangAdapter(msgspec.structs.replace(info, ranks=away))
+        with pytest.raises(WireError, match="no buffer is on uuid-9, the GPU of rank 0"):
+            talk(adapter.bucket("s", LAYOUT, group=None, shared=shared), {})

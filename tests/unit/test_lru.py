@@ -1,0 +1,63 @@
+"""The cache is bounded; equal tables are read once, and a bad table is never taken for a known one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.test_messages import ANNOUNCE, OPEN, changed
+from weightcast.errors import WireError
+from weightcast.runtime.lru import Lru
+from weightcast.wire import messages
+from weightcast.wire.messages import decode, encode
+
+
+def test_least_recently_used_value_is_evicted_first():
+    known: Lru[str, int] = Lru(10)
+    for number, name in enumerate("abc"):
+        known.put(name, number, 4)
+        assert known.get("a") == 0
+    assert [known.get(name) for name in "abc"] == [0, None, 2]
+    known.put("a", 9, 4)
+    assert known.get("a") == 0
+    known.put("large", 5, 99)  # alone it may be larger
+    assert [known.get(name) for name in ("a", "c", "large")] == [None, None, 5]
+
+
+def test_a_table_is_decoded_once():
+    for message, table in ((OPEN, "specs"), (ANNOUNCE, "layout")):
+        first, again = (decode(encode(message)) for _ in range(2))
+        assert getattr(first, table) is getattr(again, table)
+        assert getattr(first, table) == getattr(message, table)
+
+
+def test_a_table_is_encoded_once(monkeypatch):
+    encoded: list[type] = []
+
+    class Counting:
+        def encode(self, what: object) -> bytes:
+            encoded.append(type(what))
+            return msgspec.json.encode(what)
+
+    monkeypatch.setattr(messages, "_encoder", Counting())
+    message = msgspec.structs.replace(ANNOUNCE, layout=msgspec.structs.replace(ANNOUNCE.layout, index=7))
+    assert encode(message) == encode(message) == msgspec.json.encode(message)
+    assert encoded.count(type(message.layout)) == 1
+
+
+def test_an_object_in_the_place_of_another_is_not_taken_for_it():
+    seen = set()
+    for index in range(200):  # each is gone when the next is made, and may get its id
+        layout = msgspec.structs.replace(ANNOUNCE.layout, index=index)
+        seen.add(decode(encode(msgspec.structs.replace(ANNOUNCE, layout=layout))).layout.index)
+    assert seen == set(range(200))
+
+
+def test_a_bad_table_is_refused_every_time():
+    bad = changed(ANNOUNCE, layout__slots__0__offset_bytes=1)
+    for _ in range(3):
+        with pytest.raises(WireError, match=r"up\.weight"):
+            decode(bad)
+    for _ in range(2):
+        with pytest.raises(WireError):
+            decode(changed(OPEN, specs=[]))

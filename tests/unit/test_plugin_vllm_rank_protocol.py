@@ -1,0 +1,42 @@
+"""The API server folds the greetings of vLLM's ranks into the engine's own facts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightcast.errors import Refused
+from weightcast.plugins.vllm.endpoints import tables_of
+from weightcast.plugins.vllm.rank_protocol import Hello, draft_of
+from weightcast.plugins.vllm.worker_extension import Extension
+from weightcast.wire.layout import TensorSpec
+
+
+def hello(rank: int, dtypes: dict[str, str], *places: str) -> Hello:
+    specs = tuple(TensorSpec(name=name, dtype=dtype, shape=(2,)) for name, dtype in dtypes.items())
+    return Hello(rank=rank, pid=1, device="cpu", staging="device", staging_bytes=0, specs=specs, places=places)
+
+
+def test_a_tensor_that_any_rank_keeps_is_part_of_a_full_update():
+    first = hello(0, {"a": "bfloat16", "b": "float32", "mtp": "float32"}, "a")
+    second = hello(1, {"a": "float32", "b": "bfloat16", "mtp": "float32"}, "b")
+    kept, optional = tables_of([first, second])
+    assert [(spec.name, spec.dtype) for spec in kept] == [("a", "bfloat16"), ("b", "bfloat16")]
+    assert [spec.name for spec in optional] == ["mtp"]
+
+
+@pytest.mark.parametrize(
+    ("method", "draft"), [("ngram", False), ("ngram_gpu", False), ("suffix", False), ("mtp", True)]
+)
+def test_prompt_lookup_has_no_draft_model(method, draft):
+    assert draft_of(SimpleNamespace(method=method)) is draft
+    assert draft_of(None) is False
+
+
+def test_an_update_of_experts_that_move_is_refused_by_name():
+    worker: Any = Extension()
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True))
+    with pytest.raises(Refused, match="enable_eplb"):
+        worker.weightcast_start()

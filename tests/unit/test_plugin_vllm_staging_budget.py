@@ -1,0 +1,159 @@
+"""Staging inside vLLM's memory budget, and where a worker measures, sleeps and wakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from weightcast.errors import ConfigError
+from weightcast.plugins.vllm.staging_budget import Budget, staging_setting
+from weightcast.plugins.vllm.worker_hooks import wrap_worker
+
+GIB = 1 << 30
+EIGHT_B = 15 * GIB
+
+
+def budget(
+    cache: float, *, least: float = 1, fixed: float | None = None, host: float = 100, cpu: bool = False
+) -> Budget:
+    return Budget(
+        cache_bytes=int(cache * GIB),
+        least_bytes=int(least * GIB),
+        fixed_bytes=None if fixed is None else int(fixed * GIB),
+        host_bytes=int(host * GIB),
+        on_host=cpu,
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "place", "words"),
+    [
+        pytest.param(budget(110), "device", "", id="an H200 at vLLM's defaults"),
+        pytest.param(budget(20), "device", "", id="a quarter of the cache is left"),
+        pytest.param(budget(19), "host", "vLLM has 19.00 GiB for its KV cache, which needs 4.75", id="less is left"),
+        pytest.param(
+            budget(30, least=16), "host", "which needs 16.00 GiB of it", id="no request of full length is left"
+        ),
+        pytest.param(budget(5, host=17), "none", "17.00 GiB are free on the host", id="nowhere"),
+        pytest.param(budget(90, fixed=15), "device", "", id="a cache of a fixed size leaves room"),
+        pytest.param(budget(90, fixed=14), "host", "beside a KV cache of a fixed size", id="it leaves none"),
+        pytest.param(budget(90, cpu=True), "device", "", id="a CPU"),
+        pytest.param(budget(90, cpu=True, host=17), "none", "no room", id="a CPU whose memory others have"),
+    ],
+)
+def test_auto_leaves_the_cache_what_it_needs(found, place, words):
+    chosen, why = found.place("auto", EIGHT_B)
+    assert chosen == place
+    assert words in why
+
+
+def test_a_place_that_was_asked_for_is_taken_or_refused():
+    assert budget(17).place("device", EIGHT_B) == ("device", "")  # what auto would not do
+    with pytest.raises(
+        ConfigError, match=r"staging takes 15.00 GiB, and vLLM has 15.50 GiB .* needs 1.00 GiB"
+    ) as caught:
+        budget(15.5).place("device", EIGHT_B)
+    assert "--gpu-memory-utilization" in str(caught.value.hint)
+    assert budget(110).place("host", EIGHT_B) == ("host", "")
+    with pytest.raises(ConfigError, match=r"staging on the host takes 15.00 GiB, and 16.00 GiB are free"):
+        budget(110, host=16).place("host", EIGHT_B)
+    assert budget(110).place("none", EIGHT_B) == ("none", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        ({}, "auto"),
+        ({"other": {"staging": "attic"}}, "auto"),
+        ({"weightcast": {"staging": "host"}}, "host"),
+        (None, "auto"),
+    ],
+)
+def test_the_setting_is_read_from_vllms_own_config(config, setting):
+    assert staging_setting(config) == setting
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"weightcast": {"staging": "attic"}}, "weightcast.staging is 'attic'"),
+        ({"weightcast": {"stagin": "host"}}, "no setting 'stagin'"),
+        ({"weightcast": "host"}, "is 'host', not an object"),
+    ],
+)
+def test_a_setting_that_is_not_understood_is_named(config, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        staging_setting(config)
+    assert "--additional-config" in str(caught.value.hint)
+
+
+class Backend:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def take_room(self, worker: Any, cache_bytes: int) -> int:
+        self.told.append(("room", cache_bytes))
+        return cache_bytes - 30
+
+    def fall_asleep(self, level: int) -> None:
+        self.told.append(("sleep", level))
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        self.told.append(("wake", tags))
+
+
+def worker_class(said: list[str]) -> type[Any]:
+    class Worker:
+        """As much of vLLM's as is wrapped."""
+
+        def __init__(self, backend: object) -> None:
+            self.weight_transfer_engine = backend
+
+        def determine_available_memory(self) -> int:
+            said.append("measured")
+            return 100
+
+        def sleep(self, level: int = 1) -> None:
+            said.append(f"slept {level}")
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            said.append(f"woke {tags}")
+
+    return Worker
+
+
+def test_a_worker_tells_our_backend_and_no_other():
+    said: list[str] = []
+    kind = worker_class(said)
+    wrap_worker(kind, Backend)
+    wrap_worker(kind, Backend)  # once is enough
+    backend = Backend()
+    worker = kind(backend)
+    assert worker.determine_available_memory() == 70
+    worker.sleep()
+    worker.sleep(level=2)
+    worker.wake_up(tags=["weights"])
+    worker.wake_up()
+    assert backend.told == [("room", 100), ("sleep", 1), ("sleep", 2), ("wake", ["weights"]), ("wake", None)]
+    assert said == ["measured", "slept 1", "slept 2", "woke ['weights']", "woke None"]
+    other = kind(object())
+    assert other.determine_available_memory() == 100
+    other.sleep(2)
+    assert len(backend.told) == 5
+
+
+def test_a_refusal_of_ours_leaves_the_weights_where_they_are():
+    class Busy(Backend):
+        def fall_asleep(self, level: int) -> None:
+            raise RuntimeError("an update is under way")
+
+    said: list[str] = []
+    kind = worker_class(said)
+    wrap_worker(kind, Busy)
+    with pytest.raises(RuntimeError, match="under way"):
+        kind(Busy()).sleep()
+    assert said == []

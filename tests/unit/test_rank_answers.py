@@ -1,0 +1,119 @@
+"""The answers of ranks add up to the whole, and ranks that disagree are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightcast.digest.definition import as_unsigned, partial_sums, tensor_digest
+from weightcast.digest.pieces import Piece
+from weightcast.receiver.rank_answers import failures, fold_received, fold_resident, group_failed
+from weightcast.wire.box import Box
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Held, RankAck
+
+
+def held(name: str, whole: torch.Tensor, *box: slice) -> Held:
+    part = whole[box] if box else whole
+    offset = tuple((box[dim].start or 0) if dim < len(box) else 0 for dim in range(whole.dim()))
+    place = Box(offset=offset, shape=tuple(part.shape))
+    total = as_unsigned(int(partial_sums([Piece(tensor=part, full_shape=tuple(whole.shape), box=place)])[0]))
+    return Held(spec=TensorSpec.of(name, whole), box_offset=offset, box_shape=tuple(part.shape), total=total)
+
+
+@pytest.fixture
+def weight():
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def test_shards_add_up_to_the_whole(weight):
+    norm = weight[0].clone()
+    by_rows = [RankAck(rank=r, held=(held("w", weight, slice(4 * r, 4 * r + 4)), held("n", norm))) for r in range(2)]
+    by_columns = [RankAck(rank=r, held=(held("w", weight, slice(0, 8), slice(2 * r, 2 * r + 2)),)) for r in range(3)]
+    whole = fold_resident(by_rows)
+    assert whole.digests == {"w": tensor_digest(weight), "n": tensor_digest(norm)}
+    assert whole.broken == ()
+    assert whole.unmatched(whole.digests) == []
+    assert whole.unmatched({"w": "0" * 16, "x": "1" * 16}) == ["w", "x"]
+    assert fold_resident(by_columns).digests == {"w": tensor_digest(weight)}
+
+
+def test_ranks_that_keep_the_same_part_must_agree(weight):
+    other = weight.clone()
+    other[3, 3] += 1
+    agreeing = [RankAck(rank=r, held=(held("w", weight),)) for r in range(2)]
+    assert fold_resident(agreeing).digests == {"w": tensor_digest(weight)}
+    differing = [RankAck(rank=0, held=(held("w", weight),)), RankAck(rank=1, held=(held("w", other),))]
+    result = fold_resident(differing)
+    assert result.broken == ("w",)
+    assert result.digests == {}
+    dtypes = [RankAck(rank=0, held=(held("w", weight),)), RankAck(rank=1, held=(held("w", weight.double()),))]
+    assert fold_resident(dtypes).broken == ("w",)
+
+
+def test_parts_that_do_not_make_up_the_whole_are_found(weight):
+    missing = [RankAck(rank=0, held=(held("w", weight, slice(0, 4)),))]
+    assert fold_resident(missing).broken == ("w",)
+    # As many elements as the whole has, but some twice and some not at all.
+    double = [RankAck(rank=0, held=(held("w", weight, slice(0, 4)), held("w", weight, slice(2, 6))))]
+    assert fold_resident(double).broken == ("w",)
+    assert fold_resident([]).digests == {}
+
+
+def test_a_rank_may_keep_nothing_of_a_tensor(weight):
+    # Pipeline stages: each tensor lives on one rank only.
+    acks = [RankAck(rank=0, held=(held("a", weight),)), RankAck(rank=1, held=(held("b", weight),))]
+    assert fold_resident(acks).digests == {"a": tensor_digest(weight), "b": tensor_digest(weight)}
+
+
+def test_scalars_and_empty_tensors():
+    scalar, empty = torch.tensor(2.5), torch.zeros(0, 3)
+    acks = [RankAck(rank=rank, held=(held("s", scalar), held("e", empty))) for rank in range(2)]
+    assert fold_resident(acks).digests == {"s": tensor_digest(scalar), "e": tensor_digest(empty)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_way_of_cutting_gives_the_same_digest(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.int64]))
+    whole = (torch.randn(shape) * 50).to(dtype)
+    boxes = [tuple(slice(0, size) for size in shape)]
+    for _ in range(data.draw(st.integers(0, 5))):
+        box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        cut = data.draw(st.integers(box[dim].start, box[dim].stop))
+        halves = slice(box[dim].start, cut), slice(cut, box[dim].stop)
+        boxes += [(*box[:dim], half, *box[dim + 1 :]) for half in halves if half.stop > half.start]
+    ranks = data.draw(st.integers(1, 3))
+    acks = [RankAck(rank=r, held=tuple(held("w", whole, *box) for box in boxes[r::ranks])) for r in range(ranks)]
+    assert fold_resident(acks).digests == {"w": tensor_digest(whole)}
+
+
+def test_received_is_what_all_ranks_received():
+    same = {"a": "1", "b": "2"}
+    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1, received=same)]) == (2, ())
+    other = RankAck(rank=1, received={"a": "1", "b": "3"})
+    assert fold_received([RankAck(rank=0, received=same), other]) == (1, ("b",))
+    assert fold_received([RankAck(rank=0, received=same), RankAck(rank=1)]) == (1, ("a", "b"))
+    assert fold_received([RankAck(rank=rank, received_all="1") for rank in range(3)]) == (3, ())
+    assert fold_received([RankAck(rank=0, received_all="1"), RankAck(rank=1, received_all="2")]) == (1, ())
+
+
+def test_failures_say_who_and_say_it_once():
+    assert failures([RankAck(rank=0), RankAck(rank=1)]) == ((), "")
+    both = [RankAck(rank=rank, ok=False, error="no memory") for rank in range(2)]
+    assert failures(both) == ((0, 1), "no memory")
+    assert failures([RankAck(rank=0), RankAck(rank=1, ok=False, error="x")]) == ((1,), "rank 1: x")
+    two = [RankAck(rank=rank, ok=False, error=f"e{rank}") for rank in range(2)]
+    assert failures(two) == ((0, 1), "rank 0: e0; rank 1: e1")
+
+
+def test_a_group_is_to_blame_only_if_no_rank_is():
+    fine, own = RankAck(rank=0), RankAck(rank=1, ok=False, error="mine")
+    group = RankAck(rank=2, ok=False, group_failed=True, error="closed by peer")
+    assert not group_failed([fine])
+    assert group_failed([fine, group])
+    assert not group_failed([own, group])
