@@ -8,7 +8,7 @@ import pytest
 
 from weightcast.config import MAX_TIMEOUT_S, UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.update import head
+from weightcast.update import sessions
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
@@ -25,4 +25,4 @@ def test_deadline_over_six_hours_is_refused(timeout_s: float) -> None:
 
 
 def test_longest_deadline_fits_the_longest_lease() -> None:
-    assert UpdateConfig(timeout_s=MAX_TIMEOUT_S).timeout_s * head.LEASE_DEADLINES == 86_400
+    assert UpdateConfig(timeout_s=MAX_TIMEOUT_S).timeout_s * sessions.LEASE_DEADLINES == 86_400

@@ -20,7 +20,8 @@ from weightcast.transports.outcome import Outcome
 from weightcast.transports.preflight import check_places
 from weightcast.transports.registry import spec_of
 from weightcast.transports.spec import Placement
-from weightcast.update.head import Head, _open_message  # pyright: ignore[reportPrivateUsage]
+from weightcast.update.head import Head
+from weightcast.update.sessions import open_message
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo
 
@@ -50,7 +51,7 @@ def info(kind: str) -> EngineInfo:
 )
 def test_bucket_runs_are_told_only_where_no_answer_is_waited_for_before_the_next_broadcast(kinds, told):
     links: Any = [SimpleNamespace(adapter=adapter_for(info(kind))) for kind in kinds]
-    assert _open_message(UpdateConfig(), links, 1, SPECS, ((32,), (16,))).bucket_runs == told
+    assert open_message(UpdateConfig(), links, 1, SPECS, ((32,), (16,))).bucket_runs == told
 
 
 URL = "http://e"
@@ -87,7 +88,7 @@ def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
 def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns the head's result for an engine that has switched and proved its weights."""
     link = Link(client=head._roster.client(URL), adapter=adapter_for(info("native")), info=info("native"))
-    head._links, head._outcomes = [link], {URL: Outcome(info=link.info)}
+    head._sessions.links, head._outcomes = [link], {URL: Outcome(info=link.info)}
     head._plan._transport = spec_of("broadcast")
     outcome = head._outcomes[URL]
     outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
