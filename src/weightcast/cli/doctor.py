@@ -39,10 +39,10 @@ from weightcast.runtime.free_memory import free_host_bytes
 
 if TYPE_CHECKING:
     from weightcast.comm.http import Client
+    from weightcast.protocols import Delivery
     from weightcast.wire.messages import EngineInfo
 
 Level = Literal["ok", "warn", "fail"]
-_OURS = ("ipc", "broadcast")
 _BUCKETS_HELD = 2
 
 
@@ -118,7 +118,7 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
         if info is not None:
             checks += [_state(info), *(_sharing(info) if _has_receiver(info) else _check_stock(info))]
             checks += [_staging(info), *([_memory(info, size_bytes)] if info.specs else [])]
-            if _has_receiver(info) and "broadcast" in info.transports:
+            if _has_receiver(info) and _transports_by("group", info):
                 checks += _rendezvous(client, info, host=host, timeout_s=timeout_s)
             if _has_receiver(info):
                 checks.append(_transports(checks, info))
@@ -164,6 +164,13 @@ def _has_receiver(info: EngineInfo) -> bool:
     return info.kind == "native"
 
 
+def _transports_by(delivery: Delivery, info: EngineInfo) -> list[str]:
+    """Names of the engine's transports that deliver the weights in this way."""
+    from weightcast.transports.registry import TRANSPORTS
+
+    return [spec.name for spec in TRANSPORTS if spec.delivery == delivery and spec.name in info.transports]
+
+
 def _check_stock(info: EngineInfo) -> Iterator[Check]:
     """Checks an engine without our receiver: the transports it was started for, and what its adapter advises."""
     ways = ", ".join(info.transports)
@@ -173,11 +180,14 @@ def _check_stock(info: EngineInfo) -> Iterator[Check]:
         text=f"as it was started, it takes {ways or 'no update'}; not tried",
         hint=info.message or None,
     )
-    if "ipc" in info.transports and "cuda" in info.devices:
+    by_memory = _transports_by("memory", info)
+    if by_memory and "cuda" in info.devices:
+        via = by_memory[0]
         yield Check(
-            name="ipc",
+            name=via,
             level="ok",
-            text="the engine does not report its GPUs: ask for ipc with --via ipc, from trainer ranks on the same GPUs",
+            text=f"the engine does not report its GPUs: ask for {via} with --via {via}, from trainer ranks on the same "
+            "GPUs",
         )
     elif set(info.devices) != {"cpu"}:
         yield Check(name="gpus", level="ok", text="its ranks are on " + ", ".join(info.devices))
@@ -381,18 +391,22 @@ def _join_group(client: Client, info: EngineInfo, *, address: str, timeout_s: fl
 
 def _transports(checks: list[Check], info: EngineInfo) -> Check:
     """Sums up which transports an update can use."""
+    from weightcast.transports.registry import TRANSPORTS
+
     level = {check.name: check.level for check in checks}
-    both = [way for way in _OURS if way in info.transports]
-    usable = [
-        way
-        for way in both
-        if (way == "ipc" and level.get("ipc") == "ok") or (way == "broadcast" and level.get("rendezvous") != "fail")
-    ]
+    possible: dict[Delivery, bool] = {
+        "memory": level.get("ipc") == "ok",
+        "group": level.get("rendezvous") != "fail",
+    }
+    ours = [spec for spec in TRANSPORTS if spec.delivery in possible]
+    both = [spec.name for spec in ours if spec.name in info.transports]
+    usable = [spec.name for spec in ours if spec.name in both and possible[spec.delivery]]
     if not both:
         return Check(
             name="transports",
             level="fail",
-            text=f"the engine accepts {', '.join(info.transports) or 'none'}, this process has {', '.join(_OURS)}",
+            text=f"the engine accepts {', '.join(info.transports) or 'none'}, "
+            f"this process has {', '.join(spec.name for spec in ours)}",
             hint="install the same version of weightcast on both sides",
         )
     if not usable:

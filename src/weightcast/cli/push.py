@@ -199,7 +199,7 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
     used = list(dict.fromkeys(rank.device for info in infos for rank in info.ranks if rank.device != "cpu"))
     if not used:
         return torch.device("cpu")
-    if via != "broadcast" and all(info.host_id == host_id() for info in infos):
+    if not _needs_group(via) and all(info.host_id == host_id() for info in infos):
         return next((found for found in map(device_of, used) if found is not None), torch.device("cpu"))
     free = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [device for device in free if device_uuid(device) not in used]
@@ -209,6 +209,13 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
             hint="run this on their host with --via ipc, or on a machine with a free GPU",
         )
     return free[0]
+
+
+def _needs_group(via: str) -> bool:
+    """True if trainer and engines join one group, in which no two ranks may use the same GPU."""
+    from weightcast.transports.registry import TRANSPORTS
+
+    return any(spec.name == via and spec.delivery == "group" for spec in TRANSPORTS)
 
 
 def _named_device(name: str) -> torch.device:

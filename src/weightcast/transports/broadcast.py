@@ -148,4 +148,6 @@ def _check(placement: Placement) -> None:
         )
 
 
-SPEC = TransportSpec(name="broadcast", zero_copy=True, suits=lambda _: True, build=_build, check=_check)
+SPEC = TransportSpec(
+    name="broadcast", delivery="group", zero_copy=True, suits=lambda _: True, build=_build, check=_check
+)

@@ -252,4 +252,4 @@ def _check(placement: Placement) -> None:
         )
 
 
-SPEC = TransportSpec(name="disk", build=_build, check=_check)
+SPEC = TransportSpec(name="disk", delivery="folder", build=_build, check=_check)

@@ -78,7 +78,7 @@ def _suits(placement: Placement) -> bool:
 SPEC = TransportSpec(
     name="ipc",
     one_host=True,
-    shares_memory=True,
+    delivery="memory",
     suits=_suits,
     build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s),
 )

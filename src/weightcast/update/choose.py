@@ -183,7 +183,7 @@ class Plan:
         """Checks that the target can be updated by the chosen transport."""
         check_pause(link, self._config.pause)
         spec = self.transport
-        link.adapter.check(self._specs, transport=spec.name, bucket_bytes=self._config.bucket_bytes)
+        link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing
         link.planned = True
 

@@ -10,7 +10,7 @@ import msgspec
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import WireError
-from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import (
     Abort,
@@ -51,7 +51,7 @@ class NativeAdapter:
         """The tensors that the engine lists."""
         return self._info.specs
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Accepts everything."""
 
     def open(self, message: Open) -> Steps:

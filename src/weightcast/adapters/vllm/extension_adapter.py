@@ -13,7 +13,7 @@ from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
 from weightcast.adapters.vllm.requests import post, succeeds
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
-from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import Announce, BroadcastSource, IpcSource, Join, Leave, Message, encode
 
@@ -25,7 +25,7 @@ class ExtensionAdapter(BaseVllmAdapter):
     sharing: Sharing = "weightcast"
     meeting: Meeting = "weightcast"
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Accepts everything: the extension reads what our receiver reads, in whole tensors."""
 
     def join(self, invitation: Invitation) -> Steps:
