@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tests.unit import families
 from weightcast.cli.app import app
-from weightcast.cli.plan import make_plan, model_at, specs_of
+from weightcast.cli.plan import make_plan, model_at
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
 from weightcast.runtime.peak_memory import PeakMemory
@@ -96,12 +96,12 @@ def test_plan_of_a_config_equals_that_of_its_checkpoint(name, tied, tmp_path):
     model.save_pretrained(tmp_path / "whole")
     config.save_pretrained(tmp_path / "config")
 
-    from_config = specs_of(tmp_path / "config" / "config.json", None)
+    from_config = model_at(tmp_path / "config" / "config.json", None).specs
     assert {(spec.name, spec.dtype, spec.shape) for spec in from_config} == {
-        (spec.name, spec.dtype, spec.shape) for spec in specs_of(tmp_path / "whole", None)
+        (spec.name, spec.dtype, spec.shape) for spec in model_at(tmp_path / "whole", None).specs
     }
     assert [spec.name for spec in from_config] == [name for name, _ in model.named_parameters()]
-    assert {spec.dtype for spec in specs_of(tmp_path / "config", "float32")} == {"float32"}
+    assert {spec.dtype for spec in model_at(tmp_path / "config", "float32").specs} == {"float32"}
     result = run("plan", tmp_path / "config" / "config.json", "--json")
     assert json.loads(result.stdout)["tensors"] == len(from_config)
 
@@ -112,7 +112,7 @@ def test_plan_of_a_config_is_what_the_exporter_would_send(model_type, tmp_path):
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(tmp_path)
     want = {(spec.name, spec.dtype, spec.shape) for spec in ModuleExporter(model, wire_dtype=torch.bfloat16).specs()}
-    assert {(spec.name, spec.dtype, spec.shape) for spec in specs_of(tmp_path / "config.json", None)} == want
+    assert {(spec.name, spec.dtype, spec.shape) for spec in model_at(tmp_path / "config.json", None).specs} == want
     quantised = model_at(tmp_path / "config.json", None, fp8=True).specs
     exporter = ModuleExporter(model, wire_dtype=torch.bfloat16, quantise=Fp8Blocks())
     assert list(quantised) == list(exporter.specs())

@@ -52,7 +52,7 @@ def test_a_loader_copies_as_ever_and_sums_what_it_was_given(kind, dtype, bucket_
         for engine in (model, plain):
             engine.load_weights(OLD.items())
         loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
-        if loader.can_stage:
+        if not loader.unstaged_because():
             loader.stage("device")
         totals = RepeatedTotals()
         for weights in (NEW, OLD, NEW):  # both sets of weights, and one of them again

@@ -116,11 +116,6 @@ class Loader:
         self._finishing = False
         self.touched = False
 
-    @property
-    def can_stage(self) -> bool:
-        """False if a new version of this model cannot be staged in any way."""
-        return not self.unstaged_because()
-
     def unstaged_because(self, *, keep_storage: bool = False) -> str:
         """The reason why a new version cannot wait in a second set of weights; empty if it can.
 

@@ -134,7 +134,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         staging_bytes: Size of the staging set on rank 0.
         specs: Every tensor of a complete update.
         dtype: Dtype of the weights.
-        weight_bytes: Size of rank 0's weights.
         cache_bytes: Memory that rank 0 reserves for keys and values.
     """
 
@@ -144,7 +143,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int
     specs: list[TensorSpec]
     dtype: str
-    weight_bytes: int
     cache_bytes: int
 
 
