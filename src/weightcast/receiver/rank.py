@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from weightcast.comm.update_group import GroupFailed
-from weightcast.digest.bucket_sums import RepeatedTotals, sums_of_slots
-from weightcast.digest.definition import RepeatedSums, sha256_digest
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import Finisher, Loader, residents_of
+from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
@@ -50,6 +49,7 @@ Check = Callable[[], object]
 _READ_BACK = ("resident", "behaviour")
 
 
+# Over 350 lines: each message is one method, and all of them read and change the state of the open session.
 class WeightReceiver:
     """Receives updates for one rank's model.
 
@@ -118,11 +118,7 @@ class WeightReceiver:
         self._committed = ""
         self._asleep = ""
         self._set_aside: dict[str, torch.Tensor] = {}
-        self._received: list[tuple[BucketLayout, torch.Tensor]] = []
-        self._copies: list[tuple[BucketLayout, torch.Tensor]] = []
-        self._repeated = RepeatedSums()
-        self._totals = RepeatedTotals()
-        self._hashed: dict[str, str] = {}
+        self._received = ReceivedSums()
         self._peak: PeakMemory | None = None
         self._measuring = False
         self._load_s = self._verify_s = 0.0
@@ -245,9 +241,9 @@ class WeightReceiver:
         sums = self.loader.load(bucket)
         loaded = time.monotonic()
         if self.loader.copies:
-            self._sum_copies(replace(bucket, sums=sums))
+            self._received.add_copies(replace(bucket, sums=sums), self.loader.copies)
         if session.verify != "none":
-            self._digest(replace(bucket, sums=sums), session)
+            self._received.add(replace(bucket, sums=sums), session)
         digested = time.monotonic()
         if isinstance(message.source, IpcSource):
             # The trainer may overwrite its buffer as soon as it has our answer.  Digests are summed on the GPU of the
@@ -284,19 +280,6 @@ class WeightReceiver:
                 self.loader.abandon()
             raise
 
-    def _digest(self, bucket: Bucket, session: Open) -> None:
-        """Digests a bucket.  The sums go to the host without a wait, which would stop the stream."""
-        if session.digest == "sha256":
-            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
-        if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
-            self._received.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
-
-    def _sum_copies(self, bucket: Bucket) -> None:
-        """Sums a bucket with a tensor that must equal another one, also without proof."""
-        names = {*self.loader.copies, *self.loader.copies.values()}
-        if any(slot.spec.name in names for slot in bucket.layout.slots):
-            self._copies.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
-
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)
         missing = self.loader.missing(session.specs)
@@ -306,12 +289,11 @@ class WeightReceiver:
         started = time.monotonic()
         # The commit may run on another thread, whose stream does not wait for this one's copies.
         wait_for_streams(self.device)
-        if self._copies:
-            self.loader.check_copies(RepeatedTotals().totals(self._copies).by_name())
+        self.loader.check_copies(self._received.of_copies())
         if session.verify in _READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
-        received = self._arrived() if message.by_name else {}
-        of_all = "" if message.by_name else self._totals.totals(self._received).of_all()
+        received = self._received.by_name() if message.by_name else {}
+        of_all = "" if message.by_name else self._received.of_all()
         self._verify_s = time.monotonic() - started
         return self._ack(received=received, received_all=of_all)
 
@@ -323,10 +305,6 @@ class WeightReceiver:
                 f"{', '.join(overflowed[:4])} has values beyond float16's 65504, and the model keeps float16",
                 hint="serve the model in bfloat16",
             )
-
-    def _arrived(self) -> dict[str, str]:
-        """The digest of each tensor that has arrived, by name."""
-        return self._totals.totals(self._received).by_name() | self._hashed
 
     def _commit(self, message: Commit) -> RankAck:
         session = self._session(message.session)
@@ -341,7 +319,9 @@ class WeightReceiver:
         wait_for_streams(self.device)
         self._load_s = time.monotonic() - started
         self._measured()
-        received = self._arrived() if message.as_received and self.rank == 0 else {}  # all ranks have said the same
+        received = (
+            self._received.by_name() if message.as_received and self.rank == 0 else {}
+        )  # all ranks have said the same
         return self._ack(held=session.verify in _READ_BACK, received=received)
 
     def _revert(self, message: Revert) -> RankAck:
@@ -375,8 +355,6 @@ class WeightReceiver:
         self._open = None
         self._broadcast.expect_nothing()
         self._received.clear()
-        self._copies.clear()
-        self._hashed.clear()
         self._measured()
 
     def _unmap(self) -> None:
@@ -429,13 +407,6 @@ class WeightReceiver:
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
         )
-
-
-def _to_host(sums: torch.Tensor) -> torch.Tensor:
-    """Copies sums to the host without a wait; they are valid once the current stream has come so far."""
-    if sums.device.type != "cuda":
-        return sums
-    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
 
 
 def _staging_note(place: Place, why: str, size_bytes: int) -> str:

@@ -48,6 +48,7 @@ class Stats:
     finished: dict[str, int]
 
 
+# Over 350 lines: one condition guards the batch, the pauses and the jobs, and the loop reads all three in one step.
 class Scheduler:
     """Generates for many requests at once.  Every public method is thread-safe.
 
