@@ -17,7 +17,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: URL of the engine.
-        engine: Kind and version, e.g. ``"weightcast 0.1.0"``.
+        engine: Kind and version, e.g. ``"weightcast 1.2.3"``.
         version_before: Version before the update; None if unknown.
         version_after: Version that the engine reports now; None if it reports none or could not be asked.
         digest: Model digest of the weights that it holds (or received, at that level); None without proof.

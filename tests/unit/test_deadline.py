@@ -109,7 +109,7 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
     for index in range(2):
         bucket: Any = SimpleNamespace(layout=SimpleNamespace(index=index))
         pump = transport._pump  # whose ``put`` would wait for the first bucket before it returns for the second
-        pump._under_way.append(pump._threads.submit(transport._send_one, bucket, ()))
+        pump._sending.append(pump._threads.submit(transport._send_one, bucket, ()))
     for asked in engine.asked:
         assert asked.wait(PATIENCE_S)
     yield engine, transport, link
@@ -127,7 +127,7 @@ def test_the_clock_of_a_bucket_begins_when_the_one_before_has_been_answered(
     for index, answer in enumerate(engine.answers):
         clock.move(0.9 * LIMIT_S)
         answer.set()
-        wait_until(lambda index=index: transport._pump._under_way[index].done(), f"the answer to bucket {index}")
+        wait_until(lambda index=index: transport._pump._sending[index].done(), f"the answer to bucket {index}")
     transport.drain()
     assert link.sent == 2
 
@@ -138,7 +138,7 @@ def test_an_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
     engine, transport, link = two_in_flight
     clock.move(0.9 * LIMIT_S)
     engine.answers[0].set()
-    wait_until(lambda: transport._pump._under_way[0].done(), "the answer to bucket 0")
+    wait_until(lambda: transport._pump._sending[0].done(), "the answer to bucket 0")
     assert link.sent == 1
     clock.move(1.1 * LIMIT_S)
     with pytest.raises(TargetLost, match="no answer to bucket 1 within 1 s"):
@@ -149,7 +149,7 @@ def test_a_silent_engine_is_not_waited_for_once_for_each_bucket(
     two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     _, transport, link = two_in_flight
-    sending = list(transport._pump._under_way)
+    sending = list(transport._pump._sending)
     clock.move(1.1 * LIMIT_S)
     for index, one in enumerate(sending):
         with pytest.raises(TargetLost, match=f"no answer to bucket {index} within 1 s"):
