@@ -29,7 +29,7 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-def test_a_deadline_counts_from_when_it_is_made(clock: Clock) -> None:
+def test_deadline_counts_from_its_creation(clock: Clock) -> None:
     deadline = Deadline(5.0)
     clock.move(3.0)
     assert deadline.left_s() == pytest.approx(2.0)
@@ -39,7 +39,7 @@ def test_a_deadline_counts_from_when_it_is_made(clock: Clock) -> None:
     assert deadline.left_s() == pytest.approx(-1.0)
 
 
-def test_a_clock_that_stands_still_leaves_the_whole_limit_but_not_for_ever(clock: Clock) -> None:
+def test_deadline_that_has_not_begun_keeps_its_limit_up_to_twice_the_limit(clock: Clock) -> None:
     began: list[float] = []
     deadline = Deadline(5.0, begins=lambda: began[0] if began else None)
     clock.move(4.0)
@@ -120,7 +120,7 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
     engine.server_close()
 
 
-def test_the_clock_of_a_bucket_begins_when_the_one_before_has_been_answered(
+def test_deadline_of_a_bucket_counts_from_the_answer_to_the_bucket_before(
     two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     engine, transport, link = two_in_flight
@@ -132,7 +132,7 @@ def test_the_clock_of_a_bucket_begins_when_the_one_before_has_been_answered(
     assert link.sent == 2
 
 
-def test_an_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
+def test_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
     two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     engine, transport, link = two_in_flight
@@ -145,7 +145,7 @@ def test_an_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
         transport.drain()
 
 
-def test_a_silent_engine_is_not_waited_for_once_for_each_bucket(
+def test_silent_engine_costs_one_deadline_and_not_one_for_each_bucket(
     two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     _, transport, link = two_in_flight

@@ -319,7 +319,7 @@ class Loader:
         self.finish()
 
     def undo(self) -> None:
-        """Brings back the weights that the last ``commit`` replaced, and proves it.
+        """Restores the weights that the last ``commit`` replaced, and proves it.
 
         If the commit came as far as the finishers, they run again for the old weights.  The proof compares sums taken
         before the commit.  If there are none, it is enough that nothing failed, or that only pointers moved.
@@ -337,8 +337,8 @@ class Loader:
         if before is None:
             if torn:
                 raise EngineFailure(
-                    "the copies of a switch failed half way, and nothing was known of the digests before it",
-                    hint="verify resident takes them; a full update heals",
+                    "a copy failed during the switch, and the old weights had no digests to compare with after the undo",
+                    hint='send a full update; verify="resident" takes these digests before each switch',
                 )
             return
         found = self.held()
@@ -346,7 +346,8 @@ class Loader:
             self.known = None
             names = [held.spec.name for held, total in zip(found, before, strict=True) if held.total != total]
             raise EngineFailure(
-                f"after going back, digests are not those from before in {_some(list(dict.fromkeys(names)))}"
+                f"the undo did not restore these tensors: {_some(list(dict.fromkeys(names)))}",
+                hint="send a full update",
             )
 
     def finish(self) -> None:

@@ -128,7 +128,7 @@ class BucketStream:
 
     def _lend(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """Returns the tensors of each bucket that are sent without a copy; empty if the plan has none."""
-        return cast(Lender, self._exporter).lend(self._layouts, self._group) if self._choice.lends else ()
+        return cast(Lender, self._exporter).lend(self._layouts, self._group) if self._choice.zero_copy else ()
 
     def _fill(
         self, lent: Sequence[Mapping[str, torch.Tensor]], sources: SourceSums | None

@@ -108,7 +108,7 @@ class Plan:
         on_host = spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Choice(
-            lends=self._zero_copy,
+            zero_copy=self._zero_copy,
             transport=spec.name,
             receivers=self.receivers,
             packing=self._packing,
@@ -125,7 +125,7 @@ class Plan:
         """Asks targets for their description; returns each target's description or error."""
         found = self._roster.look(urls, hasty=hasty, since=since)
         return {
-            url: self._remembered(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
+            url: self._add_break_off(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
         }
 
     def links_for(self, infos: Mapping[str, EngineInfo | WeightcastError]) -> tuple[list[Link], Probed]:
@@ -207,7 +207,7 @@ class Plan:
                 hint="call retarget() with the targets as they are now",
             )
 
-    def _remembered(self, url: str, info: EngineInfo) -> EngineInfo:
+    def _add_break_off(self, url: str, info: EngineInfo) -> EngineInfo:
         """Adds to an engine's description that an update of it broke off, which a stock engine does not know."""
         link = self.links.get(url)
         if link is None or not _is_same(link.info, info) or not link.mixed:
