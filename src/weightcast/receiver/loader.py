@@ -337,7 +337,7 @@ class Loader:
         if before is None:
             if torn:
                 raise EngineFailure(
-                    "a copy failed during the switch, and the old weights had no digests to compare with after the undo",
+                    "a copy failed during the switch, and the old weights had no digests to compare with after it",
                     hint='send a full update; verify="resident" takes these digests before each switch',
                 )
             return
