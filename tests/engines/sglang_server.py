@@ -83,6 +83,7 @@ def _start(
 ) -> Engine:
     python = engine_python("sglang-0.5.23-cpu")
     port = quiet_port()
+    stages = next((int(option.partition("=")[2]) for option in options if option.startswith("--pp-size=")), 1)
     path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
     path += [str(STANDINS), _package() if receiver else str(QUICK)]
     environment = {
@@ -91,7 +92,7 @@ def _start(
         **({"SGLANG_PLUGINS": "weightcast"} if receiver else {}),
         "SGLANG_USE_CPU_ENGINE": "1",
         # Without it every rank binds itself to cores of a NUMA node of its own.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp * stages)),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # nothing is compiled here: no tries with a compiler

@@ -8,7 +8,6 @@ import asyncio
 import importlib.metadata
 import logging
 import os
-import shutil
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException
@@ -44,11 +43,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     from sglang.srt.utils.auth import AuthLevel
 
     check_settings(server_args)
-    folder = os.environ[FOLDER]
-    try:
-        executor = SglangExecutor(server_args.tp_size * server_args.pp_size, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # open connections do not need it
+    executor = SglangExecutor(server_args.tp_size * server_args.pp_size, os.environ[FOLDER])
     hooks = SglangHooks(tokenizer_manager)
     specs, optional = tables_of(executor.hellos)
     notes = notes_of(executor.hellos, optional)

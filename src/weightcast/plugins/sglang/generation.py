@@ -82,7 +82,7 @@ class Generation:
         )
 
     def name(self, request: Any) -> None:
-        """Keeps a new request from the prefix cache of other weights; SGLang shares prefixes within an extra key only."""
+        """Keeps a new request from the prefix cache of other weights: SGLang shares prefixes within one extra key."""
         base = (request.extra_key or "").partition(_MARK)[0]
         request.extra_key = f"{base}{_MARK}{self._switches}"
 

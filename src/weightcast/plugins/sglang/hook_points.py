@@ -4,10 +4,12 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.metadata
 import inspect
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -110,7 +112,8 @@ def apply(*, main: bool) -> None:
         # Only here: to resolve the target imports the API server, which costs a scheduler process seconds.
         from weightcast.plugins.sglang import endpoints
 
-        os.environ[FOLDER] = tempfile.mkdtemp(prefix="weightcast-")
+        os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="weightcast-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         hooks.append((f"{_HTTP}_setup_and_run_http_server", endpoints.before_serving, HookType.BEFORE))
     for place, hook, kind in hooks:
         HookRegistry.register(_dotted(place), hook, kind)
