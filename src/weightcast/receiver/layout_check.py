@@ -33,6 +33,11 @@ def changed_since_load(loader: Loader, weights: Iterable[tuple[str, torch.Tensor
                 slice(start, start + size) for start, size in zip(route.box_offset, route.box_shape, strict=True)
             )
             sent = tensor[part].to(device=kept.device, dtype=kept.dtype)
-            if not torch.equal(kept.contiguous().view(torch.uint8), sent.contiguous().view(torch.uint8)):
+            if not torch.equal(_bytes(kept), _bytes(sent)):
                 changed.add(route.parameter)
     return sorted(changed)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor: values would hide NaN and the sign of zero."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

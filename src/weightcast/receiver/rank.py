@@ -340,13 +340,17 @@ class WeightReceiver:
         if self._committed == session.session:
             raise Refused("this session was committed before")
         started = time.monotonic()
-        self._committed = session.session  # from here on an abort has something to undo
-        self._between_steps(self.loader.commit)
+        self._between_steps(self._switch)
         wait_for_streams(self.device)
         self._load_s = time.monotonic() - started
         self._measured()
         received = self._arrived() if message.as_received and self.rank == 0 else {}  # all ranks have said the same
         return self._ack(held=session.verify in _READ_BACK, received=received)
+
+    def _switch(self) -> None:
+        if self._open is not None:
+            self._committed = self._open.session  # from here on an abort has something to undo
+        self.loader.commit()
 
     def _revert(self, message: Revert) -> RankAck:
         if self._committed != message.session or not self.loader.staging.staged:

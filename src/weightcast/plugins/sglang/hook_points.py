@@ -144,8 +144,11 @@ def _why_not(place: str, parameters: tuple[str, ...]) -> str:
 
 
 def _other_version(wrong: list[str]) -> ConfigError:
-    version = importlib.metadata.version("sglang")
+    try:
+        version = f"SGLang {importlib.metadata.version('sglang')}"
+    except importlib.metadata.PackageNotFoundError:  # an SGLang that is not installed, but on the path
+        version = "this SGLang"
     return ConfigError(
-        f"SGLang {version} is not as this plug-in expects: {'; '.join(wrong)}",
+        f"{version} is not as this plug-in expects: {'; '.join(wrong)}",
         hint=f"use SGLang {' or '.join(RUN_VERSIONS)}, or start it without weightcast in SGLANG_PLUGINS",
     )

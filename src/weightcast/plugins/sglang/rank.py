@@ -216,9 +216,10 @@ class SglangRank:
         )
         loader = receiver.loader
         if not loader.staging.staged:
+            why = loader.unstaged_because(keep_storage=True) or "there is no memory for a second set of weights"
             raise ConfigError(
-                f"new weights of this model cannot wait beside those that serve: {receiver.staging_note}",
-                hint="free memory for a second set of weights, or leave weightcast out of SGLANG_PLUGINS",
+                f"new weights of this model cannot wait beside those that serve: {why}",
+                hint="leave weightcast out of SGLANG_PLUGINS",
             )
         changed = changed_since_load(loader, checkpoint())
         if changed:
