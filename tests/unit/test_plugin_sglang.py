@@ -51,7 +51,7 @@ class Dispatcher:
 
 
 class Scheduler:
-    """What our code uses of SGLang's scheduler, with a log of what it was asked."""
+    """Has the attributes of SGLang's scheduler that our code uses, and logs its calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -432,7 +432,7 @@ class Lock:
 
 
 class Manager:
-    """What our code uses of SGLang's tokenizer manager."""
+    """Has the attributes of SGLang's tokenizer manager that our code uses."""
 
     def __init__(self) -> None:
         self.is_pause = False

@@ -210,7 +210,7 @@ def tables_of(hellos: Sequence[Hello]) -> tuple[tuple[TensorSpec, ...], tuple[Te
 
 
 def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[str]:
-    """What a user should know about this engine's updates: where they are staged, and which tensors nobody keeps."""
+    """Notes for the user: where updates are staged if not on the device, and which tensors no rank keeps."""
     notes = [*dict.fromkeys(hello.staging_note for hello in hellos if hello.staging_note)]
     if optional:
         named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")

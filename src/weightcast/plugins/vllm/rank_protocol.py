@@ -1,4 +1,4 @@
-"""What vLLM's API server and its ranks must agree on before an update."""
+"""Rules that vLLM's API server and its ranks share."""
 
 from __future__ import annotations
 
