@@ -136,6 +136,19 @@ class Loader:
         """Bytes of one set of parameters and buffers on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.residents.values())
 
+    @property
+    def placed(self) -> list[str]:
+        """Names of the expected tensors that this rank keeps a part of, or computes with."""
+        return [name for name in self.expected if self.routes.get(name) or name in self.computed]
+
+    def expect_kept_dtypes(self) -> None:
+        """Expects every routed tensor in the dtype that this rank keeps, instead of that of the checkpoint's file."""
+        for name, routes in self.routes.items():
+            if routes:
+                spec = self.expected[name]
+                kept = self.residents[routes[0].parameter].dtype
+                self.expected[name] = TensorSpec.of(name, torch.empty(spec.shape, device="meta"), dtype=kept)
+
     def partly_written(self) -> list[str]:
         """Names of the parameters and buffers that a full update leaves as they are, wholly or in part."""
         written: dict[str, int] = {}

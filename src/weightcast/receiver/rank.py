@@ -71,6 +71,7 @@ class WeightReceiver:
         residents: Mapping[str, torch.Tensor] | None = None,
         checks: Sequence[Check] = (),
         keep_storage: bool = False,
+        between_steps: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Learns the model's loader and allocates the staging set.
 
@@ -87,6 +88,8 @@ class WeightReceiver:
             residents: Tensors that ``load_weights`` writes, for an engine that packs its weights; see ``Loader``.
             checks: Called before weights are read back; each raises if the model computes with other memory.
             keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
+            between_steps: Runs what it is given while the engine generates nothing, and returns when it is done; for an
+                engine that generates while messages are answered.  It gets the exchange of weights and the finishers.
 
         Raises:
             ConfigError: The staging asked for is not possible, or the loader writes a parameter twice.
@@ -104,6 +107,7 @@ class WeightReceiver:
             model, load_weights=load_weights, expected=expected, finishers=finishers, residents=residents
         )
         self._checks = tuple(checks)
+        self._between_steps = between_steps if between_steps is not None else _at_once
         why = self.loader.unstaged_because(keep_storage=keep_storage)
         place = "none" if staging == "auto" and why else staging
         place = choose_place(place, size_bytes=self.loader.size_bytes, device=self.device)
@@ -314,8 +318,7 @@ class WeightReceiver:
         if self._committed == session.session:
             raise Refused("this session was committed before")
         started = time.monotonic()
-        self._committed = session.session  # from here on an abort has something to undo
-        self.loader.commit()
+        self._between_steps(self._switch)
         wait_for_streams(self.device)
         self._load_s = time.monotonic() - started
         self._measured()
@@ -324,11 +327,16 @@ class WeightReceiver:
         )  # all ranks have said the same
         return self._ack(held=session.verify in _READ_BACK, received=received)
 
+    def _switch(self) -> None:
+        if self._open is not None:
+            self._committed = self._open.session  # from here on an abort has something to undo
+        self.loader.commit()
+
     def _revert(self, message: Revert) -> RankAck:
         if self._committed != message.session or not self.loader.staging.staged:
             raise Refused("the weights before that session are not kept here any more")
         self._committed = ""
-        self.loader.undo()
+        self._between_steps(self.loader.undo)
         wait_for_streams(self.device)
         return self._ack(held=True)
 
@@ -340,7 +348,7 @@ class WeightReceiver:
         if self._committed == message.session and self.loader.staging.staged:
             self._committed = ""
             try:
-                self.loader.undo()
+                self._between_steps(self.loader.undo)
                 wait_for_streams(self.device)
             except Exception as error:  # noqa: BLE001  finishers are other people's code
                 problem = f"the old version could not be switched back: {_text(error)}"
@@ -407,6 +415,10 @@ class WeightReceiver:
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
         )
+
+
+def _at_once(do: Callable[[], None]) -> None:
+    do()
 
 
 def _staging_note(place: Place, why: str, size_bytes: int) -> str:

@@ -16,17 +16,15 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
+from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
-from weightcast.plugins.vllm.rank_protocol import Hello
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
-from weightcast.receiver.staging import Place
-from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Ack, EngineInfo, Message, RankInfo
+from weightcast.wire.messages import Ack, EngineInfo, Message
 
 log = logging.getLogger("vllm.weightcast")
 
@@ -107,18 +105,15 @@ class Endpoints:
         executor = VllmExecutor(int(config.parallel_config.world_size), listen=hooks.listen, on_main=hooks.on_main)
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
         specs, optional = tables_of(executor.hellos)
-        notes = [*dict.fromkeys(hello.staging_note for hello in executor.hellos if hello.staging_note)]
-        if optional:
-            named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
-            notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
+        notes = notes_of(executor.hellos, optional)
         for note in notes:
             log.info("weightcast: %s", note)
         facts = EngineFacts(
             engine=f"vllm {vllm.__version__}",
             model=names if isinstance(names, str) else names[0],
             host_id=host_id(),
-            ranks=tuple(RankInfo(rank=hello.rank, pid=hello.pid, device=hello.device) for hello in executor.hellos),
-            staging=_least(executor.hellos),
+            ranks=executor.rank_infos(),
+            staging=executor.staging(),
             staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
             transports=("ipc", "broadcast"),
             specs=specs,
@@ -137,23 +132,3 @@ class Endpoints:
     def _check_key(self, request: Request) -> None:
         if not self._keys.admit(request.headers.get("Authorization", "").encode()):
             raise HTTPException(401, "the request needs a valid API key as Authorization: Bearer")
-
-
-def _least(hellos: Sequence[Hello]) -> Place:
-    places = {hello.staging for hello in hellos}
-    return "none" if "none" in places else "host" if "host" in places else "device"
-
-
-def tables_of(hellos: Sequence[Hello]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Divides the tensors of the checkpoint into those that some rank keeps and those that no rank keeps.
-
-    A tensor that is kept has the dtype of a rank that keeps a part of it.
-    """
-    known: dict[str, TensorSpec] = {}
-    placed: set[str] = set()
-    for hello in hellos:
-        places = set(hello.places)
-        known.update({spec.name: spec for spec in hello.specs if spec.name not in known or spec.name in places})
-        placed |= places
-    kept = tuple(spec for name, spec in known.items() if name in placed)
-    return kept, tuple(spec for name, spec in known.items() if name not in placed)
