@@ -78,11 +78,11 @@ def checksum(engine: Engine) -> str:
     return engine.post("/weights_checker", action="checksum")["per_engine_checksum"]
 
 
-def _start(
-    model: Path, tp: int, options: Sequence[str], log: Path, *, receiver: bool = False, version: str = "0.5.23"
-) -> Engine:
+def sglang_command(
+    model: Path, tp: int, options: Sequence[str], port: int, *, receiver: bool = False, version: str = "0.5.23"
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and the environment of a server; the arguments are those of ``sglang``."""
     python = engine_python("sglang-0.5.23-cpu")
-    port = quiet_port()
     stages = next((int(option.partition("=")[2]) for option in options if option.startswith("--pp-size=")), 1)
     path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
     path += [str(STANDINS), _package() if receiver else str(QUICK)]
@@ -97,15 +97,23 @@ def _start(
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # nothing is compiled here: no tries with a compiler
     }
-    command = ["-m", "sglang.launch_server", f"--model-path={model}", "--device=cpu", "--host=127.0.0.1"]
+    command = [str(python), "-m", "sglang.launch_server", f"--model-path={model}", "--device=cpu", "--host=127.0.0.1"]
     command += [f"--port={port}", f"--tp-size={tp}", "--dtype=float32", "--attention-backend=torch_native"]
     command += ["--served-model-name=tiny", "--context-length=256", "--max-total-tokens=2048"]
     command += ["--max-running-requests=8", "--mem-fraction-static=0.3", "--disable-cuda-graph"]
     # Idle schedulers would keep every core busy otherwise.
     command += ["--sleep-on-idle", "--skip-server-warmup", *options]
     command += [] if receiver else ["--disable-overlap-schedule"]
+    return command, environment
+
+
+def _start(
+    model: Path, tp: int, options: Sequence[str], log: Path, *, receiver: bool = False, version: str = "0.5.23"
+) -> Engine:
+    port = quiet_port()
+    (python, *argv), environment = sglang_command(model, tp, options, port, receiver=receiver, version=version)
     with log.open("w") as output:
-        process = start(python, command, modules=IMPORTED, env=environment, output=output)
+        process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
     client = httpx.Client(timeout=120.0, trust_env=False)
     return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
 
