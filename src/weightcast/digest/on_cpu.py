@@ -1,0 +1,162 @@
+"""Runs the plans of `weightcast.digest.jobs` on a CPU, where numba is installed (`weightcast[cpu]`).
+
+Without numba, and for memory that is not rows of runs, `weightcast.digest.definition` sums with torch, several times
+slower and with the same result.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from weightcast.digest.jobs import CPU_COLS, CPU_TILING, Job, Plan, plans_of_transfers
+from weightcast.digest.pieces import Piece, Transfer
+
+_log = logging.getLogger(__name__)
+
+# Below this a second thread would take longer to wake up than it saves.
+_BYTES_OF_A_THREAD = 2 << 20
+
+_RunTiles = Callable[..., None]
+
+
+def available() -> bool:
+    """True if the compiled sums can be used. The first call imports numba and compiles, or loads what it kept."""
+    return _kernel() is not None
+
+
+class Launches:
+    """Copies with sums that can be run again and again, as long as all memory stays where it is.
+
+    It keeps no memory alive.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], count: int) -> None:
+        """Works out the jobs.
+
+        Args:
+            transfers: transfers on the CPU, for each of which `can_transfer` is true.
+            count: number of sums.
+        """
+        self._count = count
+        self._parts = [_Part(plan) for plan in plans_of_transfers(transfers, CPU_TILING)]
+
+    def launch(self, *, summed: bool = True) -> torch.Tensor:
+        """Copies and sums; done when it returns.
+
+        Args:
+            summed: false for the copies alone.
+
+        Returns:
+            The sums, int64 `[count]`, to be read mod 2**64.
+        """
+        run = _kernel()
+        assert run is not None, "available() comes first"
+        out = torch.zeros(self._count, dtype=torch.int64)
+        for part in self._parts:
+            part.run(run, out, summed)
+        return out
+
+
+def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
+    """As `weightcast.digest.definition.partial_sums`, for checked pieces of rows of runs on the CPU."""
+    transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
+    return Launches(transfers, len(pieces)).launch()
+
+
+class _Part:
+    """The tables of one plan, as numba takes them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._jobs = plan.jobs.numpy()
+        self._tiles = plan.tiles.numpy()
+        self._like = torch.empty(0, dtype=torch.int8 if plan.word_bytes == 1 else torch.int16).numpy()
+        rows, cols, tile_rows = (plan.jobs[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
+        sizes = (rows.clamp(max=tile_rows) * cols.clamp(max=CPU_COLS) * plan.word_bytes)[plan.tiles[:, 0].long()]
+        self._ends = sizes.cumsum(0)
+
+    def run(self, run: _RunTiles, out: torch.Tensor, summed: bool) -> None:
+        size = int(self._ends[-1])
+        threads = min(torch.get_num_threads(), size // _BYTES_OF_A_THREAD, len(self._tiles))
+        if threads < 2:
+            run(self._jobs, self._tiles, self._like, out.numpy(), summed)
+            return
+        # Spans of about the same number of bytes.
+        marks = torch.arange(1, threads) * (size // threads)
+        cuts = [0, *torch.searchsorted(self._ends, marks).tolist(), len(self._tiles)]
+        outs = torch.zeros(threads, len(out), dtype=torch.int64)
+        spans = [
+            (self._jobs, self._tiles[start:end], self._like, one.numpy(), summed)
+            for start, end, one in zip(cuts[:-1], cuts[1:], outs, strict=True)
+        ]
+        others = [_threads().submit(run, *span) for span in spans[1:]]
+        try:
+            run(*spans[0])
+        finally:
+            for other in others:
+                other.result()
+        out += outs.sum(0)
+
+
+_lock = threading.Lock()
+_found: tuple[_RunTiles | None] | None = None
+_pool: ThreadPoolExecutor | None = None
+
+
+def _kernel() -> _RunTiles | None:
+    global _found
+    if _found is None:
+        with _lock:
+            if _found is None:
+                _found = (_compiled(),)
+    return _found[0]
+
+
+def _compiled() -> _RunTiles | None:
+    try:
+        from weightcast.digest.cpu_kernel import run_tiles
+    except ImportError as error:
+        _log.info("digests on the CPU are summed by torch, which is slower: %s; install weightcast[cpu]", error)
+        return None
+    for cached in (True, False):
+        try:
+            run = run_tiles(cached=cached)
+            _try(run)
+        except (RuntimeError, OSError) as error:
+            if not cached:
+                _log.warning("digests on the CPU are summed by torch, which is slower: numba says: %s", error)
+                return None
+            _log.info("numba compiles at every start, because it cannot keep what it compiles: %s", error)
+        else:
+            return run
+    return None
+
+
+def _try(run: _RunTiles) -> None:
+    """Compiles for words of 16 bits, which nearly all weights have; those of 8 bits wait until they are needed."""
+    jobs, tiles = torch.zeros(0, len(Job._fields), dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int32)
+    like, out = torch.zeros(0, dtype=torch.int16), torch.zeros(0, dtype=torch.int64)
+    run(jobs.numpy(), tiles.numpy(), like.numpy(), out.numpy(), True)
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="weightcast-sums")
+        return _pool
+
+
+def _after_fork() -> None:
+    """A forked process has none of its parent's threads, and may have a lock that one of them held."""
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_after_fork)
