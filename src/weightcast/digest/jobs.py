@@ -23,8 +23,8 @@ ROWS = 64
 NARROW_COLS = 64
 NARROW_WORDS = 1 << 14
 
-# On a CPU, the coefficients of a tile's columns are 64 KiB, and a tile is 512 KiB of 16-bit words.
-CPU_COLS = 1 << 13
+# On a CPU, the coefficients of a tile's columns are 128 KiB, and a tile is 512 KiB of 16-bit words.
+CPU_COLS = 1 << 14
 CPU_WORDS = 1 << 18
 
 NARROW, WIDE, ALIGNED = 0, 1, 2

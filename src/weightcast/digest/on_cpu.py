@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from weightcast.digest.coefficients import A, B
 from weightcast.digest.jobs import CPU_COLS, CPU_TILING, Job, Plan, plans_of_transfers
 from weightcast.digest.pieces import Piece, Transfer
 
@@ -85,14 +86,14 @@ class _Part:
         size = int(self._ends[-1])
         threads = min(torch.get_num_threads(), size // _BYTES_OF_A_THREAD, len(self._tiles))
         if threads < 2:
-            run(self._jobs, self._tiles, self._like, out.numpy(), summed)
+            run(self._jobs, self._tiles, CPU_TILING.cols, self._like, out.numpy(), summed)
             return
         # Spans of about the same number of bytes.
         marks = torch.arange(1, threads) * (size // threads)
         cuts = [0, *torch.searchsorted(self._ends, marks).tolist(), len(self._tiles)]
         outs = torch.zeros(threads, len(out), dtype=torch.int64)
         spans = [
-            (self._jobs, self._tiles[start:end], self._like, one.numpy(), summed)
+            (self._jobs, self._tiles[start:end], CPU_TILING.cols, self._like, one.numpy(), summed)
             for start, end, one in zip(cuts[:-1], cuts[1:], outs, strict=True)
         ]
         others = [_threads().submit(run, *span) for span in spans[1:]]
@@ -127,7 +128,7 @@ def _compiled() -> _RunTiles | None:
     for cached in (True, False):
         try:
             run = run_tiles(cached=cached)
-            _try(run)
+            _check(run)
         except (RuntimeError, OSError) as error:
             if not cached:
                 _log.warning("digests on the CPU are summed by torch, which is slower: numba says: %s", error)
@@ -138,11 +139,23 @@ def _compiled() -> _RunTiles | None:
     return None
 
 
-def _try(run: _RunTiles) -> None:
-    """Compiles for words of 16 bits, which nearly all weights have; those of 8 bits wait until they are needed."""
-    jobs, tiles = torch.zeros(0, len(Job._fields), dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int32)
-    like, out = torch.zeros(0, dtype=torch.int16), torch.zeros(0, dtype=torch.int64)
-    run(jobs.numpy(), tiles.numpy(), like.numpy(), out.numpy(), True)
+def _check(run: _RunTiles) -> None:
+    """Compiles for words of 16 bits, which nearly all weights have, and compares a sum with the definition.
+
+    Those of 8 bits are compiled when they are first needed.
+
+    Raises:
+        RuntimeError: the sum is another.
+    """
+    rows, cols = 9, 70
+    words = torch.arange(rows * cols, dtype=torch.int16).mul_(12345).view(rows, cols)
+    goal, out = torch.zeros_like(words), torch.zeros(1, dtype=torch.int64)
+    piece = Piece(tensor=words, full_shape=(rows, cols))
+    for plan in plans_of_transfers([Transfer(piece=piece, target=goal, total=0)], CPU_TILING):
+        _Part(plan).run(run, out, True)
+    a, b = A.span(0, rows), B.span(0, cols)
+    if int(out) != int((words.to(torch.int64) * a[:, None] * b).sum()) or not torch.equal(words, goal):
+        raise RuntimeError("its machine code sums another digest than the definition's")
 
 
 def _threads() -> ThreadPoolExecutor:
