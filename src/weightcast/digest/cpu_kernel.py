@@ -145,8 +145,8 @@ def _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like):  #
 
 
 @njit(inline="always")
-def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, like):  # noqa: ANN001, ANN202
-    """The same of a narrow tile. `a` and `sums` are scratch memory."""
+def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, scratch, like):  # noqa: ANN001, ANN202
+    """The same of a narrow tile. `a`, `sums` and `scratch` are scratch memory."""
     for c in range(num):
         sums[c] = 0
     for first in range(0, rows, len(a)):
@@ -156,7 +156,10 @@ def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, li
         eights = some // 8 * 8
         for r in range(0, eights, 8):
             at = address + (first + r) * stride
-            _copy_rows(at, stride, goal + (first + r) * goal_stride, goal_stride, 8, num, like)
+            if goal != 0:
+                _copy_rows(at, stride, goal + (first + r) * goal_stride, goal_stride, 8, num, like)
+            else:  # reads memory in its order, which eight rows at once are not
+                _copy_rows(at, stride, int64(scratch.ctypes.data), num * like.itemsize, 8, num, like)
             w0 = carray(_pointer(at, like), num)
             w1 = carray(_pointer(at + stride, like), num)
             w2 = carray(_pointer(at + 2 * stride, like), num)
@@ -196,6 +199,7 @@ def _run_tiles(jobs, tiles, tile_cols, like, out, summed):  # noqa: ANN001, ANN2
     """
     size = like.itemsize
     b, a, sums = np.empty(tile_cols, np.int64), np.empty(_NARROW, np.int64), np.empty(_NARROW, np.int64)
+    scratch = np.empty(8 * _NARROW, np.int16)
     # The columns that `b` has; most jobs of a model have the same.
     b_num, b_first, b_col, b_run, b_run_stride = int64(0), int64(0), int64(0), int64(0), int64(0)
     for number in range(tiles.shape[0]):
@@ -223,7 +227,7 @@ def _run_tiles(jobs, tiles, tile_cols, like, out, summed):  # noqa: ANN001, ANN2
         if num > _NARROW or rows < 8:
             out[index] += _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like)
         else:
-            out[index] += _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, like)
+            out[index] += _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, scratch, like)
 
 
 def run_tiles(*, cached: bool) -> Callable[..., Any]:

@@ -11,18 +11,20 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from weightcast.digest.coefficients import A, B
-from weightcast.digest.jobs import CPU_COLS, CPU_TILING, Job, Plan, plans_of_transfers
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.jobs import CPU_COLS, CPU_TILING, Job, Plan, is_rows_of_runs, plans_of_transfers
+from weightcast.digest.pieces import Piece, Transfer, words_of
 
 _log = logging.getLogger(__name__)
 
 # Below this a second thread would take longer to wake up than it saves.
 _BYTES_OF_A_THREAD = 2 << 20
+
+# Below this, torch is done before numba has been imported.
+_BYTES_OF_A_START = 64 << 20
 
 _RunTiles = Callable[..., None]
 
@@ -65,10 +67,23 @@ class Launches:
         return out
 
 
-def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
-    """As `weightcast.digest.definition.partial_sums`, for checked pieces of rows of runs on the CPU."""
-    transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
-    return Launches(transfers, len(pieces)).launch()
+def takes(piece: Piece) -> bool:
+    """True for a checked piece on the CPU that `sums_of` can sum: rows of adjacent bytes, as they lie."""
+    tensor = piece.tensor
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or is_rows_of_runs(words_of(tensor))
+
+
+def worth_it(pieces: Sequence[Piece]) -> bool:
+    """True if `sums_of` can be used and is the faster way, its start included."""
+    size = sum(piece.tensor.nbytes for piece in pieces)
+    return available() if size >= _BYTES_OF_A_START else _found is not None and _found[0] is not None
+
+
+def sums_of(pieces: Sequence[Piece]) -> Launches:
+    """The sums of some pieces, one for each, for which `takes` is true."""
+    return Launches([Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)], len(pieces))
 
 
 class _Part:
@@ -129,11 +144,13 @@ def _compiled() -> _RunTiles | None:
         try:
             run = run_tiles(cached=cached)
             _check(run)
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  a cut file makes numba raise whatever its decoders raise
             if not cached:
-                _log.warning("digests on the CPU are summed by torch, which is slower: numba says: %s", error)
+                _log.warning(
+                    "digests on the CPU are summed by torch, which is slower: %s: %s", type(error).__name__, error
+                )
                 return None
-            _log.info("numba compiles at every start, because it cannot keep what it compiles: %s", error)
+            _log.info("numba compiles at every start, because it cannot keep machine code: %r", error)
         else:
             return run
     return None
