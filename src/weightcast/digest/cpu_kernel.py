@@ -42,26 +42,26 @@ _NARROW = 1 << 10
 
 
 @intrinsic
-def _pointer(typingctx, address, like):  # noqa: ANN001, ANN202
+def _pointer(typingctx, address, like):
     """The address as a pointer to words of the dtype of the array `like`."""
     word = like.dtype
 
-    def emit(context, builder, signature, arguments):  # noqa: ANN001, ANN202
+    def emit(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], ir.IntType(word.bitwidth).as_pointer())
 
     return types.CPointer(word)(types.int64, like), emit
 
 
-@njit(inline="always")
-def _coefficient(index, seed):  # noqa: ANN001, ANN202
+@njit
+def _coefficient(index, seed):
     x = np.uint64(index) + seed + _GOLDEN
     x = (x ^ (x >> _30)) * _MIX_1
     x = (x ^ (x >> _27)) * _MIX_2
     return np.int64((x ^ (x >> _31)) | _ONE)
 
 
-@njit(inline="always")
-def _set_columns(b, num, first, col, cols, run, run_stride):  # noqa: ANN001, ANN202
+@njit
+def _set_columns(b, num, first, col, cols, run, run_stride):
     """B of the columns `col` to `col + num - 1` of a job."""
     if run >= cols:
         for c in range(num):
@@ -80,10 +80,10 @@ def _set_columns(b, num, first, col, cols, run, run_stride):  # noqa: ANN001, AN
 
 
 @intrinsic
-def _copy_bytes(typingctx, goal, address, size_bytes):  # noqa: ANN001, ANN202
+def _copy_bytes(typingctx, goal, address, size_bytes):
     """C's memcpy."""
 
-    def emit(context, builder, signature, arguments):  # noqa: ANN001, ANN202
+    def emit(context, builder, signature, arguments):
         goal, address, size_bytes = arguments
         byte = ir.IntType(8).as_pointer()
         cgutils.raw_memcpy(builder, builder.inttoptr(goal, byte), builder.inttoptr(address, byte), size_bytes, 1)
@@ -92,8 +92,8 @@ def _copy_bytes(typingctx, goal, address, size_bytes):  # noqa: ANN001, ANN202
     return types.void(types.int64, types.int64, types.int64), emit
 
 
-@njit(inline="always")
-def _copy_rows(address, stride, goal, goal_stride, rows, num, like):  # noqa: ANN001, ANN202
+@njit
+def _copy_rows(address, stride, goal, goal_stride, rows, num, like):
     """Copies rows of `num` words; `stride` and `goal_stride` are in bytes. Without a goal it does nothing."""
     if goal == 0:
         return
@@ -105,8 +105,8 @@ def _copy_rows(address, stride, goal, goal_stride, rows, num, like):  # noqa: AN
         _copy_bytes(goal + r * goal_stride, address + r * stride, size)
 
 
-@njit(inline="always")
-def _sum_one(address, num, b, like):  # noqa: ANN001, ANN202
+@njit
+def _sum_one(address, num, b, like):
     w = carray(_pointer(address, like), num)
     s = int64(0)
     for c in range(num):
@@ -114,8 +114,8 @@ def _sum_one(address, num, b, like):  # noqa: ANN001, ANN202
     return s
 
 
-@njit(inline="always")
-def _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like):  # noqa: ANN001, ANN202
+@njit
+def _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like):
     """Sum of word * B(column) * A(row) of a wide tile, and its copy."""
     total = int64(0)
     fours = rows // 4 * 4
@@ -144,8 +144,8 @@ def _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like):  #
     return total
 
 
-@njit(inline="always")
-def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, scratch, like):  # noqa: ANN001, ANN202
+@njit
+def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, scratch, like):
     """The same of a narrow tile. `a`, `sums` and `scratch` are scratch memory."""
     for c in range(num):
         sums[c] = 0
@@ -186,7 +186,7 @@ def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, sc
     return total
 
 
-def _run_tiles(jobs, tiles, tile_cols, like, out, summed):  # noqa: ANN001, ANN202
+def _run_tiles(jobs, tiles, tile_cols, like, out, summed):
     """Carries out some tiles.
 
     Args:

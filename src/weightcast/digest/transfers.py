@@ -1,8 +1,8 @@
 """Copies that come again in the same places, with the digest sums of what is copied.
 
-All copies of a bucket are one launch, worked out once.  Digests are summed while the bytes pass, so proof costs no pass
-of its own.  That goes for CUDA, and for CPUs where numba is installed; elsewhere a copy and a digest are two passes: see
-``transfers_on``.
+All copies of a bucket are one launch, worked out once.  Digests are summed while the bytes pass, so proof costs no
+pass of its own.  That goes for CUDA, and for CPUs where numba is installed; elsewhere a copy and a digest are two
+passes: see ``transfers_on``.
 """
 
 from __future__ import annotations
