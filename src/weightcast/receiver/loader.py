@@ -254,11 +254,12 @@ class Loader:
         self.staging.abandon()
         self._arrivals.abandon()
 
-    def load(self, bucket: Bucket) -> torch.Tensor | None:
+    def load(self, bucket: Bucket, *, summed: bool = True) -> torch.Tensor | None:
         """Copies the bucket's tensors into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
         Args:
             bucket: The bucket; slots that came straight to their ``places`` are lent.
+            summed: False if nobody needs the sums.
 
         Returns:
             ``Bucket.sums`` if they were taken on the way; else None.
@@ -269,7 +270,7 @@ class Loader:
         plan = self._plan(bucket.layout)
         self._take_over(bucket, plan)
         self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
-        return self._copier.copy(bucket, plan, self.staging)
+        return self._copier.copy(bucket, plan, self.staging, summed=summed)
 
     def _straight(self, plan: BucketPlan, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, Copy]]:
         """The slots that can be received into their destination directly."""
