@@ -74,6 +74,7 @@ class Head:
         self._version = 0
         self._asked_at: float | None = None
         self._num_buckets = 0
+        self._sent_bytes = 0
         self._failure: WeightcastError | None = None
 
     # -- before an attempt
@@ -140,7 +141,7 @@ class Head:
         self._failure = None
         self._links = []
         self._attempts += 1
-        self._num_buckets = 0
+        self._num_buckets = self._sent_bytes = 0
         with self._phase("open"):
             try:
                 self._links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
@@ -175,6 +176,7 @@ class Head:
             with self._phase("send"):
                 self._transport.send(bucket, shared)
             self._num_buckets += 1
+            self._sent_bytes += bucket.layout.size_bytes
         except WeightcastError as error:
             self._failure = error
 
@@ -383,7 +385,7 @@ class Head:
         return UpdateReport(
             version=self._version,
             transport=self._plan.transport.name,
-            bytes=self._bytes,
+            bytes=min(self._sent_bytes, self._bytes) if self._failure is not None else self._bytes,
             buckets=self._num_buckets,
             seconds=time.monotonic() - self._started,
             phases=phases,
