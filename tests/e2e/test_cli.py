@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -25,8 +26,8 @@ from tests.commands import COMMAND, Started
 from tests.commands import run as run_forked
 from tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.cli.app import app
-from weightcast.report import format_bytes
-from weightcast.wire.messages import Abort, Open, Owner, decode_info, encode
+from weightcast.config import parse_size
+from weightcast.wire.messages import Open, Owner, decode_info, encode
 
 PROMPT = [5, 17, 301, 44, 9]
 KEY = "correct-horse-battery-staple"
@@ -359,11 +360,9 @@ def test_version_going_backwards_is_refused_unless_asked_for(engine, models):
 def updating(engine: Engine, version: int) -> Iterator[None]:
     """A session that somebody else has opened on the engine."""
     specs = decode_info(json.dumps(engine.info()).encode()).specs
-    session = secrets.token_hex(16)
-    owner = Owner(host="elsewhere", pid=7)
     opened = Open(
-        session=session,
-        owner=owner,
+        session=secrets.token_hex(16),
+        owner=Owner(host="elsewhere", pid=7),
         version=version,
         timeout_s=60.0,
         lease_s=120.0,
@@ -371,11 +370,15 @@ def updating(engine: Engine, version: int) -> Iterator[None]:
         verify="none",
         specs=tuple(specs),
     )
-    url = engine.url + "/weightcast/apply"
-    httpx.post(url, content=encode(opened), timeout=60, trust_env=False).raise_for_status()
-    yield
-    abort = Abort(session=session, reason="the test is over")
-    httpx.post(url, content=encode(abort), timeout=60, trust_env=False).raise_for_status()
+    url = engine.url + "/weightcast/open"
+    # The open answer is the session's lease; the session ends with it.
+    with httpx.stream("POST", url, content=encode(opened), timeout=60, trust_env=False) as answer:
+        assert answer.status_code == 200, answer.read()
+        frames = answer.iter_bytes()  # kept, because its end would close the answer
+        assert next(frames)
+        yield
+    while engine.info()["state"] == "updating":
+        time.sleep(0.01)
 
 
 def test_a_refused_push_reports_nothing_that_never_was_and_the_refusal_once(unharmed, models):
@@ -384,8 +387,8 @@ def test_a_refused_push_reports_nothing_that_never_was_and_the_refusal_once(unha
     with updating(unharmed, version):
         refused = run("push", root / "new", "--to", unharmed.url, "--version", version)
     line = error_line(refused)
-    assert "is being updated by" in line
-    assert refused.output.count("is being updated by") == 1
+    assert "already being updated by process 7" in line
+    assert refused.output.count("already being updated by process 7") == 1
     assert f"version {version}: nothing was sent" in refused.stdout
     for word in ("GB/s", "MiB", "KiB", "peak extra"):
         assert word not in refused.output
@@ -430,7 +433,9 @@ def test_doctor_estimates_the_memory_that_plan_does(engine, models):
     (found,) = json.loads(run("doctor", engine.url, "--json").stdout)["engines"]
     (memory,) = [check["text"] for check in found["checks"] if check["name"] == "memory"]
     plan = json.loads(run("plan", root / "old", "--json").stdout)
-    assert f"an update needs {format_bytes(plan['trainer_peak_bytes'])} on this machine" in memory
+    (needs,) = re.findall(r"an update needs (\S+ \S+) on this machine", memory)
+    # The tensors' order in a bucket, which is not the same in both, decides on a few bytes between them.
+    assert parse_size(needs) == pytest.approx(plan["trainer_peak_bytes"], rel=0.001)
 
 
 def test_wrong_url_beside_a_right_one_changes_nothing(unharmed, models):
