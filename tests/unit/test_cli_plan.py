@@ -74,7 +74,7 @@ def test_row_larger_than_a_bucket_says_how_large_one_must_be(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(2, 10_000)}, path)
     result = run("plan", path, "--bucket-bytes", "8KiB")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "error: one row of w has 40000 bytes" in result.stderr
 
 
@@ -142,7 +142,7 @@ def test_plan_says_everything_about_a_config(tmp_path):
     }
     for engine in ("sglang", "vllm", "lmdeploy"):
         failed = run("plan", path, "--bucket-bytes", "2KiB", "--engine", engine)
-        assert failed.exit_code == 1
+        assert failed.exit_code == 2
         assert "model.embed_tokens.weight has 3360 bytes" in failed.stderr
         done = json.loads(run("plan", path, "--bucket-bytes", "4KiB", "--engine", engine, "--json").stdout)
         assert next(other for other in done["others"] if other["engine"] == engine)["buckets"] == done["buckets"]
@@ -157,7 +157,7 @@ def test_a_ceiling_sets_the_size_of_a_bucket_or_says_what_it_needs(tmp_path):
     assert found["bucket_bytes"] == 1 << 20
     assert found["trainer_peak_bytes"] <= 3 << 20
     failed = run("plan", path, "--ceiling", "3MiB", "--engine", "sglang", "--trainer-ranks", "2")
-    assert failed.exit_code == 1
+    assert failed.exit_code == 2
     assert "w has 4000000 bytes" in failed.stderr
     assert "allow 10000000 bytes or more" in failed.stderr
 
@@ -192,6 +192,6 @@ def test_config_of_nothing_is_one_line(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(content)
     result = run("plan", path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert result.stderr.splitlines()[0].startswith("error: ")

@@ -18,7 +18,15 @@ from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.preflight import check_fits, check_pause, check_places, choose_receivers, choose_transport
+from weightcast.transports.preflight import (
+    check_first_version,
+    check_fits,
+    check_pause,
+    check_places,
+    check_proof,
+    choose_receivers,
+    choose_transport,
+)
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.update.messages import Choice
 from weightcast.wire.layout import Packing, TensorSpec
@@ -85,6 +93,8 @@ class Plan:
         healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
         if self._config.on_failure == "raise" or not healthy:
             raise_together([info for info in infos.values() if not isinstance(info, EngineInfo)])
+        if self._roster.current is None:
+            check_first_version(healthy, self._config)
         for link in self.links.values():
             link.planned = False
             link.opens = slice(0, 0)
@@ -115,6 +125,7 @@ class Plan:
             ways=tuple({link.sharing for link in links}) if shares else (),
             opens=opens["torch"] if shares else 0,
             ring_opens=opens["ring"] if shares else 0,
+            served=max((info.version for info in healthy.values() if info.version is not None), default=None),
         )
 
     def kept_links(self, roster: Roster) -> dict[str, Link]:
@@ -182,6 +193,7 @@ class Plan:
     def _check(self, link: Link) -> None:
         """Checks that the target can be updated by the chosen transport."""
         check_pause(link, self._config.pause)
+        check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
         spec = self.transport
         link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing

@@ -345,7 +345,7 @@ class Head:
         return UpdateReport(
             version=self._version,
             transport=self._plan.transport.name,
-            bytes=self._bytes,
+            bytes=min(self._sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
             buckets=self._sessions.num_buckets,
             seconds=time.monotonic() - self._started,
             phases=phases,

@@ -67,6 +67,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         opens: Number of engine processes that open a buffer in torch's way.
         ring_opens: Number of engine processes that open the storage of all buffers.
         zero_copy: True if large tensors are sent without a copy, from the model's own memory.
+        served: Highest version that a target serves; None if no target knows its own.
     """
 
     failure: Failure | None = None
@@ -77,6 +78,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     opens: int = 0
     ring_opens: int = 0
     zero_copy: bool = False
+    served: int | None = None
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):

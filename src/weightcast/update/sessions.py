@@ -30,11 +30,12 @@ class Sessions:
     Attributes:
         links: The targets of the attempt; empty until ``open``.
         num_buckets: Number of buckets sent in the attempt.
+        sent_bytes: Bytes of these buckets.
     """
 
     def __init__(self, plan: Plan, roster: Roster, config: UpdateConfig) -> None:
         self.links: Sequence[Link] = ()
-        self.num_buckets = 0
+        self.num_buckets = self.sent_bytes = 0
         self._plan = plan
         self._roster = roster
         self._config = config
@@ -43,7 +44,8 @@ class Sessions:
 
     def begin(self) -> None:
         """Starts an attempt, which has no targets yet."""
-        self.links, self.num_buckets = (), 0
+        self.links = ()
+        self.num_buckets = self.sent_bytes = 0
 
     def open(
         self,
@@ -78,6 +80,7 @@ class Sessions:
         assert self._transport is not None
         self._transport.send(bucket, shared)
         self.num_buckets += 1
+        self.sent_bytes += bucket.layout.size_bytes
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket."""

@@ -60,6 +60,7 @@ class WeightUpdater:
         self._stream: BucketStream | None = None
         self._roster: Roster | None = None
         self._closed = False
+        self._served: int | None = None
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._choice = Choice()
         try:
@@ -86,6 +87,8 @@ class WeightUpdater:
         timeout_s: float = 120.0,
         on_failure: OnFailure = "raise",
         wire_dtype: torch.dtype | str | None = None,
+        require: VerifyLevel = "none",
+        first_version: int | None = None,
         allow_older: bool = False,
         behaviour_tolerance: float = 0.1,
         min_proven_share: float = 1.0,
@@ -120,6 +123,8 @@ class WeightUpdater:
             timeout_s=timeout_s,
             on_failure=on_failure,
             wire_dtype=dtype_name_of("wire_dtype", wire_dtype) if wire_dtype is not None else None,
+            require=require,
+            first_version=first_version,
             allow_older=allow_older,
             behaviour_tolerance=behaviour_tolerance,
             min_proven_share=min_proven_share,
@@ -142,11 +147,16 @@ class WeightUpdater:
         """Name of the transport, as the caller asked or as ``"auto"`` chose: ``"ipc"``, ``"broadcast"`` and so on."""
         return self._choice.transport
 
-    def update(self, *, version: int) -> UpdateReport:
+    @property
+    def served(self) -> int | None:
+        """Highest version that the targets serve, as of the last connect or update; None if no target knows its own."""
+        return self._served
+
+    def update(self, *, version: int | None = None) -> UpdateReport:
         """Sends the current weights to every target.  Collective: every trainer rank calls it.
 
         Args:
-            version: The weight version, which counts up.
+            version: The weight version, which counts up; None takes the next after the highest that the targets serve.
 
         Returns:
             The report, the same on every rank.
@@ -160,6 +170,8 @@ class WeightUpdater:
                 again.
         """
         self._check_open()
+        if version is None:
+            version = (self._served or 0) + 1
         if isinstance(version, bool) or version < 0:
             raise ConfigError(f"version={version!r}: a version is a whole number from 0")
         self._ranks.enter()
@@ -270,6 +282,7 @@ class WeightUpdater:
         if self._stream is not None:
             self._stream.close()  # other targets may need other buffers
         self._head, self._choice = head, choice
+        self._served = choice.served
         self._group.receivers = choice.receivers
         self._stream = BucketStream(
             self._exporter,
@@ -291,6 +304,9 @@ class WeightUpdater:
             result = self._attempt(version)
             if not result.again:
                 break
+        if result.report is not None:
+            known = [row.version_after for row in result.report.targets if row.version_after is not None]
+            self._served = max(known, default=self._served)
         if result.failure is not None:
             raise result.failure.rebuild(result.report)
         assert result.report is not None
