@@ -1,5 +1,5 @@
 # An intrinsic of numba is called without its first argument.
-# pyright: basic, reportMissingImports=false, reportCallIssue=false
+# pyright: basic, reportMissingImports=false, reportCallIssue=false, reportPrivateImportUsage=false
 """The sums of `weightcast.digest.definition` on a CPU, and copies with sums: one call for any number of pieces.
 
 numba compiles this file's functions for the processor that they run on. Like `weightcast.digest.kernel`, they see jobs
