@@ -352,6 +352,7 @@ class SessionHandler:
             stall_s=stall_s,
             **costs(acks),
         )
+        answer = self._events.with_steps(answer)
         version, digest, whole = before
         self._last = LastCommit(open=session.open, answer=answer, version=version, digest=digest, whole=whole)
         return answer

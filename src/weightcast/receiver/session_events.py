@@ -38,6 +38,13 @@ class SessionEvents:
         """Notes a step of the engine's server that ends now; the next answer tells of it."""
         self._steps.append(Step(phase, None, began, time.monotonic()))
 
+    def with_steps(self, ack: Ack) -> Ack:
+        """Returns the answer with the server's own steps since the last answer."""
+        if not self._steps:
+            return ack
+        steps, self._steps = (*ack.steps, *self._steps), []
+        return msgspec.structs.replace(ack, steps=steps)
+
     def answered(
         self, message: Message, ack: Ack, heard: float, session: OpenSession | None, last: LastCommit | None
     ) -> Ack:
@@ -50,8 +57,7 @@ class SessionEvents:
             session: The session that is open now.
             last: The session that was committed last.
         """
-        ack = msgspec.structs.replace(ack, steps=(*ack.steps, *self._steps), heard=heard, answered=time.monotonic())
-        self._steps.clear()
+        ack = msgspec.structs.replace(self.with_steps(ack), heard=heard, answered=time.monotonic())
         opened = session is not None and session is not self._open
         if opened:
             self.look(session, last)
