@@ -156,7 +156,7 @@ class PrometheusMetrics:
                 pass
 
     def _targets(self, made: _Instruments, targets: tuple[TargetNow, ...]) -> None:
-        states = dict[str, int].fromkeys(STATES, 0)
+        states: dict[str, int] = {state: 0 for state in STATES}
         for target in targets:
             states[target.state] += 1
             made.version.labels(target.url).set(UNKNOWN if target.version is None else target.version)
