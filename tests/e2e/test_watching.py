@@ -1,4 +1,4 @@
-"""What operators see of updates between processes: ``/metrics`` of both sides, and one trace over both."""
+"""Operators see updates between processes: ``/metrics`` of both sides, and one trace over both."""
 
 from __future__ import annotations
 
