@@ -131,7 +131,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
 def check_metrics(engine: Engine, *, version: int, updates: int) -> None:
     """The receiver's metrics are on vLLM's own page, with vLLM's label for the model and none for a process."""
     page = engine.client.get(engine.url + "/metrics").text
-    assert 'vllm:num_requests_running{engine="0",model_name="tiny"}' in page
+    assert 'vllm:prompt_tokens_total{engine="0",model_name="tiny"}' in page
     assert not [line for line in page.splitlines() if line.startswith("weightcast_") and "pid=" in line]
     found = series(page)
     assert found["weightcast_engine_version", "tiny"] == version
