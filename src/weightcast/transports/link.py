@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from weightcast.comm.http import Client, Lease
 from weightcast.comm.run_steps import EngineRequest, Steps, converse, send_plain
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, Reverting, Sharing
 from weightcast.runtime.deadline import Deadline
+from weightcast.watch.events import Asked, Events
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open, Revert
 
 _ABORT_S = 30.0
@@ -56,6 +59,7 @@ class Link:
         committed: Answer to Commit; None before it.
         asked: The Commit of this session; None before it is sent.
         notes: Failures that did not fail the update, since ``take_notes`` was last called.
+        events: Told of every message.
     """
 
     client: Client
@@ -78,6 +82,7 @@ class Link:
     committed: Ack | None = None
     asked: Commit | None = None
     notes: list[str] = field(default_factory=list[str])
+    events: Events = field(default_factory=Events, repr=False)
     _limit_s: float = _ABORT_S
     _lease: Lease | None = field(default=None, repr=False)
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -115,17 +120,21 @@ class Link:
         # An engine without a lease hears of the session's end from this process alone, also if opening fails half way.
         self.session = "" if self.adapter.leased else message.session
         self._limit_s = message.timeout_s
-        self.opened = self._timed(self.adapter.open(message), message.timeout_s)
+        traceparent = self.events.traceparent(self.url)
+        if traceparent:
+            message = msgspec.structs.replace(message, traceparent=traceparent)
+        self.opened = self._timed("open", self.adapter.open(message), message.timeout_s)
         self.session = message.session
         return self.opened
 
-    def ask(self, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
+    def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
         """Sends a step's requests, reads the answer and adds up its costs.
 
         The engine keeps the deadline itself and answers.  The deadline here is a little later, for an engine that
         cannot answer.
 
         Args:
+            kind: Name of the step in events: ``Asked.message``.
             steps: The requests.
             timeout_s: The engine's deadline, in seconds.
             bucket: Index of the bucket that the step announces; None for another step.  An engine may get the
@@ -133,9 +142,9 @@ class Link:
         """
         limit_s = timeout_s + margin_s(timeout_s)
         if bucket is None:
-            return self._timed(steps, limit_s)
+            return self._timed(kind, steps, limit_s)
         try:
-            return self._timed(steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)))
+            return self._timed(kind, steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)), bucket)
         finally:
             self._answered_at[bucket] = time.monotonic()
 
@@ -148,7 +157,7 @@ class Link:
     def leave(self, group: str | None) -> None:
         """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
         try:
-            self._send_end(self.adapter.leave(group), _LEAVE_S)
+            self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
             what = f"leave the group {group}" if group is not None else "unmap the trainer's buffers"
             self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
@@ -178,7 +187,7 @@ class Link:
             by_name: True to ask for the digest of each tensor.
         """
         message = Close(session=self.session, buckets=buckets, by_name=by_name)
-        self.closed = self.ask(self.adapter.close(message), timeout_s=timeout_s)
+        self.closed = self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
     def commit(self, expected: Mapping[str, str], *, as_received: bool, timeout_s: float) -> Ack:
@@ -204,7 +213,7 @@ class Link:
         return self._commit(self.asked, timeout_s)
 
     def _commit(self, message: Commit, timeout_s: float) -> Ack:
-        self.committed = self.ask(self.adapter.commit(message), timeout_s=timeout_s)
+        self.committed = self.ask("commit", self.adapter.commit(message), timeout_s=timeout_s)
         self.mixed = False
         self.end()
         return self.committed
@@ -216,11 +225,11 @@ class Link:
         assert asked is not None
         message = Revert(session=asked.session, reason=reason[:4096])
         try:
-            return self.ask(adapter.revert(message), timeout_s=timeout_s)
+            return self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
         except TargetRejected:
             raise
         except WeightcastError:
-            return self.ask(adapter.revert(message), timeout_s=timeout_s)
+            return self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
 
     def abort(self, reason: str) -> Ack | None:
         """Ends the session, if one is open.  Returns None if the engine does not answer."""
@@ -229,7 +238,7 @@ class Link:
         session, self.session = self.session, ""
         try:
             # Without an answer, the end of the lease ends the session too.  A later probe asks for the engine's state.
-            return self._send_end(self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
+            return self._send_end("abort", self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
         except WeightcastError:
             return None
         finally:
@@ -243,12 +252,12 @@ class Link:
                 self._lease.close()
             self._lease = None
 
-    def _send_end(self, steps: Steps, limit_s: float) -> Ack:
+    def _send_end(self, kind: str, steps: Steps, limit_s: float) -> Ack:
         """Sends a step that ends a session or a membership.
 
         A silent engine gets the request, and its answer is hardly waited for.
         """
-        return self._converse(steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
+        return self._converse(kind, steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
 
     def _check_version(self, message: Open) -> None:
         """Refuses an older version in the place of a stock engine, which would accept any version."""
@@ -260,23 +269,46 @@ class Link:
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
 
-    def _timed(self, steps: Steps, limit: float | Deadline) -> Ack:
+    def _timed(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
         try:
-            return self._converse(steps, limit)
+            return self._converse(kind, steps, limit, bucket)
         except DeadlineExceeded:
             self.silent = True
             raise
 
-    def _converse(self, steps: Steps, limit: float | Deadline) -> Ack:
+    def _converse(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
+        began = time.monotonic()
         try:
             ack = converse(self.client, steps, timeout_s=limit, send=self._send)
         except WireError as error:
+            self._asked(kind, bucket, began, error=str(error))
             raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
+        except WeightcastError as error:
+            self._asked(kind, bucket, began, error=str(error))
+            raise
+        self._asked(kind, bucket, began, ack)
         with self._adding:  # answers to two buckets may arrive at once
             self.load_s += ack.load_s
             self.verify_s += ack.verify_s
             self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
         return ack
+
+    def _asked(self, kind: str, bucket: int | None, began: float, ack: Ack | None = None, error: str = "") -> None:
+        """Emits that a message was answered, or was not."""
+        self.events.emit(
+            Asked(
+                target=self.url,
+                message=kind,
+                bucket=bucket,
+                began=began,
+                ended=time.monotonic(),
+                ok=ack is not None,
+                error=error,
+                heard=None if ack is None else ack.heard,
+                answered=None if ack is None else ack.answered,
+                steps=() if ack is None else ack.steps,
+            )
+        )
 
     def _send(self, request: EngineRequest, limit: Deadline) -> bytes:
         if not request.lease:
@@ -307,7 +339,7 @@ def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int |
     half = not link.stages
     link.touch()
     try:
-        link.took_over(link.ask(steps, timeout_s=timeout_s, bucket=bucket))
+        link.took_over(link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket))
     except DeadlineExceeded as error:
         raise TargetLost(
             f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half

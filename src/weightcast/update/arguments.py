@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,10 +18,14 @@ from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.protocols import Exporter
+from weightcast.watch.events import Listener
+from weightcast.watch.logs import UpdateLog
+from weightcast.watch.spans import TrainerSpans
 from weightcast.wire.layout import DTYPES, NAMES
 
 Model = nn.Module | Exporter | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 Targets = Target | str | Sequence[Target | str]
+Listeners = Listener | Sequence[Listener] | None
 
 _SHORT = {
     "bf16": "bfloat16",
@@ -110,6 +115,20 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
             hint=f"give it to the exporter: wire_dtype=torch.{wire_dtype}",
         )
     return model, _nothing
+
+
+def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
+    """Returns the caller's listeners, given as none, one or several, after those for logs and spans.
+
+    Raises:
+        ConfigError: One of them cannot be called.
+    """
+    several = isinstance(listeners, list | tuple)
+    listed: tuple[object, ...] = () if listeners is None else tuple(listeners) if several else (listeners,)
+    for listener in listed:
+        if not callable(listener):
+            raise ConfigError(f"on_event={listener!r} cannot be called", hint="pass a function of one event")
+    return (UpdateLog(), TrainerSpans(), *cast("tuple[Listener, ...]", listed))
 
 
 def _nothing() -> None:

@@ -24,6 +24,7 @@ from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import Exporter, Lender
 from weightcast.update.head import Head
 from weightcast.update.messages import Choice
+from weightcast.watch.events import Events
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout
 
@@ -62,6 +63,7 @@ class BucketStream:
         verifies: bool,
         wait_s: float,
         progress: Progress | None = None,
+        events: Events,
     ) -> None:
         """Allocates nothing yet.
 
@@ -74,6 +76,7 @@ class BucketStream:
             verifies: True if the sums of this rank's shards are needed.
             wait_s: Deadline of one wait for another trainer rank, in seconds.
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
+            events: Told of each bucket that was filled.
         """
         self._exporter = exporter
         self._layouts = layouts
@@ -83,6 +86,7 @@ class BucketStream:
         self._verifies = verifies
         self._wait_s = wait_s
         self._progress = progress
+        self._events = events
         self._slots: list[SharedSlot] = []
         self._bucket_sums = RepeatedSums()
 
@@ -145,10 +149,12 @@ class BucketStream:
             slot = self._slots[layout.index % len(self._slots)] if receives else None
             if slot is not None:
                 slot.reclaim()
-            started = time.monotonic()
+            began = time.monotonic()
             bucket = next(buckets)
+            ended = time.monotonic()
+            self._events.step_ended("gather", began, ended, bucket=layout.index)
             if self._head is not None:
-                self._head.add_phase("gather", time.monotonic() - started)
+                self._head.add_phase("gather", ended - began)
             yield bucket, slot
 
     def _send_each(

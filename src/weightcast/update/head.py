@@ -29,9 +29,10 @@ from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
+from weightcast.watch.events import AttemptStarted, Events, short
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, total_bytes
-from weightcast.wire.messages import Ack, EngineInfo
+from weightcast.wire.messages import Ack, EngineInfo, Open
 
 log = logging.getLogger("weightcast.update.head")
 
@@ -50,10 +51,12 @@ class Head:
         specs: Sequence[TensorSpec],
         places: Sequence[str],
         before: Head | None = None,
+        events: Events | None = None,
     ) -> None:
         """The arguments are those of ``Plan``; links come from ``before``, the head of the membership before."""
+        self._events = events if events is not None else Events()
         known = before._plan.kept_links(roster) if before is not None else {}
-        self._plan = Plan(targets, roster, config, exporter, specs, places, known)
+        self._plan = Plan(targets, roster, config, exporter, specs, places, known, self._events)
         self._verifier = Verifier(self._plan, config, exporter, specs)
         self._config = config
         self._exporter = exporter
@@ -136,7 +139,7 @@ class Head:
         with self._phase("open"):
             try:
                 links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
-                self._sessions.open(links, version, specs, bucket_runs, self._verifier.check_opened)
+                self._sessions.open(links, version, specs, bucket_runs, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 return self._fail(error)
         return AttemptResult(sums_buckets=self._verifier.open(specs, self._sessions.links))
@@ -146,6 +149,17 @@ class Head:
         """True once a bucket could not be sent."""
         return self._failure is not None
 
+    def _began(self, message: Open) -> None:
+        self._events.emit(
+            AttemptStarted(
+                number=self._attempts,
+                session=short(message.session),
+                version=message.version,
+                targets=tuple(link.url for link in self._sessions.links),
+                at=time.monotonic(),
+            )
+        )
+
     def add_phase(self, name: str, seconds: float) -> None:
         """Adds to the time of a phase."""
         self._phases[name] = self._phases.get(name, 0.0) + seconds
@@ -153,9 +167,9 @@ class Head:
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Digests and sends a bucket; ``finish`` reports a failure."""
         try:
-            with self._phase("pack"):
+            with self._phase("pack", bucket.layout.index):
                 self._verifier.add(bucket)
-            with self._phase("send"):
+            with self._phase("send", bucket.layout.index):
                 self._sessions.send(bucket, shared)
         except WeightcastError as error:
             self._failure = error
@@ -356,12 +370,14 @@ class Head:
         )
 
     @contextmanager
-    def _phase(self, name: str) -> Generator[None]:
-        started = time.monotonic()
+    def _phase(self, name: str, bucket: int | None = None) -> Generator[None]:
+        began = time.monotonic()
         try:
             yield
         finally:
-            self.add_phase(name, time.monotonic() - started)
+            ended = time.monotonic()
+            self.add_phase(name, ended - began)
+            self._events.step_ended(name, began, ended, bucket=bucket)
 
 
 def _culprits(

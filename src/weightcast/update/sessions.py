@@ -54,6 +54,7 @@ class Sessions:
         specs: tuple[TensorSpec, ...],
         bucket_runs: tuple[tuple[int, ...], ...],
         check: Callable[[Link, Ack], None],
+        began: Callable[[Open], None],
     ) -> None:
         """Opens a session on every target and makes their group.
 
@@ -63,10 +64,12 @@ class Sessions:
             specs: The tensors that will be sent.
             bucket_runs: Sizes in bytes of the broadcasts of each bucket.
             check: Checks a target's answer.
+            began: Called with the message before it is sent.
         """
         self.links = links
         transport = self._renew_transport()
         message = open_message(self._config, links, version, specs, bucket_runs)
+        began(message)
         try:
             run_each(lambda link: check(link, link.open(message)), links)
         finally:

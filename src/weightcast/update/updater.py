@@ -33,12 +33,23 @@ from weightcast.protocols import Exporter, Scorer
 from weightcast.report import UpdateReport
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
-from weightcast.update.arguments import Model, Targets, bytes_of, dtype_name_of, exporter_of, targets_of
+from weightcast.update.arguments import (
+    Listeners,
+    Model,
+    Targets,
+    bytes_of,
+    dtype_name_of,
+    exporter_of,
+    listeners_of,
+    targets_of,
+)
 from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
 from weightcast.update.trainer_ranks import TrainerRanks
+from weightcast.update.watched import run_watched, tell_targets
+from weightcast.watch.events import Events, Listener
 from weightcast.wire.layout import BucketLayout, plan_buckets
 
 _PROBE_TOKENS = tuple(range(5, 37))
@@ -48,7 +59,12 @@ class WeightUpdater:
     """Keeps rollout engines at the trainer's weights.  ``connect`` makes one; it is a context manager."""
 
     def __init__(
-        self, exporter: Exporter, targets: Sequence[Target], config: UpdateConfig, progress: Progress | None = None
+        self,
+        exporter: Exporter,
+        targets: Sequence[Target],
+        config: UpdateConfig,
+        progress: Progress | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self._exporter = exporter
         self._config = config
@@ -63,14 +79,18 @@ class WeightUpdater:
         self._served: int | None = None
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._choice = Choice()
+        self._events = Events()
         try:
+            self._events = Events(listeners, rank=self._group.rank)
             self._specs = tuple(exporter.specs())
             exporter.prepare(self._group)
             self._choose()
+            tell_targets(self._events, self.health)
         except BaseException:
             if self._roster is not None:
                 self._roster.close()
             self._group.close()
+            self._events.close()
             raise
 
     @classmethod
@@ -96,6 +116,7 @@ class WeightUpdater:
         disk_folder: str | None = None,
         disk_readers: DiskReaders = "user",
         progress: Progress | None = None,
+        on_event: Listeners = None,
     ) -> Self:
         """Connects to the engines and checks that an update can work.  Collective: every trainer rank calls it.
 
@@ -108,6 +129,7 @@ class WeightUpdater:
             bucket_bytes: Bytes of one bucket, or text (``"512MiB"``).
             wire_dtype: A torch dtype, or its name (``"bf16"``).
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
+            on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
 
         Raises:
             ConfigError: The options cannot work.  Nothing has moved.
@@ -135,7 +157,7 @@ class WeightUpdater:
         known = targets_of(targets)
         exporter, release = exporter_of(model, config.wire_dtype)
         try:
-            updater = cls(exporter, known, config, progress)
+            updater = cls(exporter, known, config, progress, listeners_of(on_event))
         except BaseException:
             release()
             raise
@@ -174,10 +196,14 @@ class WeightUpdater:
             version = (self._served or 0) + 1
         if isinstance(version, bool) or version < 0:
             raise ConfigError(f"version={version!r}: a version is a whole number from 0")
-        self._ranks.enter()
-        if self._head is not None:
-            self._head.begin(version)
-        return self._transact(version)
+
+        def update() -> UpdateReport:
+            self._ranks.enter()
+            if self._head is not None:
+                self._head.begin(version)
+            return self._transact(version)
+
+        return self._watched(update, version)
 
     def retarget(self, targets: Targets, *, catch_up: bool = False) -> UpdateReport | None:
         """Replaces the targets.  Collective: every trainer rank calls it.
@@ -214,6 +240,7 @@ class WeightUpdater:
                 head.close()
             if self._roster is not None:
                 self._roster.set_members(self._targets)
+            tell_targets(self._events, self.health)
         if not catch_up:
             return None
         result = self._ranks.hear(self._head.begin_catch_up() if self._head is not None else AttemptResult())
@@ -221,7 +248,8 @@ class WeightUpdater:
             raise result.failure.rebuild()
         if not result.again:
             return None
-        return self._transact(self._head.version if self._head is not None else 0)
+        version = self._head.version if self._head is not None else 0
+        return self._watched(lambda: self._transact(version), version)
 
     def health(self) -> tuple[TargetHealth, ...]:
         """Returns the recorded health of each target.  Not collective; it sends nothing.
@@ -237,6 +265,7 @@ class WeightUpdater:
             return
         self._closed = True
         with ExitStack() as rest:  # in reverse order; each runs even if another one fails
+            rest.callback(self._events.close)
             if self._release is not None:
                 rest.callback(self._release)
             rest.callback(self._group.close)
@@ -252,6 +281,12 @@ class WeightUpdater:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _watched(self, update: Callable[[], UpdateReport], version: int) -> UpdateReport:
+        urls = tuple(target.url for target in self._targets) if self._head is not None else ()
+        return run_watched(
+            update, self._events, version=version, transport=self.transport, targets=urls, health=self.health
+        )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -270,7 +305,14 @@ class WeightUpdater:
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
                 head = Head(
-                    self._targets, self._roster, self._config, self._exporter, self._specs, where, before=self._head
+                    self._targets,
+                    self._roster,
+                    self._config,
+                    self._exporter,
+                    self._specs,
+                    where,
+                    before=self._head,
+                    events=self._events,
                 )
                 choice = head.choose()
                 layouts = self._layouts_for(choice)
@@ -293,6 +335,7 @@ class WeightUpdater:
             verifies=self._config.verify != "none",
             wait_s=self._ranks.wait_s,
             progress=self._progress,
+            events=self._events,
         )
 
     def _layouts_for(self, choice: Choice) -> list[BucketLayout]:

@@ -21,6 +21,7 @@ def register() -> None:
     """Registers the weight-transfer backend in this process.  Safe to call twice."""
     import importlib.util
 
+    _share_log_handlers()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -31,8 +32,25 @@ def register() -> None:
         add_routes(endpoints)
 
 
+def _share_log_handlers() -> None:
+    """Sends our log lines where vLLM sends its own, unless somebody has configured our logger or the root logger."""
+    import logging
+
+    ours, theirs = logging.getLogger("weightcast"), logging.getLogger("vllm")
+    configured = (
+        ours.handlers or ours.level != logging.NOTSET or (ours.hasHandlers() and ours.isEnabledFor(logging.INFO))
+    )
+    if configured or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
+
+
 def endpoints() -> Endpoints:
     """Makes vLLM's endpoint plug-in with our routes."""
     from weightcast.plugins.vllm.endpoints import Endpoints
 
+    _share_log_handlers()
     return Endpoints()
