@@ -28,6 +28,7 @@ class Figure:
         legend: Colour class and name of each series; empty where one series needs none.
         headers, rows: The plotted values as a table.
         wide: True if the figure takes the whole width of the page.
+    tall: True if two other figures stand beside it, one above the other.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Figure:
     headers: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     wide: bool = False
+    tall: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,7 @@ def _line(points: Sequence[tuple[float, float]], colour: str) -> list[str]:
     if not points:
         return []
     path = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
-    marked = points if len(points) <= 40 else points[-1:]
+    marked = points if len(points) <= 20 else points[-1:]
     return [
         element("path", d=path, class_=f"line {colour}"),
         *(element("circle", cx=x, cy=y, r=4, class_=f"dot {colour}") for x, y in marked),
@@ -255,6 +257,7 @@ def bars(
     legend: Sequence[tuple[str, str]] = (),
     value_title: str = "value",
     wide: bool = False,
+    tall: bool = False,
 ) -> Figure:
     """Plots a horizontal bar for each row, with its value at its end.
 
@@ -264,7 +267,7 @@ def bars(
         show: Formats a value.
         legend: Colour class and meaning, if colours have one.
         value_title: Head of the table's column of values.
-        wide: As ``Figure.wide``.
+        wide, tall: As in ``Figure``.
     """
     width = WIDE if wide else HALF
     longest = max((len(each.name) for each in found), default=0)
@@ -296,6 +299,7 @@ def bars(
         headers=("", value_title),
         rows=[(each.name, show(each.value)) for each in found],
         wide=wide,
+        tall=tall,
     )
 
 

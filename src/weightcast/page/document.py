@@ -82,7 +82,7 @@ class Document:
     def html(self) -> str:
         """Returns the whole page."""
         files = resources.files("weightcast.page")
-        style, script = (files.joinpath(name).read_text() for name in ("style.css", "script.js"))
+        style, script = (files.joinpath(name).read_text("utf-8") for name in ("style.css", "script.js"))
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -107,8 +107,9 @@ def _figure(figure: Figure) -> str:
     if figure.rows:
         table = _table(figure.headers, figure.rows)
         values = f'<details><summary>values</summary><div class="scroll">{table}</div></details>'
+    kind = "wide" if figure.wide else "tall" if figure.tall else ""
     return (
-        f'<figure{" class=wide" if figure.wide else ""}><figcaption><h3>{escape(figure.title)}</h3>'
+        f'<figure class="{kind}"><figcaption><h3>{escape(figure.title)}</h3>'
         f"<p>{escape(figure.caption)}</p></figcaption>"
         + (f'<div class="legend">{legend}</div>' if legend else "")
         + f'<div class="plot">{figure.svg}</div>{values}</figure>'

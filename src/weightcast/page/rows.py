@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weightcast.page.charts import HALF, WIDE, Figure
-from weightcast.page.colours import of_phases
+from weightcast.page.colours import PHASES, of_phases
 from weightcast.page.svg import Scale, element, picture, stride, text, ticks
 from weightcast.page.words import seconds
 from weightcast.timeline.tracks import Timeline, Track
@@ -30,8 +30,9 @@ def timeline(title: str, caption: str, found: Timeline) -> Figure:
             process = track.process
             words = "trainer" if track.side == "trainer" else f"engine {process}"
             error = max(each.clock_error_us for each in shown if each.process == process)
-            words += f"   clock ± {seconds(error / 1e6)}" if error else ""
             parts.append(text(words, x=2, y=y + 16, class_="head"))
+            if error:
+                parts.append(text(f"clock ± {seconds(error / 1e6)}", x=WIDE - _RIGHT, y=y + 16, class_="tick end"))
             y += _HEAD
         parts.append(text(track.name, x=_LEFT - 8, y=y + 14, class_="name end"))
         parts.append(element("rect", x=_LEFT, y=y, width=WIDE - _RIGHT - _LEFT, height=_LANE, class_="lane"))
@@ -41,7 +42,8 @@ def timeline(title: str, caption: str, found: Timeline) -> Figure:
         x = scale(mark)
         parts.insert(0, element("line", x1=x, x2=x, y1=4, y2=y, class_="grid"))
         parts.append(text(seconds(mark / 1e6), x=x, y=y + 16, class_=f"tick {'mid' if mark < high else 'end'}"))
-    names = dict.fromkeys(span.name for track in shown for span in track.spans)
+    used = dict.fromkeys(span.name for track in shown for span in track.spans)
+    names = [name for name in PHASES if name in used] + [name for name in used if name not in PHASES]
     left_out = len(found.tracks) - len(shown)
     more = f" {left_out} more rows are in the trace file." if left_out else ""
     return Figure(
@@ -50,7 +52,7 @@ def timeline(title: str, caption: str, found: Timeline) -> Figure:
         svg=picture(WIDE, y + 24, parts, title),
         legend=[(colour, name) for name, colour in of_phases(names).items()],
         headers=("process", "row", *names),
-        rows=[(track.process, track.name, *_sums(track, list(names))) for track in shown],
+        rows=[(track.process, track.name, *_sums(track, names)) for track in shown],
         wide=True,
     )
 
@@ -76,7 +78,7 @@ def _spans(track: Track, scale: Scale, y: float) -> list[str]:
         drawn = max(width - 0.8, 0.8)
         parts.append(element("rect", x=x, y=y + 1, width=drawn, height=_LANE - 2, rx=2, class_=kind, data_tip=tip))
         if width > _INSIDE + 6 * len(span.name) - 24:
-            parts.append(text(span.name, x=x + 6, y=y + 14, class_="inside", pointer_events="none"))
+            parts.append(text(span.name, x=x + 6, y=y + 14, class_=f"inside {colours[span.name]}"))
     return parts
 
 

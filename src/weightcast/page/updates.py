@@ -14,7 +14,7 @@ from weightcast.page.charts import Bar, Figure, bars, columns, lines
 from weightcast.page.colours import MEANINGS, of_phases, of_series
 from weightcast.page.document import Chip, Document, Mood, Tile
 from weightcast.page.rows import served, timeline
-from weightcast.page.words import digits, seconds, size
+from weightcast.page.words import seconds, size
 from weightcast.timeline.tracks import Timeline
 
 # The phases that follow one another on the head.  ``load`` and ``stall`` are times of engines, within ``send`` and
@@ -117,8 +117,9 @@ def _tiles(reports: Sequence[ReportView]) -> list[Tile]:
         )
         if len(reports) == 1
         else Tile(
-            name="updates that reached every engine",
+            name="complete updates",
             value=f"{good} of {len(reports)}",
+            below="every engine serves the new version",
             mood="good" if good == len(reports) else "bad",
         )
     )
@@ -156,6 +157,7 @@ def _of_one(report: ReportView) -> list[Figure]:
             ],
             show=seconds,
             value_title="seconds",
+            tall=True,
         )
     )
     figures.append(stall_bars({row.url: row.stall_s for row in report.targets}))
@@ -311,7 +313,3 @@ def short(url: str) -> str:
     """Returns a URL without its scheme, as a label."""
     return url.removeprefix("http://").removeprefix("https://")
 
-
-def plain_rate(value: float) -> str:
-    """Formats bytes per second."""
-    return f"{digits(value / 1e9)} GB/s"
