@@ -1,11 +1,11 @@
-"""Plots as SVG: lines, stacked columns and bars.  ``Figure`` has the same values as a table, for readers of text."""
+"""Plots over steps: lines and stacked columns.  A ``Figure`` has its values as a table too, for readers of text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weightcast.page.svg import Scale, bar, element, picture, stride, text, ticks
+from weightcast.page.svg import Scale, element, picture, stride, text, ticks
 
 Show = Callable[[float], str]
 
@@ -13,7 +13,6 @@ WIDE, HALF = 1080.0, 520.0
 _HEIGHT = 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 12.0, 34.0
 _MAX_COLUMNS = 120
-_ROW = 26.0
 _MIN_PART = 1.5  # thinner parts of a column have no gap
 
 
@@ -39,26 +38,6 @@ class Figure:
     rows: Sequence[Sequence[str]] = ()
     wide: bool = False
     tall: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One bar.
-
-    Attributes:
-        name: Label in front of it.
-        value: Its length.
-        colour: Its colour class.
-        low, high: Ends of a whisker; None for none.
-        note: Further words for the tooltip.
-    """
-
-    name: str
-    value: float
-    colour: str = "s1"
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,63 +225,3 @@ def columns(
 
 def _means(values: Sequence[float], groups: Sequence[range]) -> list[float]:
     return [sum(values[number] for number in group) / len(group) for group in groups]
-
-
-def bars(
-    title: str,
-    caption: str,
-    found: Sequence[Bar],
-    *,
-    show: Show,
-    legend: Sequence[tuple[str, str]] = (),
-    value_title: str = "value",
-    wide: bool = False,
-    tall: bool = False,
-) -> Figure:
-    """Plots a horizontal bar for each row, with its value at its end.
-
-    Args:
-        title, caption: Words of the figure.
-        found: The bars, from top to bottom.
-        show: Formats a value.
-        legend: Colour class and meaning, if colours have one.
-        value_title: Head of the table's column of values.
-        wide, tall: As in ``Figure``.
-    """
-    width = WIDE if wide else HALF
-    longest = max((len(each.name) for each in found), default=0)
-    left = min(width * 0.42, longest * 7.4 + 18)
-    room = max((len(show(each.high if each.high is not None else each.value)) for each in found), default=0) * 7.4 + 14
-    high = max((each.high if each.high is not None else each.value for each in found), default=0.0)
-    scale = Scale(0.0, high or 1.0, left, width - room)
-    parts = [element("line", x1=left, x2=left, y1=4, y2=len(found) * _ROW + 4, class_="axis")]
-    for number, each in enumerate(found):
-        middle = 4 + (number + 0.5) * _ROW
-        end = scale(each.value)
-        group = [
-            element("rect", x=0, y=middle - _ROW / 2, width=width, height=_ROW, class_="hit"),
-            text(_clip(each.name, left), x=left - 8, y=middle + 4, class_="name end"),
-            bar(left, middle - 8, max(end - left, 1.0), 16, class_=f"fill {each.colour}"),
-        ]
-        if each.low is not None and each.high is not None:
-            group.append(element("line", x1=scale(each.low), x2=scale(each.high), y1=middle, y2=middle, class_="whisker"))
-            end = max(end, scale(each.high))
-        group.append(text(show(each.value), x=end + 6, y=middle + 4, class_="value"))
-        spread = f"\n{show(each.low)} to {show(each.high)}" if each.low is not None and each.high is not None else ""
-        tip = f"{each.name}\n{show(each.value)}{spread}" + (f"\n{each.note}" if each.note else "")
-        parts.append(element("g", *group, class_="hover", data_tip=tip))
-    return Figure(
-        title=title,
-        caption=caption,
-        svg=picture(width, len(found) * _ROW + 8, parts, title),
-        legend=legend,
-        headers=("", value_title),
-        rows=[(each.name, show(each.value)) for each in found],
-        wide=wide,
-        tall=tall,
-    )
-
-
-def _clip(name: str, width: float) -> str:
-    fits = max(4, int((width - 8) / 7.2))
-    return name if len(name) <= fits else "…" + name[1 - fits :]

@@ -75,6 +75,10 @@ class Document:
         """Adds a table; columns whose header ends with ``#`` hold numbers and are right-aligned."""
         self._parts.append(f'<div class="sheet">{_table(headers, rows)}</div>')
 
+    def remark(self, words: str) -> None:
+        """Adds a paragraph."""
+        self._parts.append(f'<p class="remark">{escape(words)}</p>')
+
     def foot(self, words: str, *, code: bool = False) -> None:
         """Adds a line at the end of the page."""
         self._foot.append(f"<p><code>{escape(words)}</code></p>" if code else f"<p>{escape(words)}</p>")

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from weightcast.page.charts import Bar, Figure, bars, columns, lines
+from weightcast.page.bars import Bar, bars
+from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.colours import MEANINGS, of_phases, of_series
 from weightcast.page.document import Chip, Document, Mood, Tile
 from weightcast.page.rows import served, timeline
@@ -96,7 +97,7 @@ def page_of(documents: Sequence[bytes | str]) -> Document:
     for row in last.targets:
         for words in (row.message, *row.notes):
             if words:
-                page.foot(f"{row.url}: {words}")
+                page.remark(f"{row.url}: {words}")
     return page
 
 
