@@ -917,10 +917,15 @@ def committed(bench: Bench, version: int, **changes) -> tuple[Sender, Ack]:
     return sender, bench.tell(sender.commit(sender.digests()[1]))
 
 
+def timeless(ack: Ack) -> Ack:
+    """The answer without the moments at which it was asked for and given."""
+    return msgspec.structs.replace(ack, heard=None, answered=None)
+
+
 def test_a_commit_that_is_said_again_gets_the_same_answer_and_switches_once(staged):
     sender, first = committed(staged, 1)
     again = staged.tell(sender.commit(sender.digests()[1]))
-    assert again == first
+    assert timeless(again) == timeless(first)
     assert staged.serves(1)
     other, _ = committed(staged, 2)
     assert "no such session" in staged.refuse(sender.commit())
@@ -938,7 +943,7 @@ def test_a_revert_brings_back_weights_version_and_digest_and_may_be_said_again(s
     assert staged.engine.info() == before
     assert (ack.version, model_digest(ack.resident)) == (1, before.digest)
     assert staged.hooks.calls == ["pause abort", "drop_caches", "set_version 1", "resume"]
-    assert staged.tell(Revert(session=sender.session)) == ack
+    assert timeless(staged.tell(Revert(session=sender.session))) == timeless(ack)
     assert staged.serves(1)
     assert "switched back to version 1" in staged.refuse(sender.commit())
     staged.update(3)

@@ -27,6 +27,7 @@ from weightcast.receiver.staging import Place, choose_place
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.runtime.streams import wait_for_streams
+from weightcast.watch.events import Step
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import (
@@ -126,10 +127,12 @@ class WeightReceiver:
         self._peak: PeakMemory | None = None
         self._measuring = False
         self._load_s = self._verify_s = 0.0
+        self._steps: list[Step] = []
 
     def apply(self, message: Message) -> RankAck:
         """Carries out a message.  A failure is in the answer; nothing is raised."""
         self._load_s = self._verify_s = 0.0
+        self._steps.clear()
         try:
             with gc_paused():
                 return self._apply(message)
@@ -259,6 +262,14 @@ class WeightReceiver:
         self._load_s = loaded - arrived
         if self.device.type == "cuda":
             self._load_s += time.monotonic() - digested + arrived - started
+        index = message.layout.index
+        self._steps += [
+            Step("wire", self.rank, started, arrived, index),
+            Step("load", self.rank, arrived, loaded, index),
+            Step("verify", self.rank, loaded, digested, index),
+        ]
+        if self.device.type == "cuda":  # the copies end here; before, they were only enqueued
+            self._steps.append(Step("load", self.rank, digested, time.monotonic(), index))
         return self._ack()
 
     def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
@@ -312,7 +323,7 @@ class WeightReceiver:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
         received = self._arrived() if message.by_name else {}
         of_all = "" if message.by_name else self._totals.totals(self._received).of_all()
-        self._verify_s = time.monotonic() - started
+        self._verify_s = self._did("verify", started)
         return self._ack(received=received, received_all=of_all)
 
     def _check_range(self) -> None:
@@ -339,7 +350,7 @@ class WeightReceiver:
         self._committed = session.session  # from here on an abort has something to undo
         self.loader.commit()
         wait_for_streams(self.device)
-        self._load_s = time.monotonic() - started
+        self._load_s = self._did("switch", started)
         self._measured()
         received = self._arrived() if message.as_received and self.rank == 0 else {}  # all ranks have said the same
         return self._ack(held=session.verify in _READ_BACK, received=received)
@@ -348,8 +359,10 @@ class WeightReceiver:
         if self._committed != message.session or not self.loader.staging.staged:
             raise Refused("the weights before that session are not kept here any more")
         self._committed = ""
+        started = time.monotonic()
         self.loader.undo()
         wait_for_streams(self.device)
+        self._did("switch", started)
         return self._ack(held=True)
 
     def _abort(self, message: Abort) -> RankAck:
@@ -411,7 +424,7 @@ class WeightReceiver:
         if held:
             started = time.monotonic()
             kept = tuple(self.loader.held())
-            self._verify_s += time.monotonic() - started
+            self._verify_s += self._did("verify", started)
         return RankAck(
             rank=self.rank,
             ok=ok,
@@ -428,7 +441,13 @@ class WeightReceiver:
             load_s=self._load_s,
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,
+            steps=tuple(self._steps),
         )
+
+    def _did(self, phase: str, began: float) -> float:
+        """Notes a step that ends now; returns its seconds."""
+        self._steps.append(Step(phase, self.rank, began, time.monotonic()))
+        return self._steps[-1].seconds
 
 
 def _to_host(sums: torch.Tensor) -> torch.Tensor:

@@ -98,9 +98,10 @@ def union(names_of_ranks: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def costs(acks: Sequence[RankAck]) -> dict[str, Any]:
-    """Seconds and bytes of the rank that took most."""
+    """Seconds and bytes of the rank that took most, and the steps of all ranks."""
     return {
         "load_s": max(ack.load_s for ack in acks),
         "verify_s": max(ack.verify_s for ack in acks),
         "peak_extra_bytes": max(ack.peak_extra_bytes for ack in acks),
+        "steps": tuple(step for ack in acks for step in ack.steps),
     }

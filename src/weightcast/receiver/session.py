@@ -22,7 +22,9 @@ from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner
 from weightcast.receiver.rank_answers import costs, failures, fold_received, fold_resident, group_failed, union
+from weightcast.receiver.session_events import SessionEvents
 from weightcast.runtime.gc_pause import gc_paused
+from weightcast.watch.events import Events
 from weightcast.wire.messages import (
     Abort,
     Ack,
@@ -57,9 +59,18 @@ class _GroupBroken(Refused):
 class SessionHandler:
     """Answers the trainer's messages for one engine.  Thread-safe."""
 
-    def __init__(self, executor: Executor, hooks: EngineHooks, facts: EngineFacts, *, version: int | None = 0) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        hooks: EngineHooks,
+        facts: EngineFacts,
+        *,
+        version: int | None = 0,
+        events: Events | None = None,
+    ) -> None:
         self._executor = executor
         self._engine = EngineState(hooks, facts, version=version, tp_size=executor.tp_size)
+        self._events = SessionEvents(events if events is not None else Events(), self._engine)
         self._session: OpenSession | None = None
         self._last: LastCommit | None = None
         self._joining_unowned = False
@@ -88,37 +99,45 @@ class SessionHandler:
 
     def apply(self, message: Message) -> Ack:
         """Carries out a message.  An answer with ``ok=False`` says why it failed and which state is left."""
+        heard = time.monotonic()
         if isinstance(message, Abort):
             self._interrupt_if_current(message.session, message.reason or "the trainer gave up")
         try:
             self._check(message)  # before the lock: a stranger's message must not delay the session's own
         except Refused as error:
-            return self._engine.ack(ok=False, error=error_words(error))
+            refused = self._engine.ack(ok=False, error=error_words(error))
+            self._events.refused(message, refused, heard)
+            return refused
         if isinstance(message, Open) and self._joining_unowned:
             self._executor.interrupt("an update begins")
         with self._busy, gc_paused():
             try:
-                return self._apply(message)
-            except _GroupBroken as error:
-                return self._engine.ack(ok=False, error=error_words(error), group_failed=True)
-            except Refused as error:
-                return self._engine.ack(ok=False, error=error_words(error))
-            except WeightcastError as error:
-                # Without a rank the update cannot succeed, whichever message showed that it is gone.
-                session = self._session if _lost_ranks(error) else self._part_of(message)
-                if session is not None:
-                    session.failed = error_words(error)
-                if _lost_ranks(error):
-                    self._engine.quarantine(error_words(error))
-                return self._engine.ack(ok=False, error=error_words(error), failed_ranks=_lost_ranks(error))
-            except Exception as error:  # the engine's hooks are other people's code
-                log.exception("a weight message failed")
-                session = self._part_of(message)
-                if session is not None:
-                    session.failed = error_words(error)
-                return self._engine.ack(ok=False, error=error_words(error))
+                ack = self._attempt(message)
             finally:
                 self._moved_on.notify_all()
+            return self._events.answered(message, ack, heard, self._session, self._last)
+
+    def _attempt(self, message: Message) -> Ack:
+        try:
+            return self._apply(message)
+        except _GroupBroken as error:
+            return self._engine.ack(ok=False, error=error_words(error), group_failed=True)
+        except Refused as error:
+            return self._engine.ack(ok=False, error=error_words(error))
+        except WeightcastError as error:
+            # Without a rank the update cannot succeed, whichever message showed that it is gone.
+            session = self._session if _lost_ranks(error) else self._part_of(message)
+            if session is not None:
+                session.failed = error_words(error)
+            if _lost_ranks(error):
+                self._engine.quarantine(error_words(error))
+            return self._engine.ack(ok=False, error=error_words(error), failed_ranks=_lost_ranks(error))
+        except Exception as error:  # the engine's hooks are other people's code
+            log.exception("a weight message failed")
+            session = self._part_of(message)
+            if session is not None:
+                session.failed = error_words(error)
+            return self._engine.ack(ok=False, error=error_words(error))
 
     @contextmanager
     def between_updates(self) -> Generator[None]:
@@ -142,6 +161,7 @@ class SessionHandler:
             why: What happened and what to do, for ``EngineInfo.message``.
         """
         self._engine.discard(why)
+        self._events.look(self._session, self._last)
 
     def holds(self, session: str) -> bool:
         """True while this session is open."""
@@ -248,6 +268,7 @@ class SessionHandler:
             load_s=ack.load_s + closed.load_s,
             verify_s=ack.verify_s + closed.verify_s,
             peak_extra_bytes=max(ack.peak_extra_bytes, closed.peak_extra_bytes),
+            steps=(*ack.steps, *closed.steps),
         )
 
     def _await_turn(self, message: Announce) -> OpenSession:
@@ -423,6 +444,7 @@ class SessionHandler:
             session.paused_at = time.monotonic()  # before the call: a pause that fails half way must be resumed too
             try:
                 self._engine.hooks.pause(session.open.pause, session.open.timeout_s)
+                self._events.did("pause", session.paused_at)
             except Exception as error:
                 session.failed = (
                     f"the engine did not pause: {error_words(error)}"  # or a second Commit would switch while it runs
@@ -432,7 +454,9 @@ class SessionHandler:
     def _resume(self, session: OpenSession) -> float:
         if session.paused_at is None:
             return 0.0
+        began = time.monotonic()
         self._engine.hooks.resume()
+        self._events.did("resume", began)
         return time.monotonic() - session.paused_at
 
     def _interrupt_if_current(self, session: str, reason: str) -> None:

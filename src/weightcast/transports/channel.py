@@ -354,7 +354,7 @@ def _answered(posts: Sequence[Future[None]]) -> list[Future[None]]:
 
 def _join(link: Link, invitation: Invitation) -> None:
     try:
-        link.ask(link.adapter.join(invitation), timeout_s=invitation.timeout_s)
+        link.ask("join", link.adapter.join(invitation), timeout_s=invitation.timeout_s)
     except TargetError:
         raise
     except DeadlineExceeded as error:

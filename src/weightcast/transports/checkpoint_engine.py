@@ -190,7 +190,7 @@ class Feed:
 
         def ask() -> None:
             try:
-                self.link.ask(steps, timeout_s=_WHOLE_UPDATE_S)
+                self.link.ask("handles", steps, timeout_s=_WHOLE_UPDATE_S)
             except BaseException as error:  # noqa: BLE001  raised again by whoever waits for the answer
                 answer.set_exception(error)
             else:

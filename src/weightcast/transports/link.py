@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from weightcast.comm.http import Client, Lease
 from weightcast.comm.run_steps import EngineRequest, Steps, converse, send_plain
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, Reverting, Sharing
 from weightcast.runtime.deadline import Deadline
+from weightcast.watch.events import Asked, Events
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open, Revert
 
 _ABORT_S = 30.0
@@ -52,6 +55,7 @@ class Link:
         verify_s: Likewise on digests.
         asked: The Commit of this session, from when it is sent.
         notes: What went wrong beside the update, since ``take_notes`` was called last.
+        events: Told of every message.
     """
 
     client: Client
@@ -74,6 +78,7 @@ class Link:
     committed: Ack | None = None
     asked: Commit | None = None
     notes: list[str] = field(default_factory=list[str])
+    events: Events = field(default_factory=Events, repr=False)
     _limit_s: float = _ABORT_S
     _lease: Lease | None = field(default=None, repr=False)
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -111,16 +116,20 @@ class Link:
         # Without a lease nothing tells the engine of the end but we, even if it went wrong half way through opening.
         self.session = "" if self.adapter.leased else message.session
         self._limit_s = message.timeout_s
-        self.opened = self._timed(self.adapter.open(message), message.timeout_s)
+        traceparent = self.events.traceparent(self.url)
+        if traceparent:
+            message = msgspec.structs.replace(message, traceparent=traceparent)
+        self.opened = self._timed("open", self.adapter.open(message), message.timeout_s)
         self.session = message.session
         return self.opened
 
-    def ask(self, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
+    def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
         """Send a step's requests and read the answer; its costs are added up.
 
         The engine keeps the deadline itself and answers; ours is a little later, for an engine that cannot.
 
         Args:
+            kind: Name of the step in events: ``Asked.message``.
             steps: The requests.
             timeout_s: The engine's deadline, in seconds.
             bucket: Index of the bucket that the step is about.  An engine may hear of it while it still loads the one
@@ -128,9 +137,9 @@ class Link:
         """
         limit_s = timeout_s + margin_s(timeout_s)
         if bucket is None:
-            return self._timed(steps, limit_s)
+            return self._timed(kind, steps, limit_s)
         try:
-            return self._timed(steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)))
+            return self._timed(kind, steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)), bucket)
         finally:
             self._answered_at[bucket] = time.monotonic()
 
@@ -143,7 +152,7 @@ class Link:
     def leave(self, group: str | None) -> None:
         """Tell the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
         try:
-            self._let_go(self.adapter.leave(group), _LEAVE_S)
+            self._let_go("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
             what = f"leave the group {group}" if group is not None else "let go of the trainer's buffers"
             self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
@@ -173,7 +182,7 @@ class Link:
             by_name: The digest of each tensor is to be answered.
         """
         message = Close(session=self.session, buckets=buckets, by_name=by_name)
-        self.closed = self.ask(self.adapter.close(message), timeout_s=timeout_s)
+        self.closed = self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
     def commit(self, expected: Mapping[str, str], *, as_received: bool, timeout_s: float) -> Ack:
@@ -199,7 +208,7 @@ class Link:
         return self._commit(self.asked, timeout_s)
 
     def _commit(self, message: Commit, timeout_s: float) -> Ack:
-        self.committed = self.ask(self.adapter.commit(message), timeout_s=timeout_s)
+        self.committed = self.ask("commit", self.adapter.commit(message), timeout_s=timeout_s)
         self.mixed = False
         self.end()
         return self.committed
@@ -211,11 +220,11 @@ class Link:
         assert asked is not None
         message = Revert(session=asked.session, reason=reason[:4096])
         try:
-            return self.ask(adapter.revert(message), timeout_s=timeout_s)
+            return self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
         except TargetRejected:
             raise
         except WeightcastError:
-            return self.ask(adapter.revert(message), timeout_s=timeout_s)
+            return self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
 
     def abort(self, reason: str) -> Ack | None:
         """End the session if one is open; None if the engine does not answer."""
@@ -224,7 +233,7 @@ class Link:
         session, self.session = self.session, ""
         try:
             # Without an answer the lease's closing tells the engine too; what became of it is asked later.
-            return self._let_go(self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
+            return self._let_go("abort", self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
         except WeightcastError:
             return None
         finally:
@@ -238,12 +247,12 @@ class Link:
                 self._lease.close()
             self._lease = None
 
-    def _let_go(self, steps: Steps, limit_s: float) -> Ack:
+    def _let_go(self, kind: str, steps: Steps, limit_s: float) -> Ack:
         """Send a step that ends something.
 
         An engine that has been silent is not waited for: if it lives, it hears of it.
         """
-        return self._converse(steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
+        return self._converse(kind, steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
 
     def _check_version(self, message: Open) -> None:
         """Engines with our receiver refuse this themselves; the others take what comes."""
@@ -255,23 +264,46 @@ class Link:
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
 
-    def _timed(self, steps: Steps, limit: float | Deadline) -> Ack:
+    def _timed(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
         try:
-            return self._converse(steps, limit)
+            return self._converse(kind, steps, limit, bucket)
         except DeadlineExceeded:
             self.silent = True
             raise
 
-    def _converse(self, steps: Steps, limit: float | Deadline) -> Ack:
+    def _converse(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
+        began = time.monotonic()
         try:
             ack = converse(self.client, steps, timeout_s=limit, send=self._send)
         except WireError as error:
+            self._asked(kind, bucket, began, error=str(error))
             raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
+        except WeightcastError as error:
+            self._asked(kind, bucket, began, error=str(error))
+            raise
+        self._asked(kind, bucket, began, ack)
         with self._adding:  # two buckets may be answered at once
             self.load_s += ack.load_s
             self.verify_s += ack.verify_s
             self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
         return ack
+
+    def _asked(self, kind: str, bucket: int | None, began: float, ack: Ack | None = None, error: str = "") -> None:
+        """Emits that a message was answered, or was not."""
+        self.events.emit(
+            Asked(
+                target=self.url,
+                message=kind,
+                bucket=bucket,
+                began=began,
+                ended=time.monotonic(),
+                ok=ack is not None,
+                error=error,
+                heard=None if ack is None else ack.heard,
+                answered=None if ack is None else ack.answered,
+                steps=() if ack is None else ack.steps,
+            )
+        )
 
     def _send(self, request: EngineRequest, limit: Deadline) -> bytes:
         if not request.lease:
@@ -303,7 +335,7 @@ def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int |
     half = not link.stages
     link.touch()
     try:
-        link.took_over(link.ask(steps, timeout_s=timeout_s, bucket=bucket))
+        link.took_over(link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket))
     except DeadlineExceeded as error:
         raise TargetLost(
             f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half

@@ -17,10 +17,12 @@ from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.protocols import Exporter
+from weightcast.watch.events import Listener
 from weightcast.wire.layout import DTYPES, NAMES
 
 Model = nn.Module | Exporter | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 Targets = Target | str | Sequence[Target | str]
+Listeners = Listener | Sequence[Listener] | None
 
 _SHORT = {
     "bf16": "bfloat16",
@@ -110,6 +112,19 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
             hint=f"give it to the exporter: wire_dtype=torch.{wire_dtype}",
         )
     return model, _nothing
+
+
+def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
+    """Returns the listeners, from none, one or several.
+
+    Raises:
+        ConfigError: One of them cannot be called.
+    """
+    listed = () if listeners is None else (listeners,) if callable(listeners) else tuple(listeners)
+    for listener in listed:
+        if not callable(listener):
+            raise ConfigError(f"on_event={listener!r} cannot be called", hint="pass a function of one event")
+    return listed
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.preflight import check_fits, check_pause, check_places, choose_receivers, choose_transport
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.update.messages import Choice
+from weightcast.watch.events import Events
 from weightcast.wire.layout import Packing, TensorSpec
 from weightcast.wire.messages import EngineInfo
 
@@ -39,6 +40,7 @@ class Plan:
         specs: Sequence[TensorSpec],
         places: Sequence[str],
         links: Mapping[str, Link] | None = None,
+        events: Events | None = None,
     ) -> None:
         """Nothing is asked yet.
 
@@ -50,9 +52,11 @@ class Plan:
             specs: The tensors that will be sent.
             places: UUID of each trainer rank's device; the first is the head's.
             links: Links that an earlier plan hands on, by URL.
+            events: Told of every message to a target.
         """
         self.urls = tuple(target.url for target in targets)
         self.links = dict(links or {})
+        self._events = events if events is not None else Events()
         self.receivers: tuple[int, ...] = (0,)
         self._config = config
         self._exporter = exporter
@@ -153,7 +157,9 @@ class Plan:
         if link is None or not _is_same(link.info, info):
             # Buffers were exported for so many processes; an engine that has restarted with as many opens them again.
             opens = link.opens if link is not None and link.info.tp_size == info.tp_size else slice(0, 0)
-            link = Link(client=self._roster.client(url), adapter=adapter_for(info), info=info, opens=opens)
+            link = Link(
+                client=self._roster.client(url), adapter=adapter_for(info), info=info, opens=opens, events=self._events
+            )
             self.links[url] = link
         link.info = info
         link.adapter.renew(info)

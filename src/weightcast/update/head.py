@@ -32,6 +32,7 @@ from weightcast.update.choose import Plan
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
+from weightcast.watch.events import AttemptStarted, Events, short
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, total_bytes
 from weightcast.wire.messages import Ack, EngineInfo, Open, Owner
@@ -54,10 +55,12 @@ class Head:
         specs: Sequence[TensorSpec],
         places: Sequence[str],
         before: Head | None = None,
+        events: Events | None = None,
     ) -> None:
         """The arguments are those of ``Plan``; links come from ``before``, the head of the membership before."""
+        self._events = events if events is not None else Events()
         known = before._plan.kept_links(roster) if before is not None else {}
-        self._plan = Plan(targets, roster, config, exporter, specs, places, known)
+        self._plan = Plan(targets, roster, config, exporter, specs, places, known, self._events)
         self._verifier = Verifier(self._plan, config, exporter, specs)
         self._config = config
         self._exporter = exporter
@@ -146,6 +149,16 @@ class Head:
                 self._links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
                 transport = self._renew_transport()
                 message = _open_message(self._config, self._links, version, specs, bucket_runs)
+                urls = tuple(link.url for link in self._links)
+                self._events.emit(
+                    AttemptStarted(
+                        number=self._attempts,
+                        session=short(message.session),
+                        version=version,
+                        targets=urls,
+                        at=time.monotonic(),
+                    )
+                )
                 try:
                     run_each(lambda link: self._verifier.check_opened(link, link.open(message)), self._links)
                 finally:
@@ -170,9 +183,9 @@ class Head:
         """Digests and sends a bucket; ``finish`` reports a failure."""
         assert self._transport is not None
         try:
-            with self._phase("pack"):
+            with self._phase("pack", bucket.layout.index):
                 self._verifier.add(bucket)
-            with self._phase("send"):
+            with self._phase("send", bucket.layout.index):
                 self._transport.send(bucket, shared)
             self._num_buckets += 1
         except WeightcastError as error:
@@ -394,12 +407,14 @@ class Head:
         )
 
     @contextmanager
-    def _phase(self, name: str) -> Generator[None]:
-        started = time.monotonic()
+    def _phase(self, name: str, bucket: int | None = None) -> Generator[None]:
+        began = time.monotonic()
         try:
             yield
         finally:
-            self.add_phase(name, time.monotonic() - started)
+            ended = time.monotonic()
+            self.add_phase(name, ended - began)
+            self._events.step_ended(name, began, ended, bucket=bucket)
 
 
 def _open_message(

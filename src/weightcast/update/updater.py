@@ -41,10 +41,21 @@ from weightcast.protocols import Exporter, Lender, Scorer
 from weightcast.report import UpdateReport
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
-from weightcast.update.arguments import Model, Targets, bytes_of, dtype_name_of, exporter_of, targets_of
+from weightcast.update.arguments import (
+    Listeners,
+    Model,
+    Targets,
+    bytes_of,
+    dtype_name_of,
+    exporter_of,
+    listeners_of,
+    targets_of,
+)
 from weightcast.update.head import FOLLOW_DEADLINES, Head
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
+from weightcast.update.watched import run_watched, tell_targets
+from weightcast.watch.events import Events, Listener
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout, plan_buckets, total_bytes
 
@@ -60,7 +71,12 @@ class WeightUpdater:
     """Keeps rollout engines at the trainer's weights.  ``connect`` makes one; it is a context manager."""
 
     def __init__(
-        self, exporter: Exporter, targets: Sequence[Target], config: UpdateConfig, progress: Progress | None = None
+        self,
+        exporter: Exporter,
+        targets: Sequence[Target],
+        config: UpdateConfig,
+        progress: Progress | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self._exporter = exporter
         self._config = config
@@ -75,14 +91,18 @@ class WeightUpdater:
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._chosen = Choice()
         self._bucket_sums = RepeatedSums()
+        self._events = Events()
         try:
+            self._events = Events(listeners, rank=self._group.rank)
             self._specs = tuple(exporter.specs())
             exporter.prepare(self._group)
             self._choose()
+            tell_targets(self._events, self.health)
         except BaseException:
             if self._roster is not None:
                 self._roster.close()
             self._group.close()
+            self._events.close()
             raise
 
     @classmethod
@@ -106,6 +126,7 @@ class WeightUpdater:
         disk_folder: str | None = None,
         disk_readers: DiskReaders = "user",
         progress: Progress | None = None,
+        on_event: Listeners = None,
     ) -> Self:
         """Connects to the engines and checks that an update can work.  Collective: every trainer rank calls it.
 
@@ -118,6 +139,7 @@ class WeightUpdater:
             bucket_bytes: Bytes of one bucket, or text (``"512MiB"``).
             wire_dtype: A torch dtype, or its name (``"bf16"``).
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
+            on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
 
         Raises:
             ConfigError: The options cannot work.  Nothing has moved.
@@ -143,7 +165,7 @@ class WeightUpdater:
         known = targets_of(targets)
         exporter, release = exporter_of(model, config.wire_dtype)
         try:
-            updater = cls(exporter, known, config, progress)
+            updater = cls(exporter, known, config, progress, listeners_of(on_event))
         except BaseException:
             release()
             raise
@@ -175,10 +197,14 @@ class WeightUpdater:
         self._check_open()
         if isinstance(version, bool) or version < 0:
             raise ConfigError(f"version={version!r}: a version is a whole number from 0")
-        self._enter()
-        if self._head is not None:
-            self._head.begin(version)
-        return self._transact(version)
+
+        def update() -> UpdateReport:
+            self._enter()
+            if self._head is not None:
+                self._head.begin(version)
+            return self._transact(version)
+
+        return self._watched(update, version)
 
     def retarget(self, targets: Targets, *, catch_up: bool = False) -> UpdateReport | None:
         """Replaces the targets.  Collective: every trainer rank calls it.
@@ -215,6 +241,7 @@ class WeightUpdater:
                 head.close()
             if self._roster is not None:
                 self._roster.set_members(self._targets)
+            tell_targets(self._events, self.health)
         if not catch_up:
             return None
         result = self._hear(self._head.begin_catch_up() if self._head is not None else AttemptResult())
@@ -222,7 +249,8 @@ class WeightUpdater:
             raise result.failure.rebuild()
         if not result.again:
             return None
-        return self._transact(self._head.version if self._head is not None else 0)
+        version = self._head.version if self._head is not None else 0
+        return self._watched(lambda: self._transact(version), version)
 
     def health(self) -> tuple[TargetHealth, ...]:
         """Returns the recorded health of each target.  Not collective; it sends nothing.
@@ -238,6 +266,7 @@ class WeightUpdater:
             return
         self._closed = True
         with ExitStack() as rest:  # in reverse order; each runs even if another one fails
+            rest.callback(self._events.close)
             if self._release is not None:
                 rest.callback(self._release)
             rest.callback(self._group.close)
@@ -252,6 +281,12 @@ class WeightUpdater:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _watched(self, update: Callable[[], UpdateReport], version: int) -> UpdateReport:
+        urls = tuple(target.url for target in self._targets) if self._head is not None else ()
+        return run_watched(
+            update, self._events, version=version, transport=self.transport, targets=urls, health=self.health
+        )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -291,7 +326,14 @@ class WeightUpdater:
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
                 head = Head(
-                    self._targets, self._roster, self._config, self._exporter, self._specs, where, before=self._head
+                    self._targets,
+                    self._roster,
+                    self._config,
+                    self._exporter,
+                    self._specs,
+                    where,
+                    before=self._head,
+                    events=self._events,
                 )
                 choice = head.choose()
                 layouts = plan_buckets(self._specs, bucket_bytes=self._config.bucket_bytes, packing=choice.packing)
@@ -411,10 +453,12 @@ class WeightUpdater:
             slot = self._slots[layout.index % len(self._slots)] if receives else None
             if slot is not None:
                 slot.reclaim()
-            started = time.monotonic()
+            began = time.monotonic()
             bucket = next(buckets)
+            ended = time.monotonic()
+            self._events.step_ended("gather", began, ended, bucket=layout.index)
             if self._head is not None:
-                self._head.add_phase("gather", time.monotonic() - started)
+                self._head.add_phase("gather", ended - began)
             yield bucket, slot
 
     def _stream(

@@ -22,10 +22,11 @@ from msgspec import Meta
 from weightcast.config import DigestKind, PauseMode, VerifyLevel
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
+from weightcast.watch.events import Step
 from weightcast.wire.box import Box
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSpec
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
 MAX_BUCKETS = 1 << 20
 MAX_GROUP = 1 << 14  # ranks in a group: gloo takes memory for every one of them before it has met any
@@ -43,6 +44,8 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 _AnyName = Annotated[str, Meta(max_length=512)]
+TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
+Steps = Annotated[tuple[Step, ...], Meta(max_length=1 << 20)]
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 
 
@@ -118,6 +121,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         specs: Every tensor that will be sent, in order.
         bucket_runs: Sizes in bytes of each bucket's broadcasts, in order.  They let a receiver enter the broadcast of a
             bucket early; empty if the sender waits for each reply.
+        traceparent: The trainer's span for this target, as in W3C Trace Context; empty without tracing.
     """
 
     session: Session
@@ -131,6 +135,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     digest: DigestKind = "fast"
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     bucket_runs: Annotated[tuple[Runs, ...], Meta(max_length=MAX_BUCKETS)] = ()
+    traceparent: TraceParent = ""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
@@ -289,6 +294,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         load_s: Seconds spent copying since the last answer.
         verify_s: Seconds spent on digests since the last answer.
         peak_extra_bytes: Most extra memory since the session opened, measured.
+        steps: What the rank did since the last answer, on the clock of its host.
     """
 
     rank: Rank
@@ -306,6 +312,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     load_s: float = 0.0
     verify_s: float = 0.0
     peak_extra_bytes: int = 0
+    steps: Steps = ()
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -336,6 +343,10 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         message: A further note.
         checksum: After Commit: an engine's own digest of all that it keeps, which compares only with those of engines
             of its kind, version and size; empty if it has none.
+        heard: Time at which the engine's server had read the message, in seconds of its monotonic clock; None if it
+            does not say.
+        answered: Time at which it had the answer, likewise.
+        steps: What the ranks and the server did for this message, on the clocks of their hosts.
     """
 
     ok: bool
@@ -361,6 +372,9 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     peak_extra_bytes: int = 0
     message: Text = ""
     checksum: Digest = ""
+    heard: float | None = None
+    answered: float | None = None
+    steps: Steps = ()
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,136 @@
+"""Events of one engine's sessions: what a message has changed, told after each message."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from weightcast.receiver.engine_state import EngineState
+from weightcast.receiver.last_commit import LastCommit
+from weightcast.receiver.open_session import OpenSession, owner
+from weightcast.watch.events import (
+    Answered,
+    Events,
+    SessionEnded,
+    SessionOpened,
+    SessionOutcome,
+    StateChanged,
+    Step,
+    short,
+)
+from weightcast.wire.messages import Ack, Announce, BroadcastSource, Message
+
+
+class SessionEvents:
+    """Emits what changed since it looked last.  The session's lock guards it, except ``refused``."""
+
+    def __init__(self, events: Events, state: EngineState) -> None:
+        self._events = events
+        self._engine = state
+        self._open: OpenSession | None = None
+        self._reverted = ""
+        self._told = state.state, state.version
+        self._steps: list[Step] = []
+        self.look(None, None)
+
+    def did(self, phase: str, began: float) -> None:
+        """Notes a step of the engine's server that ends now; the next answer tells of it."""
+        self._steps.append(Step(phase, None, began, time.monotonic()))
+
+    def answered(
+        self, message: Message, ack: Ack, heard: float, session: OpenSession | None, last: LastCommit | None
+    ) -> Ack:
+        """Emits the events of one message; returns its answer with the steps and the time.
+
+        Args:
+            message: The message.
+            ack: Its answer.
+            heard: Monotonic time at which the message had been read.
+            session: The session that is open now.
+            last: The session that was committed last.
+        """
+        ack = msgspec.structs.replace(ack, steps=(*ack.steps, *self._steps), heard=heard, answered=time.monotonic())
+        self._steps.clear()
+        opened = session is not None and session is not self._open
+        if opened:
+            self.look(session, last)
+        self.refused(message, ack, heard)
+        if not opened:
+            self.look(session, last, ack.error)
+        return ack
+
+    def refused(self, message: Message, ack: Ack, heard: float) -> None:
+        """Emits ``Answered`` alone, for a message that has changed nothing."""
+        bucket = message if isinstance(message, Announce) else None
+        by_group = bucket is not None and isinstance(bucket.source, BroadcastSource)
+        self._events.emit(
+            Answered(
+                session=short(getattr(message, "session", "")),
+                message="bucket" if bucket is not None else type(message).__name__.lower(),
+                bucket=bucket.layout.index if bucket is not None else None,
+                transport="" if bucket is None else "broadcast" if by_group else "ipc",
+                bytes=bucket.layout.size_bytes if bucket is not None else 0,
+                began=heard,
+                ended=ack.answered if ack.answered is not None else time.monotonic(),
+                ok=ack.ok,
+                error=ack.error,
+                steps=ack.steps,
+            )
+        )
+
+    def look(self, session: OpenSession | None, last: LastCommit | None, error: str = "") -> None:
+        """Emits what has changed.
+
+        Args:
+            session: The session that is open now.
+            last: The session that was committed last.
+            error: Error of the message that changed it.
+        """
+        now = time.monotonic()
+        before, self._open = self._open, session
+        if before is not None and before is not session:
+            self._ended(before, last, error, now)
+        if last is not None and last.reverted is not None and self._reverted != last.open.session:
+            self._reverted = last.open.session
+            self._emit_end(last.open.session, last.open.version, "reverted", "", last.reverted.stall_s, now)
+        if session is not None and session is not before:
+            self._events.emit(
+                SessionOpened(
+                    session=short(session.open.session),
+                    version=session.open.version,
+                    owner=owner(session.open),
+                    traceparent=session.open.traceparent,
+                    at=now,
+                    time_s=time.time(),
+                )
+            )
+        told = self._engine.state, self._engine.version
+        if told != self._told:
+            self._told = told
+            self._events.emit(StateChanged(state=told[0], version=told[1], reason=self._engine.message, at=now))
+
+    def _ended(self, session: OpenSession, last: LastCommit | None, error: str, now: float) -> None:
+        opened = session.open
+        if last is not None and last.open.session == opened.session:
+            self._emit_end(opened.session, opened.version, "committed", "", last.answer.stall_s, now)
+            return
+        lost = self._engine.state == "quarantined"
+        reason = (self._engine.message if lost else "") or session.ending or session.failed or error
+        stall_s = 0.0 if session.paused_at is None else now - session.paused_at
+        self._emit_end(opened.session, opened.version, "quarantined" if lost else "aborted", reason, stall_s, now)
+
+    def _emit_end(
+        self, session: str, version: int, outcome: SessionOutcome, reason: str, stall_s: float, now: float
+    ) -> None:
+        self._events.emit(
+            SessionEnded(
+                session=short(session),
+                version=version,
+                serves=self._engine.version,
+                outcome=outcome,
+                reason=reason,
+                stall_s=stall_s,
+                at=now,
+            )
+        )

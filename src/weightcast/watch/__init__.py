@@ -1,0 +1,1 @@
+"""What operators see of an update: events, and what listens to them."""
