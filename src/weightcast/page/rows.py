@@ -8,7 +8,7 @@ from weightcast.page.charts import HALF, WIDE, Figure
 from weightcast.page.colours import PHASES, of_phases
 from weightcast.page.svg import Scale, element, picture, stride, text, ticks
 from weightcast.page.words import seconds
-from weightcast.timeline.tracks import Timeline, Track
+from weightcast.timeline.tracks import MESSAGES, Timeline, Track
 
 _MAX_TRACKS = 40
 _MAX_SPANS = 600  # of one row; a picture of 1,000 pixels cannot show more
@@ -19,7 +19,7 @@ _INSIDE = 46.0  # narrower spans have no room for a word
 
 def timeline(title: str, caption: str, found: Timeline) -> Figure:
     """Plots every track of an update; of very many, the busiest ones of each process."""
-    shown = _choose(found.tracks)
+    shown = _choose([track for track in found.tracks if not track.name.startswith(MESSAGES)])
     high = ticks(found.end_us, 8)[-1]
     scale = Scale(0.0, high, _LEFT, WIDE - _RIGHT)
     parts: list[str] = []
@@ -44,7 +44,7 @@ def timeline(title: str, caption: str, found: Timeline) -> Figure:
         parts.append(text(seconds(mark / 1e6), x=x, y=y + 16, class_=f"tick {'mid' if mark < high else 'end'}"))
     used = dict.fromkeys(span.name for track in shown for span in track.spans)
     names = [name for name in PHASES if name in used] + [name for name in used if name not in PHASES]
-    left_out = len(found.tracks) - len(shown)
+    left_out = sum(not track.name.startswith(MESSAGES) for track in found.tracks) - len(shown)
     more = f" {left_out} more rows are in the trace file." if left_out else ""
     return Figure(
         title=title,

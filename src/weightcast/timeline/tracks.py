@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 Side = Literal["trainer", "engine"]
+MESSAGES = "messages"  # rows of whole messages begin so; the spans of the other rows lie within them
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -17,12 +18,16 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
         start_us: Start in microseconds after the update began.
         us: Duration in microseconds.
         bucket: Index of the bucket; None if the phase is about no single bucket.
+        flow: Number of a message: the head's span and the engine's span of one message have the same; else None.
+        error: Why it failed; empty if it did not.
     """
 
     name: str
     start_us: float
     us: float
     bucket: int | None = None
+    flow: int | None = None
+    error: str = ""
 
     @property
     def end_us(self) -> float:
@@ -36,10 +41,11 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         side: ``trainer`` or ``engine``.
         process: ``"trainer"`` for all trainer ranks; the URL of an engine for its rows.
-        name: ``"rank 0"``, ``"server"``, or ``"http://..."`` for the head's requests to one engine.
+        name: ``"rank 0"``; ``"rank 0, wire"`` for the transport's threads; ``"server"`` for the engine's API server;
+            ``"messages"`` for messages from the head, on both sides.
         clock_error_us: The spans may be wrong by so much, because the row's clock was aligned by round trips of
             messages; 0 if it shares the head's clock.
-        spans: Phases in order of their start.
+        spans: Phases in order of their start; no two of a row overlap.
         dropped: Number of spans that were left out, because the row has too many.
     """
 

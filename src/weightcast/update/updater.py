@@ -56,6 +56,7 @@ from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
 from weightcast.update.watched import run_watched, tell_targets
 from weightcast.watch.events import Events, Listener
+from weightcast.watch.timeline import RankSteps, TimelineRecorder
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout, plan_buckets, total_bytes
 
@@ -65,6 +66,16 @@ _Message = TypeVar("_Message", Choice, AttemptResult)
 _NUM_SLOTS = 2
 _PROBE_TOKENS = tuple(range(5, 37))
 _shared = msgspec.json.Decoder(Shared)
+
+
+class _RankEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The message of each rank to the head at the end of an update."""
+
+    extra_bytes: int
+    steps: RankSteps
+
+
+_rank_end = msgspec.json.Decoder(_RankEnd)
 
 
 class WeightUpdater:
@@ -92,8 +103,9 @@ class WeightUpdater:
         self._chosen = Choice()
         self._bucket_sums = RepeatedSums()
         self._events = Events()
+        self._timeline = TimelineRecorder()
         try:
-            self._events = Events(listeners, rank=self._group.rank)
+            self._events = Events((self._timeline, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
             exporter.prepare(self._group)
             self._choose()
@@ -420,19 +432,27 @@ class WeightUpdater:
             raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
 
     def _conclude(self, result: AttemptResult, extra_bytes: Callable[[], int]) -> AttemptResult:
-        """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report."""
+        """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
+
+        The head's report has the timeline as well, which may be long.
+        """
+        asked_at = time.monotonic()
         result = self._hear(result)
+        heard = time.monotonic()
         if result.score:
             result = self._score()
-        if result.report is not None:
-            extra = self._group.gather_bytes(str(extra_bytes()).encode())
-            if extra is not None:
-                most = max(int(value) for value in extra)
-                result = msgspec.structs.replace(
-                    result, report=msgspec.structs.replace(result.report, peak_extra_bytes=most)
-                )
-            result = self._hear(result)
-        return result
+        if result.report is None:
+            return result
+        mine = _RankEnd(extra_bytes=extra_bytes(), steps=self._timeline.mine(heard))
+        gathered = self._group.gather_bytes(msgspec.json.encode(mine))
+        told_at = time.monotonic()
+        if gathered is None:
+            return self._hear(result)
+        ends = [_rank_end.decode(end) for end in gathered]
+        report = msgspec.structs.replace(result.report, peak_extra_bytes=max(end.extra_bytes for end in ends))
+        result = self._hear(msgspec.structs.replace(result, report=report))
+        timeline = self._timeline.timeline([end.steps for end in ends[1:]], asked_at=asked_at, told_at=told_at)
+        return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=timeline))
 
     def _lend(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """Returns the tensors of each bucket that are sent without a copy; empty if the plan has none."""
