@@ -15,6 +15,7 @@ import msgspec
 from weightcast.timeline.tracks import MESSAGES, Timeline, Track
 
 _UPDATES = 1  # process id of the row of all updates
+_MAX_FLOWS = 1 << 20  # messages of one update
 
 
 class Update(msgspec.Struct, kw_only=True):
@@ -61,7 +62,7 @@ def trace_of(updates: Sequence[Update]) -> dict[str, Any]:
         about = {"transport": update.transport, "bytes": update.bytes, "version": update.version}
         if update.timeline.note:
             about["note"] = update.timeline.note
-        events.append(_slice(_UPDATES, 1, f"version {update.version}", start_us, update.seconds * 1e6, about))
+        events.append(_slice(_UPDATES, 1, f"version {update.version}", start_us, round(update.seconds * 1e6), about))
         for track in update.timeline.tracks:
             pid = pids[track.process]
             row = rows.get((track.process, track.name))
@@ -111,15 +112,15 @@ def _thread(pid: int, tid: int, name: str, order: int) -> list[dict[str, Any]]:
     ]
 
 
-def _slice(pid: int, tid: int, name: str, start_us: float, us: float, args: dict[str, Any]) -> dict[str, Any]:
+def _slice(pid: int, tid: int, name: str, start_us: float, us: int, args: dict[str, Any]) -> dict[str, Any]:
     return {
         "ph": "X",
         "cat": "weightcast",
         "name": name,
         "pid": pid,
         "tid": tid,
-        "ts": round(start_us, 3),
-        "dur": round(max(us, 0.0), 3),
+        "ts": round(start_us),
+        "dur": us,
         "args": args,
     }
 
@@ -158,10 +159,10 @@ def _arrows(
                         "ph": phase,
                         "cat": "message",
                         "name": span.name,
-                        "id": f"{number}.{span.flow}",
+                        "id": number * _MAX_FLOWS + span.flow,
                         "pid": pids[row.process],
                         "tid": rows[row.process, row.name],
-                        "ts": round(start_us + at.start_us, 3),
+                        "ts": round(start_us + at.start_us),
                         **({"bp": "e"} if phase == "f" else {}),
                     }
                 )

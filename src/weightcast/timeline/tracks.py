@@ -15,7 +15,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: Phase, such as ``"gather"`` (``docs/watching/trace.md`` lists them).
-        start_us: Start in microseconds after the update began.
+        start_us: Start in whole microseconds after the update began; readers of traces drop spans that overlap by the
+            rounding of a fraction.
         us: Duration in microseconds.
         bucket: Index of the bucket; None if the phase is about no single bucket.
         flow: Number of a message: the head's span and the engine's span of one message have the same; else None.
@@ -23,14 +24,14 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: str
-    start_us: float
-    us: float
+    start_us: int
+    us: int
     bucket: int | None = None
     flow: int | None = None
     error: str = ""
 
     @property
-    def end_us(self) -> float:
+    def end_us(self) -> int:
         """End in microseconds after the update began."""
         return self.start_us + self.us
 
@@ -71,9 +72,9 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
     @property
-    def end_us(self) -> float:
+    def end_us(self) -> int:
         """End of the last span, in microseconds after the update began."""
-        return max((span.end_us for track in self.tracks for span in track.spans), default=0.0)
+        return max((span.end_us for track in self.tracks for span in track.spans), default=0)
 
     @property
     def clock_error_us(self) -> float:

@@ -44,6 +44,7 @@ class TimelineRecorder:
         self._began = 0.0
         self._began_unix_s = 0.0
         self._rank = 0
+        self._targets: tuple[str, ...] = ()
         self._steps: list[Step] = []
         self._asked: list[Asked] = []
         self._left = MAX_STEPS
@@ -52,6 +53,7 @@ class TimelineRecorder:
         """Keeps an event of the trainer; others are ignored."""
         if isinstance(event, UpdateStarted):
             self._began, self._began_unix_s, self._rank = event.at, event.time_s, event.rank
+            self._targets = event.targets
             self._steps.clear()
             self._asked.clear()
             self._left = MAX_STEPS
@@ -77,7 +79,7 @@ class TimelineRecorder:
             told_at: Time here after their messages had come.
         """
         tracks = self._trainer_tracks(ranks, asked_at, told_at)
-        by_target: dict[str, list[tuple[int, Asked]]] = {}
+        by_target: dict[str, list[tuple[int, Asked]]] = {url: [] for url in self._targets}
         for number, asked in enumerate(self._asked):
             by_target.setdefault(asked.target, []).append((number, asked))
         for target, messages in by_target.items():
@@ -134,6 +136,7 @@ class TimelineRecorder:
         for rank, steps in _by_rank(step for _, asked, _, _ in answers for step in asked.steps).items():
             there = way if rank is None else way.after(_rank_alignment(rank, answers))
             name = "server" if rank is None else f"rank {rank}"
+            steps = [*steps, *_stalls(steps)] if rank is None else steps
             tracks += self._tracks("engine", target, name, self._spans(steps, there), there.error_s)
         return tracks
 
@@ -145,8 +148,8 @@ class TimelineRecorder:
     def _span(
         self, name: str, began: float, ended: float, bucket: int | None, flow: int | None = None, error: str = ""
     ) -> Span:
-        start_us = (began - self._began) * 1e6
-        return Span(name, round(start_us, 1), round((ended - began) * 1e6, 1), bucket, flow, error[:500])
+        start_us = round((began - self._began) * 1e6)
+        return Span(name, start_us, round((ended - self._began) * 1e6) - start_us, bucket, flow, error[:500])
 
     def _tracks(
         self, side: Side, process: str, name: str, spans: Sequence[Span], error_s: float = 0.0
@@ -155,8 +158,7 @@ class TimelineRecorder:
         ordered = sorted(spans, key=lambda span: (span.start_us, -span.us))
         lanes: list[list[Span]] = []
         for span in ordered[:MAX_SPANS]:
-            # Times are rounded to 0.1 us, so neighbours may seem to overlap by that.
-            lane = next((lane for lane in lanes if lane[-1].end_us <= span.start_us + 0.2), None)
+            lane = next((lane for lane in lanes if lane[-1].end_us <= span.start_us), None)
             if lane is None:
                 lanes.append(lane := [])
             lane.append(span)
@@ -191,6 +193,15 @@ def _rank_alignment(rank: int, answers: Sequence[tuple[int, Asked, float, float]
             inner = min(step.began for step in mine), max(step.ended for step in mine)
             trips.append(RoundTrip(heard, *inner, answered))
     return align(trips) or Alignment()
+
+
+def _stalls(steps: Sequence[Step]) -> list[Step]:
+    """Returns the time between each pause of a server and the resume after it."""
+    found: list[Step] = []
+    for step, after in itertools.pairwise(sorted(steps, key=lambda step: step.began)):
+        if (step.phase, after.phase) == ("pause", "resume"):
+            found.append(Step("stall", None, step.ended, after.began))
+    return found
 
 
 def _waits(steps: Sequence[Step], rank: int, began: float, ended: float) -> list[Step]:
