@@ -51,9 +51,7 @@ class Page:
 
     def open(self, url: str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
         """Opens a page and waits until it is loaded."""
-        self._send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self._send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._send("Emulation.setEmulatedMedia", features=[scheme])
         self.requests.clear()

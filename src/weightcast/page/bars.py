@@ -68,7 +68,9 @@ def bars(
             bar(left, middle - 8, max(end - left, 1.0), 16, class_=f"fill {each.colour}"),
         ]
         if each.low is not None and each.high is not None:
-            group.append(element("line", x1=scale(each.low), x2=scale(each.high), y1=middle, y2=middle, class_="whisker"))
+            group.append(
+                element("line", x1=scale(each.low), x2=scale(each.high), y1=middle, y2=middle, class_="whisker")
+            )
             end = max(end, scale(each.high))
         group.append(text(show(each.value), x=end + 6, y=middle + 4, class_="value"))
         spread = f"\n{show(each.low)} to {show(each.high)}" if each.low is not None and each.high is not None else ""

@@ -110,7 +110,9 @@ def lines(
     ends = Scale(0.0, max(1.0, len(steps) - 1.0), _LEFT + 12, plot.right - 12)
     plot.under(ends, [str(step) for step in steps], x_title)
     for name, values in series.items():
-        plot.parts += _line([(ends(n), scale(value)) for n, value in enumerate(values) if value is not None], colours[name])
+        plot.parts += _line(
+            [(ends(n), scale(value)) for n, value in enumerate(values) if value is not None], colours[name]
+        )
     gap = (ends(1) - ends(0)) if len(steps) > 1 else plot.right - _LEFT
     for number, step in enumerate(steps):
         said = [f"{name}: {show(value)}" for name, values in series.items() if (value := values[number]) is not None]
@@ -200,7 +202,9 @@ def columns(
             gap = 1.0 if bottom - top > _MIN_PART + 1 else 0.0
             if bottom - top > 0.05:
                 x, height = at(number) - width / 2, bottom - top - gap
-                plot.parts.append(element("rect", x=x, y=top, width=width, height=height, class_=f"fill {colours[name]}"))
+                plot.parts.append(
+                    element("rect", x=x, y=top, width=width, height=height, class_=f"fill {colours[name]}")
+                )
         last = f" to {steps[group[-1]]}, mean" if len(group) > 1 else ""
         said = [f"{name}: {show(values[number])}" for name, values in reversed(means.items()) if values[number]]
         if marked:

@@ -93,7 +93,8 @@ class Document:
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{escape(self._title)}</title>\n<style>\n{style}</style></head>\n<body><main>\n"
             + "\n".join(self._parts)
-            + f'\n<footer>{"".join(self._foot)}</footer></main>\n<div id="tip"></div>\n<script>\n{script}</script></body></html>\n'
+            + f'\n<footer>{"".join(self._foot)}</footer></main>\n<div id="tip"></div>\n'
+            + f"<script>\n{script}</script></body></html>\n"
         )
 
     def write(self, path: str | Path) -> Path:
@@ -104,9 +105,7 @@ class Document:
 
 
 def _figure(figure: Figure) -> str:
-    legend = "".join(
-        f'<span><i class="{escape(colour)}"></i>{escape(name)}</span>' for colour, name in figure.legend
-    )
+    legend = "".join(f'<span><i class="{escape(colour)}"></i>{escape(name)}</span>' for colour, name in figure.legend)
     values = ""
     if figure.rows:
         table = _table(figure.headers, figure.rows)

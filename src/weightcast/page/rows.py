@@ -121,7 +121,9 @@ def served(
             tip = f"{name}\nstep {steps[place]}: {words}"
             kind = f"fill span {colour}"
             size = max(pitch - gap, 0.5)
-            parts.append(element("rect", x=x, y=y, width=size, height=22, rx=min(3, size / 3), class_=kind, data_tip=tip))
+            parts.append(
+                element("rect", x=x, y=y, width=size, height=22, rx=min(3, size / 3), class_=kind, data_tip=tip)
+            )
     bottom = 4 + len(rows) * 28.0
     step = stride(len(steps), max(1, int((width - left) / 36)))
     for place in range(0, len(steps), step):

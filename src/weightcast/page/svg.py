@@ -64,7 +64,9 @@ def ticks(high: float, count: int = 4) -> list[float]:
 
 def stride(count: int, limit: int) -> int:
     """Returns the smallest round step with which ``count`` labels become at most ``limit``."""
-    return next(step for power in range(12) for step in (10**power, 2 * 10**power, 5 * 10**power) if count <= step * limit)
+    return next(
+        step for power in range(12) for step in (10**power, 2 * 10**power, 5 * 10**power) if count <= step * limit
+    )
 
 
 def bar(x: float, y: float, width: float, height: float, *, radius: float = 3.0, **attributes: object) -> str:

@@ -183,7 +183,8 @@ def _of_many(reports: Sequence[ReportView]) -> list[Figure]:
     return [
         phase_columns(steps, [report.phases for report in reports], [report.seconds for report in reports]),
         versions_served(
-            steps, {url: [(row.status, row.version_after) if (row := of.get(url)) else None for of in rows] for url in urls}
+            steps,
+            {url: [(row.status, row.version_after) if (row := of.get(url)) else None for of in rows] for url in urls},
         ),
         stall_lines(steps, {url: [row.stall_s if (row := of.get(url)) else None for of in rows] for url in urls}),
         lines(
@@ -313,4 +314,3 @@ def _row(row: TargetView) -> tuple[str | Chip, ...]:
 def short(url: str) -> str:
     """Returns a URL without its scheme, as a label."""
     return url.removeprefix("http://").removeprefix("https://")
-

@@ -131,7 +131,9 @@ def _spans(track: Track, pid: int, tid: int, start_us: float) -> list[dict[str, 
         args: dict[str, Any] = {} if span.bucket is None else {"bucket": span.bucket}
         if span.error:
             args["error"] = span.error
-        name = f"{span.name} {span.bucket}" if track.name.startswith(MESSAGES) and span.bucket is not None else span.name
+        name = (
+            f"{span.name} {span.bucket}" if track.name.startswith(MESSAGES) and span.bucket is not None else span.name
+        )
         events.append(_slice(pid, tid, name, start_us + span.start_us, span.us, args))
     return events
 

@@ -54,9 +54,9 @@ from weightcast.update.arguments import (
 from weightcast.update.head import FOLLOW_DEADLINES, Head
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
-from weightcast.update.watched import run_watched, tell_targets
+from weightcast.update.watched import gather_ends, run_watched, tell_targets
 from weightcast.watch.events import Events, Listener
-from weightcast.watch.timeline import RankSteps, TimelineRecorder
+from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout, plan_buckets, total_bytes
 
@@ -66,16 +66,6 @@ _Message = TypeVar("_Message", Choice, AttemptResult)
 _NUM_SLOTS = 2
 _PROBE_TOKENS = tuple(range(5, 37))
 _shared = msgspec.json.Decoder(Shared)
-
-
-class _RankEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of each rank to the head at the end of an update."""
-
-    extra_bytes: int
-    steps: RankSteps
-
-
-_rank_end = msgspec.json.Decoder(_RankEnd)
 
 
 class WeightUpdater:
@@ -443,16 +433,12 @@ class WeightUpdater:
             result = self._score()
         if result.report is None:
             return result
-        mine = _RankEnd(extra_bytes=extra_bytes(), steps=self._timeline.mine(heard))
-        gathered = self._group.gather_bytes(msgspec.json.encode(mine))
-        told_at = time.monotonic()
-        if gathered is None:
+        ends = gather_ends(self._group, self._timeline, extra_bytes(), heard=heard, asked_at=asked_at)
+        if ends is None:
             return self._hear(result)
-        ends = [_rank_end.decode(end) for end in gathered]
-        report = msgspec.structs.replace(result.report, peak_extra_bytes=max(end.extra_bytes for end in ends))
+        report = msgspec.structs.replace(result.report, peak_extra_bytes=ends.extra_bytes)
         result = self._hear(msgspec.structs.replace(result, report=report))
-        timeline = self._timeline.timeline([end.steps for end in ends[1:]], asked_at=asked_at, told_at=told_at)
-        return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=timeline))
+        return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=ends.timeline()))
 
     def _lend(self) -> Sequence[Mapping[str, torch.Tensor]]:
         """Returns the tensors of each bucket that are sent without a copy; empty if the plan has none."""

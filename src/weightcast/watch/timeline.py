@@ -151,9 +151,7 @@ class TimelineRecorder:
         start_us = round((began - self._began) * 1e6)
         return Span(name, start_us, round((ended - self._began) * 1e6) - start_us, bucket, flow, error[:500])
 
-    def _tracks(
-        self, side: Side, process: str, name: str, spans: Sequence[Span], error_s: float = 0.0
-    ) -> list[Track]:
+    def _tracks(self, side: Side, process: str, name: str, spans: Sequence[Span], error_s: float = 0.0) -> list[Track]:
         """Returns a row for the spans, or several if they overlap."""
         ordered = sorted(spans, key=lambda span: (span.start_us, -span.us))
         lanes: list[list[Span]] = []

@@ -9,7 +9,7 @@ from typing import Any
 from weightcast.page.bars import Bar, bars, stacks
 from weightcast.page.charts import Figure
 from weightcast.page.colours import of_phases
-from weightcast.page.document import Chip, Document, Tile
+from weightcast.page.document import Document, Tile
 from weightcast.page.words import digits, seconds, size
 
 _PHASES = ("open", "gather", "pack", "send", "verify", "commit")
@@ -55,7 +55,9 @@ def _tiles(result: Mapping[str, Any]) -> list[Tile]:
         tiles.append(Tile(name=row["name"], value=seconds(median), below=ratio))
         if row["settings"].get("verify") != "none":
             tiles.append(
-                Tile(name="rate", value=f"{size(result['case']['bytes'] / median)}/s", below="with proof of every tensor")
+                Tile(
+                    name="rate", value=f"{size(result['case']['bytes'] / median)}/s", below="with proof of every tensor"
+                )
             )
     if result["failed"]:
         tiles.insert(0, Tile(name="failed", value=str(len(result["failed"])), mood="bad"))
@@ -99,9 +101,7 @@ def _costs(result: Mapping[str, Any]) -> list[Figure]:
     ours = [row for row in result["methods"] if row["ours"]]
     figures: list[Figure] = []
     if ours:
-        phases = {
-            row["name"]: {name: float(row["phases"].get(f"{name}_s", 0.0)) for name in _PHASES} for row in ours
-        }
+        phases = {row["name"]: {name: float(row["phases"].get(f"{name}_s", 0.0)) for name in _PHASES} for row in ours}
         figures.append(
             stacks(
                 "Time by phase",
@@ -130,44 +130,3 @@ def _costs(result: Mapping[str, Any]) -> list[Figure]:
         caption = "One watched turn: memory kept between updates, and the most beside it during one."
         figures.append(stacks("Memory", caption, memory, colours=colours, show=size, wide=True))
     return figures
-
-
-def write_soak_page(fields: Mapping[str, Any], path: Path, *, ok: bool, command: str) -> Path:
-    """Writes the page of a soak; ``fields`` are those of ``lab.soak.result.Result``."""
-    page = Document(
-        "Soak: updates under load, with random faults",
-        f"{fields['updates']} updates in {fields['seconds']:.0f} s while clients kept generating.",
-    )
-    zero = ("hangs", "mixed", "failures", "leaked_processes", "leaked_segments", "leaked_buffers")
-    page.tiles(
-        [
-            Tile(name="result", value="clean" if ok else "errors", mood="good" if ok else "bad"),
-            Tile(
-                name="complete updates",
-                value=f"{fields['updates']} of {fields['attempts']}",
-                below="the others were hit by a fault",
-            ),
-            Tile(name="answers checked", value=f"{fields['answers_checked']:,}", below=f"of {fields['answers']:,}"),
-            Tile(name="faults", value=str(sum(fields["faults"].values()))),
-        ]
-    )
-    figures = [
-        bars(title, caption, [Bar(name=name, value=float(n)) for name, n in fields[key].items()], show=digits)
-        for key, title, caption in (
-            ("faults", "Faults", "Injected, by kind."),
-            ("transports", "Transports", "Complete updates by transport."),
-            ("modes", "Pause modes", "Updates that were begun, by pause mode."),
-        )
-        if fields[key]
-    ]
-    page.figures(figures)
-    page.heading("Counts that must be zero")
-    page.table(
-        ("count", "found"),
-        [(name.replace("_", " "), Chip(str(fields[name]), "bad" if fields[name] else "good")) for name in zero]
-        + [("growing processes", Chip(str(len(fields["growing"])), "bad" if fields["growing"] else "good"))],
-    )
-    for words in fields["details"]:
-        page.remark(words)
-    page.foot(command, code=True)
-    return page.write(path)

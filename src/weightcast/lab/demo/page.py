@@ -65,9 +65,7 @@ def _tiles(report: DemoReport) -> list[Tile]:
 
 def _reward(modes: list[ModeRecord]) -> Figure:
     steps = sorted({step.version for mode in modes for step in mode.steps})
-    rewards = {
-        f"{mode.mode} ({mode.transport})": {step.version: step.reward for step in mode.steps} for mode in modes
-    }
+    rewards = {f"{mode.mode} ({mode.transport})": {step.version: step.reward for step in mode.steps} for mode in modes}
     same = len(modes) > 1 and len({tuple(found.items()) for found in rewards.values()}) == 1
     return lines(
         "Reward",
