@@ -11,7 +11,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import WeightcastError
 from weightcast.receiver.staging import Place
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo, State, shown
+from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo, State
 
 log = logging.getLogger("weightcast.receiver")
 
@@ -124,7 +124,6 @@ class EngineState:
 
     def quarantine(self, why: str) -> None:
         """Pauses the engine until a full update succeeds."""
-        log.error("quarantined: %s", shown(why))
         self.state = "quarantined"
         self.message = why
         self.digest = None  # what is kept now was never proven
@@ -135,7 +134,6 @@ class EngineState:
 
     def discard(self, why: str) -> None:
         """Quarantines the engine at no known version, without a pause."""
-        log.warning("quarantined: %s", shown(why))
         self.state = "quarantined"
         self.message = why
         self.version = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from weightcast.errors import EngineFailure, Refused
 from weightcast.receiver.engine_state import EngineState, error_words
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.rank_answers import Resident, costs, failures, fold_resident, union
-from weightcast.wire.messages import Ack, Open, RankAck, Revert, shown
-
-log = logging.getLogger("weightcast.receiver")
+from weightcast.wire.messages import Ack, Open, RankAck, Revert
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +22,7 @@ class LastCommit:
         open: First message of the session.
         answer: Answer to its Commit.
         reverted: Answer to its Revert; None while the commit stands.
+        reason: Why the trainer reverted it.
         version, digest: What the engine served before.
         whole: False if the engine was quarantined before.
     """
@@ -32,6 +30,7 @@ class LastCommit:
     open: Open
     answer: Ack
     reverted: Ack | None = None
+    reason: str = ""
     version: int | None
     digest: str | None
     whole: bool
@@ -84,7 +83,7 @@ class LastCommit:
         except Exception as error:  # no session is open that would end the pause
             state.quarantine(f"{what} failed: {error_words(error)}")
             raise
-        log.warning("%s: %s", what, shown(message.reason or "no reason given"))
+        self.reason = message.reason or "no reason given"
         self.reverted = state.ack(
             resident=resident.digests,
             resident_ranks=len(acks),

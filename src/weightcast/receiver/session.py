@@ -25,6 +25,7 @@ from weightcast.receiver.rank_answers import costs, failures, fold_received, fol
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.watch.events import Events
+from weightcast.watch.logs import UpdateLog
 from weightcast.wire.messages import (
     Abort,
     Ack,
@@ -70,7 +71,7 @@ class SessionHandler:
     ) -> None:
         self._executor = executor
         self._engine = EngineState(hooks, facts, version=version, tp_size=executor.tp_size)
-        self._events = SessionEvents(events if events is not None else Events(), self._engine)
+        self._events = SessionEvents(events if events is not None else Events([UpdateLog()]), self._engine)
         self._session: OpenSession | None = None
         self._last: LastCommit | None = None
         self._joining_unowned = False
@@ -352,6 +353,7 @@ class SessionHandler:
             stall_s=stall_s,
             **costs(acks),
         )
+        answer = self._events.with_steps(answer)
         version, digest, whole = before
         self._last = LastCommit(open=session.open, answer=answer, version=version, digest=digest, whole=whole)
         return answer
@@ -378,7 +380,7 @@ class SessionHandler:
         if session is None or session.open.session != message.session:
             return self._engine.ack()  # it has ended already
         self._session = None
-        reason = message.reason or session.failed or "no reason given"
+        session.ending = reason = message.reason or session.failed or "no reason given"
         try:
             acks = self._executor.apply(message, timeout_s=session.open.timeout_s)
             ranks, words = failures(acks)
@@ -386,12 +388,6 @@ class SessionHandler:
                 half = f"an update to version {session.open.version} ended half way: {reason}. {words}"
                 self._engine.quarantine(half.strip())
                 return self._engine.ack()
-            log.warning(
-                "update to version %s ended: %s; version %s stays",
-                session.open.version,
-                shown(reason),
-                self._engine.version,
-            )
             if self._engine.state == "updating":
                 self._engine.state = "serving"
             if self._engine.state == "serving":

@@ -19,7 +19,7 @@ from weightcast.watch.events import (
     Step,
     short,
 )
-from weightcast.wire.messages import Ack, Announce, BroadcastSource, Message
+from weightcast.wire.messages import Ack, Announce, BroadcastSource, Message, shown
 
 
 class SessionEvents:
@@ -30,13 +30,20 @@ class SessionEvents:
         self._engine = state
         self._open: OpenSession | None = None
         self._reverted = ""
-        self._told = state.state, state.version
+        self._told: tuple[str, int | None, str] = state.state, state.version, ""
         self._steps: list[Step] = []
         self.look(None, None)
 
     def did(self, phase: str, began: float) -> None:
         """Notes a step of the engine's server that ends now; the next answer tells of it."""
         self._steps.append(Step(phase, None, began, time.monotonic()))
+
+    def with_steps(self, ack: Ack) -> Ack:
+        """Returns the answer with the server's own steps since the last answer."""
+        if not self._steps:
+            return ack
+        steps, self._steps = (*ack.steps, *self._steps), []
+        return msgspec.structs.replace(ack, steps=steps)
 
     def answered(
         self, message: Message, ack: Ack, heard: float, session: OpenSession | None, last: LastCommit | None
@@ -50,8 +57,7 @@ class SessionEvents:
             session: The session that is open now.
             last: The session that was committed last.
         """
-        ack = msgspec.structs.replace(ack, steps=(*ack.steps, *self._steps), heard=heard, answered=time.monotonic())
-        self._steps.clear()
+        ack = msgspec.structs.replace(self.with_steps(ack), heard=heard, answered=time.monotonic())
         opened = session is not None and session is not self._open
         if opened:
             self.look(session, last)
@@ -74,7 +80,7 @@ class SessionEvents:
                 began=heard,
                 ended=ack.answered if ack.answered is not None else time.monotonic(),
                 ok=ack.ok,
-                error=ack.error,
+                error=shown(ack.error),
                 steps=ack.steps,
             )
         )
@@ -93,7 +99,7 @@ class SessionEvents:
             self._ended(before, last, error, now)
         if last is not None and last.reverted is not None and self._reverted != last.open.session:
             self._reverted = last.open.session
-            self._emit_end(last.open.session, last.open.version, "reverted", "", last.reverted.stall_s, now)
+            self._emit_end(last.open.session, last.open.version, "reverted", last.reason, last.reverted.stall_s, now)
         if session is not None and session is not before:
             self._events.emit(
                 SessionOpened(
@@ -105,10 +111,11 @@ class SessionEvents:
                     time_s=time.time(),
                 )
             )
-        told = self._engine.state, self._engine.version
+        state = self._engine.state
+        told = state, self._engine.version, shown(self._engine.message) if state == "quarantined" else ""
         if told != self._told:
             self._told = told
-            self._events.emit(StateChanged(state=told[0], version=told[1], reason=self._engine.message, at=now))
+            self._events.emit(StateChanged(state=told[0], version=told[1], reason=told[2], at=now))
 
     def _ended(self, session: OpenSession, last: LastCommit | None, error: str, now: float) -> None:
         opened = session.open
@@ -129,7 +136,7 @@ class SessionEvents:
                 version=version,
                 serves=self._engine.version,
                 outcome=outcome,
-                reason=reason,
+                reason=shown(reason),
                 stall_s=stall_s,
                 at=now,
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from prometheus_client import CollectorRegistry
 
 from weightcast.errors import Refused
 from weightcast.receiver.session import SessionHandler
@@ -21,12 +23,14 @@ class RolloutEngine:
         text: The tokenizer; None serves token ids only.
         model: Name under which the model is served.
         receiver: The weight receiver; None for an engine whose weights never change.
+        registry: Prometheus registry with the receiver's metrics.
     """
 
     scheduler: Scheduler
     text: Text | None
     model: str
     receiver: SessionHandler | None = None
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     @property
     def state(self) -> Literal["serving", "paused", "asleep", "updating", "quarantined", "failed"]:

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 
 import torch
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 from transformers import PretrainedConfig
@@ -44,6 +45,10 @@ from weightcast.rollout.text import Text
 from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.runtime.gc_pause import spare_what_lives
 from weightcast.version import __version__
+from weightcast.watch.engine_metrics import EngineMetrics
+from weightcast.watch.events import Events
+from weightcast.watch.logs import UpdateLog
+from weightcast.watch.spans import EngineSpans
 from weightcast.wire.messages import RankInfo
 
 log = logging.getLogger("weightcast.rollout")
@@ -217,9 +222,13 @@ def _start(
         transports=("ipc", "broadcast"),
         specs=tuple(described.specs),
     )
-    receiver = SessionHandler(executor, scheduler, facts, version=config.version)
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, model_name=name, version=config.version)
+    receiver = SessionHandler(
+        executor, scheduler, facts, version=config.version, events=Events([UpdateLog(), EngineSpans(), metrics])
+    )
     stack.callback(receiver.close)
-    return RolloutEngine(scheduler=scheduler, text=text, model=name, receiver=receiver)
+    return RolloutEngine(scheduler=scheduler, text=text, model=name, receiver=receiver, registry=registry)
 
 
 def _settings(config: ServeConfig) -> tuple[PretrainedConfig, WorkerSettings]:

@@ -19,18 +19,20 @@ class Metrics(Collector):
     Args:
         stats: Function that returns the counters.
         model: Label of every metric.
+        updates: Registry with the metrics of weight updates.
     """
 
-    def __init__(self, stats: Callable[[], Stats], *, model: str) -> None:
+    def __init__(self, stats: Callable[[], Stats], *, model: str, updates: CollectorRegistry) -> None:
         self._stats = stats
         self._model = model
+        self._updates = updates
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)  # start time, memory and CPU time of the process
 
     def render(self) -> bytes:
         """Renders Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._updates)
 
     def describe(self) -> Iterator[Metric]:
         """Yields nothing, so that the registry does not collect to learn the names."""
@@ -42,12 +44,11 @@ class Metrics(Collector):
         gauges = {
             "requests_running": ("Requests that generate", stats.running),
             "requests_waiting": ("Requests that wait for a slot", stats.waiting),
-            "weight_version": ("Version of the weights that generate", stats.version),
             "paused": ("1 while the engine is paused or asleep", int(stats.state in ("paused", "asleep"))),
             "healthy": ("0 once the engine has failed", int(stats.state != "failed")),
         }
         for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"weightcast_{name}", text, labels=["model"])
+            gauge = GaugeMetricFamily(f"weightcast_{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
         counters = {
@@ -56,10 +57,12 @@ class Metrics(Collector):
             "generated_tokens": ("Tokens generated", stats.generated_tokens),
         }
         for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"weightcast_{name}", text, labels=["model"])
+            counter = CounterMetricFamily(f"weightcast_{name}", text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
-        finished = CounterMetricFamily("weightcast_requests", "Requests that ended", labels=["model", "finish_reason"])
+        finished = CounterMetricFamily(
+            "weightcast_requests", "Requests that ended", labels=["model_name", "finish_reason"]
+        )
         for reason, count in sorted(stats.finished.items()):
             finished.add_metric([self._model, reason], count)
         yield finished

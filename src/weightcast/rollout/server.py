@@ -121,7 +121,7 @@ def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
 
 def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
     scheduler = engine.scheduler
-    metrics = Metrics(scheduler.stats, model=engine.model)
+    metrics = Metrics(scheduler.stats, model=engine.model, updates=engine.registry)
 
     def status() -> dict[str, Any]:
         stats = scheduler.stats()

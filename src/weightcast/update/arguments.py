@@ -18,6 +18,8 @@ from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.protocols import Exporter
 from weightcast.watch.events import Listener
+from weightcast.watch.logs import UpdateLog
+from weightcast.watch.spans import TrainerSpans
 from weightcast.wire.layout import DTYPES, NAMES
 
 Model = nn.Module | Exporter | Mapping[str, torch.Tensor] | str | os.PathLike[str]
@@ -115,7 +117,7 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
 
 
 def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
-    """Returns the listeners, from none, one or several.
+    """Returns the caller's listeners, given as none, one or several, after those for logs and spans.
 
     Raises:
         ConfigError: One of them cannot be called.
@@ -124,7 +126,7 @@ def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
     for listener in listed:
         if not callable(listener):
             raise ConfigError(f"on_event={listener!r} cannot be called", hint="pass a function of one event")
-    return listed
+    return (UpdateLog(), TrainerSpans(), *listed)
 
 
 def _nothing() -> None:

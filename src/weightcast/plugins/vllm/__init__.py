@@ -21,6 +21,7 @@ def register() -> None:
     """Registers the weight-transfer backend in this process.  Safe to call twice."""
     import importlib.util
 
+    _share_log_handlers()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -29,6 +30,19 @@ def register() -> None:
         from weightcast.plugins.vllm.route_patch import add_routes
 
         add_routes(endpoints)
+
+
+def _share_log_handlers() -> None:
+    """Sends our log lines where vLLM sends its own, unless the process has a place for them."""
+    import logging
+
+    ours, theirs = logging.getLogger("weightcast"), logging.getLogger("vllm")
+    if ours.hasHandlers():
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)
 
 
 def endpoints() -> Endpoints:

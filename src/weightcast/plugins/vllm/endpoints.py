@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request
+from prometheus_client import REGISTRY
 
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
@@ -25,10 +26,16 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
+from weightcast.watch.engine_metrics import EngineMetrics
+from weightcast.watch.events import Events
+from weightcast.watch.logs import UpdateLog
+from weightcast.watch.spans import EngineSpans
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Ack, EngineInfo, Message, RankInfo
 
-log = logging.getLogger("vllm.weightcast")
+log = logging.getLogger("weightcast.plugins.vllm")
+
+_FIRST_VERSION = 0  # of the weights that vLLM was started with
 
 
 class Endpoints:
@@ -106,16 +113,17 @@ class Endpoints:
         )
         executor = VllmExecutor(int(config.parallel_config.world_size), listen=hooks.listen, on_main=hooks.on_main)
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
+        name = names if isinstance(names, str) else names[0]
         specs, optional = tables_of(executor.hellos)
         notes = [*dict.fromkeys(hello.staging_note for hello in executor.hellos if hello.staging_note)]
         if optional:
             named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
             notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
         for note in notes:
-            log.info("weightcast: %s", note)
+            log.info("%s", note)
         facts = EngineFacts(
             engine=f"vllm {vllm.__version__}",
-            model=names if isinstance(names, str) else names[0],
+            model=name,
             host_id=host_id(),
             ranks=tuple(RankInfo(rank=hello.rank, pid=hello.pid, device=hello.device) for hello in executor.hellos),
             staging=_least(executor.hellos),
@@ -126,7 +134,7 @@ class Endpoints:
             note="; ".join(notes),
         )
         self._hooks = hooks
-        self._engine = SessionHandler(executor, hooks, facts)
+        self._engine = SessionHandler(executor, hooks, facts, version=_FIRST_VERSION, events=_events(name))
         guard_sleep(client, loop, self._engine, hooks)
 
     def _ready(self) -> SessionHandler:
@@ -137,6 +145,13 @@ class Endpoints:
     def _check_key(self, request: Request) -> None:
         if not self._keys.admit(request.headers.get("Authorization", "").encode()):
             raise HTTPException(401, "the request needs a valid API key as Authorization: Bearer")
+
+
+def _events(model_name: str) -> Events:
+    """Returns the events of this API server; its metrics are on vLLM's own ``/metrics``."""
+    # In the multiprocess mode of prometheus_client, vLLM serves what this registry's instruments write to files.
+    metrics = EngineMetrics(REGISTRY, model_name=model_name, version=_FIRST_VERSION)
+    return Events([UpdateLog(), EngineSpans(), metrics])
 
 
 def _least(hellos: Sequence[Hello]) -> Place:

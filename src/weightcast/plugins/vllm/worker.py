@@ -45,7 +45,7 @@ from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Commit, Message, RankAck, encode
 
-log = logging.getLogger("vllm.weightcast")
+log = logging.getLogger("weightcast.plugins.vllm")
 
 _MAIN_S = 60.0
 

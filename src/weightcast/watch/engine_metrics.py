@@ -1,0 +1,148 @@
+"""Prometheus metrics of one engine, for the engine's own ``/metrics``."""
+
+from __future__ import annotations
+
+import time
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from weightcast.watch.events import (
+    Answered,
+    Event,
+    SessionEnded,
+    SessionOpened,
+    SessionOutcome,
+    StateChanged,
+    Step,
+    within,
+)
+from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered
+
+STATES = ("serving", "updating", "quarantined")
+
+
+class _Instruments:
+    """The metrics themselves; ``model_name`` is the label that vLLM and SGLang use."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.update_seconds = Histogram(
+            "weightcast_engine_update_seconds",
+            "Seconds of a committed update by phase, on the slowest rank; phase total is the whole session.",
+            ["model_name", "phase", "transport"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.stall_seconds = Histogram(
+            "weightcast_engine_stall_seconds",
+            "Seconds in which a committed update kept the engine from generating.",
+            ["model_name"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.received = Counter(
+            "weightcast_engine_received_bytes",
+            "Bytes of weights that each rank has received, by transport.",
+            ["model_name", "transport"],
+            registry=registry,
+        )
+        self.started = Counter(
+            "weightcast_engine_updates_started", "Sessions that were opened.", ["model_name"], registry=registry
+        )
+        self.finished = Counter(
+            "weightcast_engine_updates_finished",
+            "Sessions that are over, by outcome.",
+            ["model_name", "outcome"],
+            registry=registry,
+        )
+        self.version = Gauge(
+            "weightcast_engine_version",
+            "Weight version that the engine serves; NaN if it is unknown.",
+            ["model_name"],
+            multiprocess_mode=GAUGE_MODE,
+            registry=registry,
+        )
+        self.state = Gauge(
+            "weightcast_engine_state",
+            "1 for the state that the engine is in.",
+            ["model_name", "state"],
+            multiprocess_mode=GAUGE_MODE,
+            registry=registry,
+        )
+        self.last_update = Gauge(
+            "weightcast_engine_last_update_timestamp_seconds",
+            "Unix time of the last committed update; 0 before the first.",
+            ["model_name"],
+            multiprocess_mode=GAUGE_MODE,
+            registry=registry,
+        )
+
+
+class EngineMetrics:
+    """Keeps an engine's metrics; a listener for ``SessionHandler``."""
+
+    def __init__(self, registry: CollectorRegistry, *, model_name: str, version: int | None) -> None:
+        """Registers the metrics.
+
+        Args:
+            registry: Registry that the engine's ``/metrics`` reads.
+            model_name: Name under which the model is served.
+            version: Version that the engine serves now.
+
+        Raises:
+            ConfigError: The registry has these metrics already.
+        """
+        made = self._made = registered(_Instruments, registry)
+        self._model = model_name
+        self._opened: SessionOpened | None = None
+        self._transport = ""
+        self._steps: list[Step] = []
+        made.started.labels(model_name)
+        made.stall_seconds.labels(model_name)
+        made.last_update.labels(model_name).set(0)
+        for outcome in get_args(SessionOutcome):
+            made.finished.labels(model_name, outcome)
+        self._now("serving", version)
+
+    def __call__(self, event: Event) -> None:
+        """As ``Listener``."""
+        match event:
+            case SessionOpened():
+                self._opened, self._transport = event, ""
+                self._steps.clear()
+                self._made.started.labels(self._model).inc()
+            case Answered():
+                self._answered(event)
+            case SessionEnded():
+                self._ended(event)
+            case StateChanged():
+                self._now(event.state, event.version)
+            case _:
+                pass
+
+    def _now(self, state: str, version: int | None) -> None:
+        for name in STATES:
+            self._made.state.labels(self._model, name).set(int(name == state))
+        self._made.version.labels(self._model).set(UNKNOWN if version is None else version)
+
+    def _answered(self, event: Answered) -> None:
+        if self._opened is None or event.session != self._opened.session:
+            return
+        self._steps += event.steps
+        if event.ok and event.bytes:
+            self._transport = event.transport
+            self._made.received.labels(self._model, event.transport).inc(event.bytes)
+
+    def _ended(self, event: SessionEnded) -> None:
+        made = self._made
+        made.finished.labels(self._model, event.outcome).inc()
+        opened = self._opened
+        if event.outcome != "committed" or opened is None:
+            return
+        self._opened = None
+        for phase in dict.fromkeys(step.phase for step in self._steps):
+            seconds = within(self._steps, phase)
+            made.update_seconds.labels(self._model, phase, self._transport).observe(seconds)
+        made.update_seconds.labels(self._model, "total", self._transport).observe(event.at - opened.at)
+        made.stall_seconds.labels(self._model).observe(event.stall_s)
+        made.last_update.labels(self._model).set(time.time())

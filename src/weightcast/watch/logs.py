@@ -1,0 +1,144 @@
+"""Log lines of updates, as a listener.
+
+All loggers of weightcast are children of ``weightcast``.  These lines come from ``weightcast.update`` in the trainer
+and ``weightcast.receiver`` in the engine.  Each record has the extra fields ``session``, ``version`` and ``target``; a
+field that does not apply is None.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from weightcast.watch.events import (
+    Answered,
+    Asked,
+    AttemptStarted,
+    Event,
+    SessionEnded,
+    SessionOpened,
+    StateChanged,
+    TargetNow,
+    TargetsChanged,
+    UpdateEnded,
+    UpdateStarted,
+)
+
+FIELDS = ("session", "version", "target")
+
+trainer_log = logging.getLogger("weightcast.update")
+engine_log = logging.getLogger("weightcast.receiver")
+
+
+class UpdateLog:
+    """Writes one line where an update begins, ends or fails, and where an engine changes its state.
+
+    Every message to a target is a line at level ``DEBUG``.
+    """
+
+    def __init__(self) -> None:
+        self._session: str | None = None
+        self._version: int | None = None
+        self._states: dict[str, str] = {}
+
+    def __call__(self, event: Event) -> None:
+        """As ``Listener``."""
+        match event:
+            case UpdateStarted():
+                self._session, self._version = None, event.version
+                if event.rank == 0:
+                    names = ", ".join(event.targets)
+                    self._trainer(
+                        logging.DEBUG, "update to version %s over %s: %s", event.version, event.transport, names
+                    )
+            case AttemptStarted():
+                self._session = event.session
+            case Asked() if not event.ok or trainer_log.isEnabledFor(logging.DEBUG):
+                self._asked(event)
+            case TargetsChanged():
+                for target in event.targets:
+                    self._target(target)
+                self._states = {target.url: target.state for target in event.targets}
+            case UpdateEnded() if event.rank == 0:
+                self._ended(event)
+            case SessionOpened():
+                self._session, self._version = event.session, event.version
+                self._engine(logging.INFO, "update to version %s opened by %s", event.version, event.owner)
+            case Answered() if not event.ok or engine_log.isEnabledFor(logging.DEBUG):
+                self._answered(event)
+            case SessionEnded():
+                self._session_ended(event)
+            case StateChanged(state="quarantined"):
+                # Without a version, the engine was told to drop its weights (sleep level 2).
+                level = logging.ERROR if event.version is not None else logging.WARNING
+                self._engine(level, "quarantined: %s", event.reason)
+            case _:
+                pass
+
+    # -- trainer
+
+    def _asked(self, event: Asked) -> None:
+        what = event.message if event.bucket is None else f"{event.message} {event.bucket}"
+        took_s = event.ended - event.began
+        words = f": {event.error}" if event.error else ""
+        self._trainer(
+            logging.DEBUG, "%s answered %s after %.6f s%s", event.target, what, took_s, words, target=event.target
+        )
+
+    def _target(self, target: TargetNow) -> None:
+        before = self._states.get(target.url)
+        if target.state == before or target.state not in ("quarantined", "gone", "serving"):
+            return
+        level = logging.INFO if target.state == "serving" else logging.WARNING
+        if before in (None, "joining", "updating") and target.state == "serving":
+            level = logging.DEBUG
+        words = f": {target.reason}" if target.reason else ""
+        self._trainer(level, "%s is %s%s", target.url, target.state, words, target=target.url)
+
+    def _ended(self, event: UpdateEnded) -> None:
+        report = event.report
+        if event.outcome == "failed":
+            self._trainer(logging.ERROR, "update to version %s failed: %s", event.version, event.error)
+            return
+        assert report is not None
+        serving = sum(row.status == "serving" for row in report.targets)
+        level = logging.INFO if event.outcome == "succeeded" else logging.WARNING
+        self._trainer(
+            level,
+            "version %s serves on %d of %d targets after %.3f s over %s",
+            event.version,
+            serving,
+            len(report.targets),
+            report.seconds,
+            event.transport,
+        )
+
+    def _trainer(self, level: int, text: str, *values: object, target: str | None = None) -> None:
+        trainer_log.log(level, text, *values, extra=self._extra(target))
+
+    # -- engine
+
+    def _answered(self, event: Answered) -> None:
+        what = event.message if event.bucket is None else f"{event.message} {event.bucket}"
+        words = f": {event.error}" if event.error else ""
+        took_s = event.ended - event.began
+        self._engine(logging.DEBUG, "%s took %.6f s%s", what, took_s, words, session=event.session or None)
+
+    def _session_ended(self, event: SessionEnded) -> None:
+        match event.outcome:
+            case "committed":
+                self._engine(logging.INFO, "version %s serves; stall %.6f s", event.version, event.stall_s)
+            case "aborted":
+                text = "update to version %s ended: %s; version %s stays"
+                self._engine(logging.WARNING, text, event.version, event.reason, event.serves)
+            case "reverted":
+                text = "went back from version %s to %s: %s"
+                self._engine(logging.WARNING, text, event.version, event.serves, event.reason)
+            case "quarantined":  # StateChanged says so
+                pass
+
+    def _engine(self, level: int, text: str, *values: object, session: str | None = None) -> None:
+        extra = self._extra(None)
+        engine_log.log(level, text, *values, extra=extra if session is None else {**extra, "session": session})
+
+    def _extra(self, target: str | None) -> dict[str, object]:
+        return {"session": self._session, "version": self._version, "target": target}

@@ -1,0 +1,249 @@
+"""OpenTelemetry spans of an update: the head's, and those of every engine with our receiver, in one trace.
+
+    weightcast.update                      the head
+      weightcast.gather, pack, send ...    the head's phases
+      weightcast.target                    one for each target
+        weightcast.open, buckets ...       the head's messages to it
+        weightcast.session                 the engine; its parent comes with ``Open.traceparent``
+          weightcast.wire, load ...        phases of each engine rank
+          weightcast.pause, resume         the engine's server
+
+Only OpenTelemetry's API is used, and only if the process has imported it, which every application with an SDK has.  A
+phase with many buckets is one span from its first beginning to its last end, with its working time in
+``weightcast.seconds``.  So spans are few, and they are made when the update is over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weightcast.version import __version__
+from weightcast.watch.events import (
+    Answered,
+    Asked,
+    AttemptStarted,
+    Event,
+    SessionEnded,
+    SessionOpened,
+    StepEnded,
+    UpdateEnded,
+    UpdateStarted,
+)
+
+_Piece = tuple[str, float, float]  # name, beginning, end
+
+
+class TrainerSpans:
+    """Makes the spans of the head."""
+
+    def __init__(self) -> None:
+        self._otel: _Otel | None = None
+        self._root: Any = None
+        self._current: Any = None
+        self._targets: dict[str, Any] = {}
+        self._steps: list[_Piece] = []
+        self._asked: dict[str, list[Asked]] = {}
+
+    def traceparent(self, target: str) -> str:
+        """As ``Tracing.traceparent``."""
+        span = self._targets.get(target, self._root)
+        return "" if span is None else _traceparent(span)
+
+    def __call__(self, event: Event) -> None:
+        """As ``Listener``."""
+        match event:
+            case UpdateStarted() if event.rank == 0:
+                self._begin(event)
+            case AttemptStarted() if self._root is not None:
+                self._attempt(event)
+            case StepEnded() if self._root is not None:
+                self._steps.append((event.step.phase, event.step.began, event.step.ended))
+            case Asked() if self._root is not None:
+                self._asked.setdefault(event.target, []).append(event)
+            case UpdateEnded() if self._root is not None:
+                self._end(event)
+            case _:
+                pass
+
+    def _begin(self, event: UpdateStarted) -> None:
+        otel = self._otel = _Otel.here(event.time_s - event.at)
+        self._root = self._current = None
+        if otel is None:
+            return
+        values = {"version": event.version, "transport": event.transport, "targets": len(event.targets)}
+        root = otel.start("update", event.at, values)
+        if not root.get_span_context().is_valid:  # no SDK, and no span of the caller's to continue
+            return
+        self._root = root
+        self._current = otel.make_current(root)  # spans and logs of the caller's own code in the update belong to it
+        self._steps.clear()
+        self._asked.clear()
+
+    def _attempt(self, event: AttemptStarted) -> None:
+        assert self._otel is not None
+        self._end_targets({})
+        self._root.set_attribute("weightcast.attempts", event.number)
+        self._root.set_attribute("weightcast.session", event.session)
+        for url in event.targets:
+            self._targets[url] = self._otel.start("target", event.at, {"target": url}, parent=self._root, kind="CLIENT")
+
+    def _end(self, event: UpdateEnded) -> None:
+        otel, root = self._otel, self._root
+        assert otel is not None
+        self._root = None
+        otel.make_old(self._current)
+        rows = event.report.targets if event.report is not None else ()
+        failed = {row.url: row.message or row.status for row in rows if row.status != "serving"}
+        self._end_targets(failed)
+        if root.is_recording():
+            otel.summarise(self._steps, root)
+            root.set_attribute("weightcast.outcome", event.outcome)
+            if event.report is not None:
+                root.set_attribute("weightcast.bytes", event.report.bytes)
+                root.set_attribute("weightcast.buckets", event.report.buckets)
+            if event.outcome == "failed":
+                otel.fail(root, f"{event.error_kind}: {event.error}")
+        root.end(otel.ns(event.at))
+
+    def _end_targets(self, failed: Mapping[str, str]) -> None:
+        otel = self._otel
+        assert otel is not None
+        for url, span in self._targets.items():
+            asked = self._asked.pop(url, [])
+            if span.is_recording():
+                names = (("buckets" if one.message == "bucket" else one.message, one.began, one.ended) for one in asked)
+                otel.summarise(names, span)
+                error = failed.get(url) or next((one.error for one in asked if not one.ok), "")
+                if error:
+                    otel.fail(span, error)
+            span.end(otel.ns(asked[-1].ended) if asked else None)
+        self._targets.clear()
+
+
+class EngineSpans:
+    """Makes the spans of an engine's server and its ranks."""
+
+    def __init__(self) -> None:
+        self._opened: SessionOpened | None = None
+        self._answered: list[Answered] = []
+
+    def __call__(self, event: Event) -> None:
+        """As ``Listener``."""
+        match event:
+            case SessionOpened():
+                self._opened = event
+                self._answered.clear()
+            case Answered():
+                if self._opened is not None and event.session == self._opened.session:
+                    self._answered.append(event)
+            case SessionEnded():
+                if self._opened is not None and event.session == self._opened.session:
+                    self._end(self._opened, event)
+                    self._answered.clear()
+            case _:
+                pass
+
+    def _end(self, opened: SessionOpened, event: SessionEnded) -> None:
+        otel = _Otel.here(opened.time_s - opened.at)
+        reverts = event.outcome == "reverted"
+        answered = [answer for answer in self._answered if not reverts or answer.message == "revert"]
+        if otel is None or not answered:
+            return
+        values: dict[str, Any] = {"version": event.version, "session": event.session, "outcome": event.outcome}
+        name = "revert" if reverts else "session"
+        span = otel.start(name, answered[0].began, values, parent=otel.parent(opened.traceparent), kind="SERVER")
+        if span.is_recording():
+            by_rank: dict[int | None, list[_Piece]] = {}
+            for answer in answered:
+                for step in answer.steps:
+                    by_rank.setdefault(step.rank, []).append((step.phase, step.began, step.ended))
+            for rank, pieces in by_rank.items():
+                otel.summarise(pieces, span, {} if rank is None else {"rank": rank})
+            span.set_attribute("weightcast.bytes", sum(answer.bytes for answer in answered))
+            span.set_attribute("weightcast.stall_s", event.stall_s)
+            if event.outcome != "committed":
+                otel.fail(span, event.reason)
+        span.end(otel.ns(event.at))
+
+
+class _Otel:
+    """OpenTelemetry's API as this process has it, and its clock."""
+
+    def __init__(self, trace: Any, offset_s: float) -> None:
+        self._trace = trace
+        self._tracer = trace.get_tracer("weightcast", __version__)
+        self._offset_ns = round(offset_s * 1e9)
+
+    @classmethod
+    def here(cls, offset_s: float) -> _Otel | None:
+        """Returns the API, or None if this process has not imported it.
+
+        Args:
+            offset_s: Seconds to add to a monotonic time for the seconds since 1970.
+        """
+        trace = sys.modules.get("opentelemetry.trace")
+        return None if trace is None else cls(trace, offset_s)
+
+    def ns(self, at: float) -> int:
+        """Nanoseconds since 1970 of a monotonic time."""
+        return round(at * 1e9) + self._offset_ns
+
+    def start(
+        self, name: str, began: float, values: Mapping[str, Any], *, parent: Any = None, kind: str = "INTERNAL"
+    ) -> Any:
+        """Starts a span; its parent is a span, a span context, or (None) the caller's current span."""
+        context = None if parent is None else self._trace.set_span_in_context(parent)
+        return self._tracer.start_span(
+            f"weightcast.{name}",
+            context=context,
+            kind=getattr(self._trace.SpanKind, kind),
+            attributes={f"weightcast.{key}": value for key, value in values.items()},
+            start_time=self.ns(began),
+        )
+
+    def summarise(self, pieces: Iterable[_Piece], parent: Any, values: Mapping[str, Any] | None = None) -> None:
+        """Makes one span for each name, from the first beginning to the last end."""
+        found: dict[str, list[float]] = {}
+        for name, began, ended in pieces:
+            known = found.setdefault(name, [began, ended, 0.0, 0])
+            known[0], known[1] = min(known[0], began), max(known[1], ended)
+            known[2] += ended - began
+            known[3] += 1
+        for name, (began, ended, seconds, count) in found.items():
+            more = {"seconds": seconds, "count": int(count), **(values or {})}
+            self.start(name, began, more, parent=parent).end(self.ns(ended))
+
+    def fail(self, span: Any, words: str) -> None:
+        """Marks a span as failed."""
+        span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, words))
+
+    def parent(self, traceparent: str) -> Any:
+        """The span that a W3C traceparent names; one without a trace if it is empty, so that a new trace begins."""
+        if not traceparent:
+            return self._trace.INVALID_SPAN
+        _, trace_id, span_id, flags = traceparent.split("-")
+        context = self._trace.SpanContext(
+            int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=self._trace.TraceFlags(int(flags, 16))
+        )
+        return self._trace.NonRecordingSpan(context)
+
+    def make_current(self, span: Any) -> Any:
+        """Makes a span the current one of this thread; returns the token that undoes it."""
+        from opentelemetry import context  # the process has imported it already
+
+        return context.attach(self._trace.set_span_in_context(span))
+
+    def make_old(self, token: Any) -> None:
+        """Undoes ``make_current``."""
+        from opentelemetry import context
+
+        context.detach(token)
+
+
+def _traceparent(span: Any) -> str:
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"

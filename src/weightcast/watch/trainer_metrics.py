@@ -1,0 +1,183 @@
+"""Prometheus metrics of the trainer's head (extra ``metrics``)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, get_args
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Summary, start_http_server
+
+from weightcast.errors import ConfigError
+from weightcast.report import UpdateReport
+from weightcast.watch.events import Event, Outcome, TargetNow, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered, several_processes
+
+STATES = ("gone", "joining", "updating", "serving", "quarantined")
+
+
+class _Instruments:
+    """The metrics themselves.  No label grows with the number of processes or updates."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.update_seconds = Histogram(
+            "weightcast_update_seconds",
+            "Seconds of an update by phase; phases overlap, and phase total is the whole update.",
+            ["phase", "transport"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.stall_seconds = Summary(
+            "weightcast_stall_seconds",
+            "Seconds in which an update kept a target from generating.",
+            ["target"],
+            registry=registry,
+        )
+        self.bytes = Counter(
+            "weightcast_bytes",
+            "Bytes of weights that engine ranks received in updates that they serve, by link.",
+            ["link"],
+            registry=registry,
+        )
+        self.version = Gauge(
+            "weightcast_version",
+            "Weight version that a target serves; NaN if it is unknown.",
+            ["target"],
+            multiprocess_mode=GAUGE_MODE,
+            registry=registry,
+        )
+        self.started = Counter("weightcast_updates_started", "Updates that were begun.", registry=registry)
+        self.finished = Counter(
+            "weightcast_updates_finished", "Updates that are over, by outcome.", ["outcome"], registry=registry
+        )
+        self.targets = Gauge(
+            "weightcast_targets",
+            "Targets in each state.",
+            ["state"],
+            multiprocess_mode=GAUGE_MODE,
+            registry=registry,
+        )
+        self.last_success = Gauge(
+            "weightcast_last_success_timestamp_seconds",
+            "Unix time at which an update last succeeded on every target; 0 before the first.",
+            multiprocess_mode=GAUGE_MODE,
+            registry=registry,
+        )
+        for outcome in get_args(Outcome):
+            self.finished.labels(outcome)  # a series that starts with its first event has no rate at that event
+        for state in STATES:
+            self.targets.labels(state)
+
+
+class PrometheusMetrics:
+    """Keeps the trainer's metrics; a listener for ``connect(on_event=...)``.
+
+    Only the head counts, so every rank may be given the same arguments.  An object belongs to one updater at a time;
+    a second updater in the process needs an object with a registry of its own.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry | None = None, *, port: int | None = None, address: str = "127.0.0.1"
+    ) -> None:
+        """Registers nothing yet.
+
+        Args:
+            registry: Registry for the metrics.  None takes prometheus_client's own, or, with a port, a new one.
+            port: Port of an exporter on the head, which serves ``/metrics``; 0 takes a free one.  None starts none.
+            address: Address that the exporter listens on; ``0.0.0.0`` for all of this host.
+        """
+        self._registry = registry or (REGISTRY if port is None else CollectorRegistry())
+        self._asked_port = port
+        self._address = address
+        self._made: _Instruments | None = None
+        self._server: tuple[Any, threading.Thread] | None = None
+        self._attached = False
+        self._known: frozenset[str] = frozenset()
+
+    @property
+    def port(self) -> int | None:
+        """Port of the exporter; None without one."""
+        return self._server[0].server_port if self._server is not None else None
+
+    def attach(self, rank: int) -> None:
+        """As ``Attached.attach``; on the head, registers the metrics and starts the exporter.
+
+        Raises:
+            ConfigError: The registry has these metrics already, the port is taken, or another updater has this object.
+        """
+        if rank:
+            return
+        if self._attached:
+            raise ConfigError(
+                "this PrometheusMetrics belongs to another updater",
+                hint="close that updater first, or pass another object with a registry of its own",
+            )
+        if self._made is None:
+            self._made = registered(_Instruments, self._registry)
+        if self._asked_port is not None:
+            try:
+                self._server = start_http_server(self._asked_port, self._address, self._registry)
+            except OSError as error:
+                raise ConfigError(
+                    f"the metrics exporter cannot listen on {self._address}:{self._asked_port}: "
+                    f"{error.strerror or error}",
+                    hint="choose another port, or 0 for any free one",
+                ) from error
+        self._attached = True
+
+    def detach(self) -> None:
+        """As ``Attached.detach``; ends the exporter, and leaves the metrics in their registry."""
+        self._attached = False
+        if self._server is None:
+            return
+        server, thread = self._server
+        self._server = None
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    def __call__(self, event: Event) -> None:
+        """As ``Listener``."""
+        made = self._made
+        if made is None:
+            return
+        match event:
+            case UpdateStarted():
+                made.started.inc()
+            case TargetsChanged():
+                self._targets(made, event.targets)
+            case UpdateEnded():
+                if event.report is not None:
+                    self._report(made, event.report)
+                if event.outcome == "succeeded":
+                    made.last_success.set(time.time())
+                made.finished.labels(event.outcome).inc()
+            case _:
+                pass
+
+    def _targets(self, made: _Instruments, targets: tuple[TargetNow, ...]) -> None:
+        states: dict[str, int] = {state: 0 for state in STATES}
+        for target in targets:
+            states[target.state] += 1
+            made.version.labels(target.url).set(UNKNOWN if target.version is None else target.version)
+            made.stall_seconds.labels(target.url)
+        for state, count in states.items():
+            made.targets.labels(state).set(count)
+        urls = frozenset(target.url for target in targets)
+        for url in self._known - urls:
+            if several_processes():
+                made.version.labels(url).set(UNKNOWN)
+            else:
+                made.version.remove(url)
+                made.stall_seconds.remove(url)
+        self._known = urls
+
+    def _report(self, made: _Instruments, report: UpdateReport) -> None:
+        for phase, seconds in report.phases.items():
+            if phase != "stall":
+                made.update_seconds.labels(phase, report.transport).observe(seconds)
+        made.update_seconds.labels("total", report.transport).observe(report.seconds)
+        served = [row for row in report.targets if row.status == "serving"]
+        for row in served:
+            made.stall_seconds.labels(row.url).observe(row.stall_s)
+        made.bytes.labels(report.transport).inc(report.bytes * sum(row.ranks for row in served))
