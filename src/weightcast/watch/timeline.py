@@ -187,7 +187,7 @@ def _rank_alignment(rank: int, answers: Sequence[tuple[int, Asked, float, float]
     trips: list[RoundTrip] = []
     for _, asked, heard, answered in answers:
         mine = [step for step in asked.steps if step.rank == rank]
-        if mine:
+        if mine and asked.message in ("bucket", "close"):  # an answer to Commit may be repeated later
             inner = min(step.began for step in mine), max(step.ended for step in mine)
             trips.append(RoundTrip(heard, *inner, answered))
     return align(trips) or Alignment()

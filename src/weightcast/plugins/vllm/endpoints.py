@@ -32,6 +32,7 @@ from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Ack, EngineInfo, Message, RankInfo
+from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
@@ -74,6 +75,10 @@ class Endpoints:
             return info
         words = "; ".join(filter(None, (info.message, f"asleep: {', '.join(sorted(asleep))}")))
         return msgspec.structs.replace(info, message=words)
+
+    def status(self) -> EngineStatus:
+        """Implements ``SessionHandler.status``."""
+        return self._ready().status()
 
     def apply(self, message: Message) -> Ack:
         """Implements ``SessionHandler.apply``."""
