@@ -93,21 +93,22 @@ def test_success_needs_every_rank_in_every_step():
 
 def test_summary_shows_gain_answers_and_where_to_look(tmp_path):
     both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[:1]))
-    text = reporting.summary(both, plot=tmp_path / "plot.png", written=tmp_path / "report.json")
+    text = reporting.summary(both, page=tmp_path / "report.html", plot=tmp_path / "plot.png", written=tmp_path / "report.json")
     assert "gain +0.70" in text
     assert "too few steps?" in text
     assert "'Because of tea'" in text
     assert str(tmp_path / "plot.png") in text
+    assert str(tmp_path / "report.html") in text
     assert "every digest matched" in text
     assert "NOT ALL" in reporting.summary(
-        report(mode("colocated", "ipc", RISING, matched=0)), plot=tmp_path / "p", written=tmp_path / "r"
+        report(mode("colocated", "ipc", RISING, matched=0)), page=tmp_path / "h", plot=tmp_path / "p", written=tmp_path / "r"
     )
 
 
 @pytest.mark.parametrize(("second", "said"), [(RISING, True), ([*RISING[:-1], 0.0], False)])
 def test_summary_says_if_both_modes_sent_the_same_weights(tmp_path, second, said):
     both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", second))
-    text = reporting.summary(both, plot=tmp_path / "p", written=tmp_path / "r")
+    text = reporting.summary(both, page=tmp_path / "report.html", plot=tmp_path / "p", written=tmp_path / "r")
     assert ("the same weights" in text) is said
 
 

@@ -25,6 +25,7 @@ Show = Callable[[Sequence[Observation]], None]
 _HEADERS = ("engine", "state", "version", "staleness", "last update", "phases", "rate", "requests")
 _ASKING = "asking"  # no answer yet
 _REDRAW_S = 0.5
+_SHOWN_S = 1e-4  # shorter phases are left out
 _PHASES = ("wire", "load", "verify", "pause", "switch", "resume")
 _STYLES = {"serving": "green", "updating": "cyan", "paused": "yellow", _ASKING: "dim"}
 
@@ -140,9 +141,15 @@ def table_of(found: Sequence[Observation], rates: TokenRates) -> Table:
         )
     unwell = [each for each in found if each.message and each.state in ("no answer", "quarantined")]
     if unwell:
-        table.caption = "\n".join(f"{each.url}: {one_line(each.message)}" for each in unwell)
+        table.caption = Text("\n".join(_named(each) for each in unwell))
         table.caption_justify = "left"
     return table
+
+
+def _named(found: Observation) -> str:
+    """Returns the message of an engine with its URL, which most messages name already."""
+    words = one_line(found.message)
+    return words if words.startswith(found.url) else f"{found.url}: {words}"
 
 
 def staleness(found: Observation, newest: int | None) -> str:
@@ -177,8 +184,8 @@ def phases(update: UpdateStatus | None) -> str:
     """Returns the seconds of the last update by phase."""
     if update is None:
         return "-"
-    known = {name: update.phases[name] for name in _PHASES if update.phases.get(name)}
-    known |= {"stall": update.stall_s} if update.stall_s else {}
+    known = {name: took for name in _PHASES if (took := update.phases.get(name, 0.0)) >= _SHOWN_S}
+    known |= {"stall": update.stall_s} if update.stall_s >= _SHOWN_S else {}
     return "  ".join(f"{name} {seconds(took)}" for name, took in known.items()) or "-"
 
 
@@ -231,7 +238,7 @@ def _line(found: Observation, newest: int | None) -> str:
     if found.update is not None:
         words.append(f"last update {last_update(found.update)}: {phases(found.update)}")
     if found.message:
-        words.append(one_line(found.message))
+        words.append(one_line(found.message).removeprefix(f"{found.url}: "))
     return "; ".join(words)
 
 

@@ -13,6 +13,7 @@ import typer
 from weightcast.cli.options import Json, Traceback, check_writable
 from weightcast.cli.render import say, say_json, table
 from weightcast.errors import ConfigError
+from weightcast.page.colours import PHASES
 from weightcast.page.updates import page_of
 from weightcast.page.words import seconds
 from weightcast.timeline import perfetto
@@ -127,12 +128,15 @@ def _shown(update: Update) -> str:
     head = f"version {update.version}: {seconds(update.seconds)} over {update.transport}"
     if not tracks:
         return f"{head}; this report has no timeline"
-    phases = list(dict.fromkeys(span.name for track in tracks for span in track.spans))
+    used = {span.name for track in tracks for span in track.spans}
+    phases = [name for name in PHASES if name in used] + sorted(used - PHASES.keys())
     rows: list[list[str]] = []
     for track in tracks:
         sums = dict.fromkeys(phases, 0)
         for span in track.spans:
             sums[span.name] += span.us
         error = f"± {seconds(track.clock_error_us / 1e6)}" if track.clock_error_us else "same"
-        rows.append([track.process, track.name, error, *(seconds(sums[name] / 1e6) for name in phases)])
+        rows.append(
+            [track.process, track.name, error, *(seconds(sums[name] / 1e6) if sums[name] else "-" for name in phases)]
+        )
     return f"{head}\n{table(['process', 'row', 'clock', *phases], rows)}"

@@ -177,6 +177,15 @@ def _of_one(report: ReportView) -> list[Figure]:
 
 
 def _of_many(reports: Sequence[ReportView]) -> list[Figure]:
+    figures = _by_step(reports)
+    slowest = max(reports, key=lambda report: report.seconds)
+    if slowest.timeline is not None and slowest.timeline.tracks:
+        caption = f"What every rank did in the update to version {slowest.version}, which took longest."
+        figures.append(timeline("The slowest update", caption, slowest.timeline))
+    return figures
+
+
+def _by_step(reports: Sequence[ReportView]) -> list[Figure]:
     steps = [report.version for report in reports]
     urls = list(dict.fromkeys(row.url for report in reports for row in report.targets))
     rows = [{row.url: row for row in report.targets} for report in reports]

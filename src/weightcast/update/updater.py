@@ -186,7 +186,7 @@ class WeightUpdater:
             version: The weight version, which counts up.
 
         Returns:
-            The report, the same on every rank.
+            The report, the same on every rank; the head's has the timeline as well.
 
         Raises:
             UpdateFailed: A target failed (``on_failure="raise"``), or all did.  Targets that had switched were
