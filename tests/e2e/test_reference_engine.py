@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine, engines, push, shortfall, status, verify, weightcast
-from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.harness import on_every_rank
+from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from weightcast import UpdateReport, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
