@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,14 @@ from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 PATIENCE_S = 120.0
+# The browser reads from descriptor 3 and writes to 4.
+_LAUNCH = """
+import fcntl, os, sys
+high = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
+os.dup2(high[0], 3)
+os.dup2(high[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find() -> str | None:
@@ -125,11 +134,7 @@ def browser(folder: Path) -> Iterator[Page]:
     assert found is not None
     (ours_read, theirs_write), (theirs_read, ours_write) = os.pipe(), os.pipe()
     command = [
-        "/bin/sh",
-        "-c",  # the browser reads from descriptor 3 and writes to 4
-        f'exec "$@" 3<&{theirs_read} 4>&{theirs_write}',
-        "sh",
-        found,
+        *(sys.executable, "-c", _LAUNCH, str(theirs_read), str(theirs_write), found),
         "--remote-debugging-pipe",
         "--headless",
         "--no-sandbox",

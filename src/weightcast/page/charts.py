@@ -10,8 +10,8 @@ from weightcast.page.svg import Scale, element, picture, stride, text, ticks
 Show = Callable[[float], str]
 
 WIDE, HALF = 1080.0, 520.0
-_HEIGHT = 250.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 12.0, 34.0
+_HEIGHT = 253.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 12.0, 37.0
 _MAX_COLUMNS = 120
 _MIN_PART = 1.5  # thinner parts of a column have no gap
 
@@ -70,11 +70,11 @@ class _Plot:
 
     def under(self, at: Callable[[int], float], labels: Sequence[str], title: str) -> None:
         """Draws the labels under the plot, as many as fit."""
-        room = max(len(label) for label in labels) * 7.5 + 14
+        room = max((len(label) for label in labels), default=0) * 7.5 + 14
         step = stride(len(labels), max(1, int((self.right - _LEFT) / room)))
         for number in range(0, len(labels), step):
             self.parts.append(text(labels[number], x=at(number), y=self.bottom + 17, class_="tick mid"))
-        self.parts.append(text(title, x=self.right, y=_HEIGHT - 2, class_="tick end"))
+        self.parts.append(text(title, x=self.right, y=_HEIGHT - 5, class_="tick end"))
 
     def picture(self, label: str) -> str:
         return picture(self.width, _HEIGHT, self.parts, label)

@@ -58,10 +58,11 @@ def timeline(title: str, caption: str, found: Timeline) -> Figure:
 
 
 def _choose(tracks: Sequence[Track]) -> list[Track]:
+    """Returns the first rows, which are the trainer's, and those that ended last."""
     if len(tracks) <= _MAX_TRACKS:
         return list(tracks)
     busy = sorted(tracks, key=lambda track: -max((span.end_us for span in track.spans), default=0.0))
-    kept = {id(track) for track in [*tracks[:4], *busy][:_MAX_TRACKS]}
+    kept = set(list(dict.fromkeys(id(track) for track in [*tracks[:4], *busy]))[:_MAX_TRACKS])
     return [track for track in tracks if id(track) in kept]
 
 
