@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weightcast.page.bars import Bar, bars, stacks
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.document import Chip, Document, Tile
-from weightcast.page.rows import served, timeline
+from weightcast.page.rows import State, served, timeline
 from weightcast.page.svg import stride, ticks
 from weightcast.page.updates import page_of
 from weightcast.page.words import digits, seconds, size
@@ -159,7 +159,7 @@ def test_plots_over_steps_take_any_number_of_steps(count):
     gaps = [value if value else None for value in values]
     stacked = columns("t", "c", steps, {"a": values, "b": values}, colours={"a": "s1", "b": "s2"}, show=seconds)
     drawn = lines("t", "c", steps, {"a": values, "gaps": gaps}, colours={"a": "s1", "gaps": "s2"}, show=digits)
-    cells = served("t", "c", steps, {"e": [("s1", "serving")] * count}, legend=[("s1", "serving")])
+    cells = served("t", "c", steps, {"e": [State("s1", "7", "serving")] * count}, legend=[("s1", "serving")])
     for figure in (stacked, drawn, cells):
         check_svg(figure)
     assert len(drawn.rows) == count

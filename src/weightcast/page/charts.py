@@ -109,10 +109,11 @@ def lines(
     scale = plot.vertical()
     ends = Scale(0.0, max(1.0, len(steps) - 1.0), _LEFT + 12, plot.right - 12)
     plot.under(ends, [str(step) for step in steps], x_title)
+    later = [list(values) for values in series.values()]
     for name, values in series.items():
-        plot.parts += _line(
-            [(ends(n), scale(value)) for n, value in enumerate(values) if value is not None], colours[name]
-        )
+        later.pop(0)
+        points = [(ends(n), scale(value)) for n, value in enumerate(values) if value is not None]
+        plot.parts += _line(points, colours[name], covered=list(values) in later)
     gap = (ends(1) - ends(0)) if len(steps) > 1 else plot.right - _LEFT
     for number, step in enumerate(steps):
         said = [f"{name}: {show(value)}" for name, values in series.items() if (value := values[number]) is not None]
@@ -131,10 +132,13 @@ def lines(
     )
 
 
-def _line(points: Sequence[tuple[float, float]], colour: str) -> list[str]:
+def _line(points: Sequence[tuple[float, float]], colour: str, *, covered: bool) -> list[str]:
+    """Returns a line with its dots; one that another line covers is drawn wide, so that both are seen."""
     if not points:
         return []
     path = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+    if covered:
+        return [element("path", d=path, class_=f"line wide {colour}")]
     marked = points if len(points) <= 20 else points[-1:]
     return [
         element("path", d=path, class_=f"line {colour}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from weightcast.page.charts import HALF, WIDE, Figure
 from weightcast.page.colours import PHASES, of_phases
@@ -90,11 +91,20 @@ def _sums(track: Track, names: Sequence[str]) -> list[str]:
     return [seconds(sums[name]) if sums[name] else "" for name in names]
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """One engine after one update: the colour class of its cell, a word that fits into it, and the whole story."""
+
+    colour: str
+    label: str
+    words: str
+
+
 def served(
     title: str,
     caption: str,
     steps: Sequence[int],
-    rows: Mapping[str, Sequence[tuple[str, str]]],
+    rows: Mapping[str, Sequence[State]],
     *,
     legend: Sequence[tuple[str, str]],
     wide: bool = False,
@@ -104,7 +114,7 @@ def served(
     Args:
         title, caption: Words of the figure.
         steps: Versions that were sent, ascending.
-        rows: For each engine, the colour class and the words of each step's cell.
+        rows: For each engine, the state at each step.
         legend: Colour class and meaning of each colour.
         wide: As ``Figure.wide``.
     """
@@ -117,14 +127,17 @@ def served(
     for number, (name, cells) in enumerate(rows.items()):
         y = 4 + number * 28.0
         parts.append(text(name, x=left - 10, y=y + 16, class_="name end"))
-        for place, (colour, words) in enumerate(cells):
+        for place, state in enumerate(cells):
             x = left + place * pitch
-            tip = f"{name}\nstep {steps[place]}: {words}"
-            kind = f"fill span {colour}"
+            tip = f"{name}\nstep {steps[place]}: {state.words}"
+            kind = f"fill span {state.colour}"
             size = max(pitch - gap, 0.5)
             parts.append(
                 element("rect", x=x, y=y, width=size, height=22, rx=min(3, size / 3), class_=kind, data_tip=tip)
             )
+            if len(state.label) * 8 + 6 < size:
+                middle = x + size / 2
+                parts.append(text(state.label, x=middle, y=y + 15, class_=f"inside mid {state.colour}"))
     bottom = 4 + len(rows) * 28.0
     step = stride(len(steps), max(1, int((width - left) / 36)))
     for place in range(0, len(steps), step):
@@ -135,6 +148,6 @@ def served(
         svg=picture(width, bottom + 22, parts, title),
         legend=legend,
         headers=("engine", *map(str, steps)),
-        rows=[(name, *(words for _, words in cells)) for name, cells in rows.items()],
+        rows=[(name, *(state.words for state in cells)) for name, cells in rows.items()],
         wide=wide,
     )

@@ -14,7 +14,7 @@ from weightcast.page.bars import Bar, bars
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.colours import MEANINGS, of_phases, of_series
 from weightcast.page.document import Chip, Document, Mood, Tile
-from weightcast.page.rows import served, timeline
+from weightcast.page.rows import State, served, timeline
 from weightcast.page.words import seconds, size
 from weightcast.timeline.tracks import Timeline
 
@@ -276,16 +276,17 @@ def versions_served(steps: Sequence[int], found: Mapping[str, Sequence[tuple[str
         steps: Versions that were sent.
         found: For each engine its status and version after each update; None where it took no part.
     """
-    rows: dict[str, list[tuple[str, str]]] = {}
+    rows: dict[str, list[State]] = {}
     used: dict[str, None] = {}
     for url, states in found.items():
-        cells: list[tuple[str, str]] = []
+        cells: list[State] = []
         for state in states:
             status = state[0] if state is not None else ""
             version = state[1] if state is not None else None
-            words = f"{status}, version {'?' if version is None else version}" if state is not None else "not a target"
+            label = "" if state is None else "?" if version is None else str(version)
+            words = "not a target" if state is None else f"{status}, version {label}"
             used[status] = None
-            cells.append((_CELLS.get(status, "grey"), words))
+            cells.append(State(_CELLS.get(status, "grey"), label, words))
         rows[short(url)] = cells
     meanings = {
         "serving": "serves the new version",
@@ -296,7 +297,7 @@ def versions_served(steps: Sequence[int], found: Mapping[str, Sequence[tuple[str
     }
     return served(
         "Versions by engine",
-        "A cell for each engine and update.",
+        "A cell for each engine and update, with the version that the engine serves after it.",
         steps,
         rows,
         legend=[(_CELLS[name], words) for name, words in meanings.items() if name in used],

@@ -70,7 +70,7 @@ def _reward(modes: list[ModeRecord]) -> Figure:
     return lines(
         "Reward",
         "Mean reward of the answers sampled in each step, 0 to 1."
-        + (" Both modes sampled the same answers, so one line covers the other." if same else ""),
+        + (" Both modes sampled the same answers, so their lines coincide." if same else ""),
         steps,
         {name: [found.get(step) for step in steps] for name, found in rewards.items()},
         colours=of_series(rewards),

@@ -32,11 +32,17 @@ def write_soak_page(fields: Mapping[str, Any], path: Path, *, ok: bool, command:
         ]
     )
     figures = [
-        bars(title, caption, [Bar(name=name, value=float(n)) for name, n in fields[key].items()], show=digits)
+        bars(
+            title,
+            caption,
+            [Bar(name=name, value=float(count)) for name, count in fields[key].items()],
+            show=digits,
+            tall=key == "modes",
+        )
         for key, title, caption in (
+            ("modes", "Pause modes", "Updates that were begun, by pause mode."),
             ("faults", "Faults", "Injected, by kind."),
             ("transports", "Transports", "Complete updates by transport."),
-            ("modes", "Pause modes", "Updates that were begun, by pause mode."),
         )
         if fields[key]
     ]
