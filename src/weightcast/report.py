@@ -5,9 +5,15 @@ A report is plain data with a readable ``str`` and a stable JSON form.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from weightcast.page import updates as page
+from weightcast.timeline import perfetto
+from weightcast.timeline.tracks import Timeline
 
 TargetStatus = Literal["serving", "quarantined", "untouched", "unknown"]
 PROOFS = ("none", "received", "partial", "resident", "behaviour")  # levels of proof, lowest first
@@ -75,6 +81,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         targets: One row for each target.
         unsummed: Names of tensors that were summed in the sender's bucket, because the exporter's ranks do not sum
             their shards.  No digest covers the gather of these tensors.
+        timeline: When each rank did what; on trainer rank 0 only, empty elsewhere.
     """
 
     version: int
@@ -87,6 +94,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None
     targets: tuple[TargetReport, ...]
     unsummed: tuple[str, ...] = ()
+    timeline: Timeline = Timeline()
 
     @property
     def ok(self) -> bool:
@@ -100,6 +108,27 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> str:
         """The report as one line of JSON; field names are stable."""
         return msgspec.json.encode(self).decode()
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Writes the timeline of every rank as a trace for ui.perfetto.dev and returns the path.
+
+        Raises:
+            ValueError: This report has no timeline; only that of trainer rank 0 has one.
+            OSError: The file cannot be written.
+        """
+        return perfetto.write(path, [msgspec.convert(self, perfetto.Update, from_attributes=True)])
+
+    def to_html(self, path: str | Path, *, earlier: Sequence[UpdateReport] = ()) -> Path:
+        """Writes one self-contained page with plots, and returns its path.
+
+        Args:
+            path: The file to write.
+            earlier: Reports of earlier updates of the run, in order; with them the page shows all updates by step.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        return page.page_of([report.to_json() for report in (*earlier, self)]).write(path)
 
     def __str__(self) -> str:
         """A summary with units, and one line for each target."""

@@ -83,6 +83,10 @@ def test_plot_is_a_picture(tmp_path):
     assert reporting.write_plot(modes, tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
+def files(folder):
+    return {"page": folder / "report.html", "plot": folder / "plot.png", "written": folder / "report.json"}
+
+
 def test_success_needs_every_rank_in_every_step():
     assert report(mode("colocated", "ipc", RISING)).all_matched
     assert not report(
@@ -93,21 +97,20 @@ def test_success_needs_every_rank_in_every_step():
 
 def test_summary_shows_gain_answers_and_where_to_look(tmp_path):
     both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[:1]))
-    text = reporting.summary(both, plot=tmp_path / "plot.png", written=tmp_path / "report.json")
+    text = reporting.summary(both, **files(tmp_path))
     assert "gain +0.70" in text
     assert "too few steps?" in text
     assert "'Because of tea'" in text
     assert str(tmp_path / "plot.png") in text
+    assert str(tmp_path / "report.html") in text
     assert "every digest matched" in text
-    assert "NOT ALL" in reporting.summary(
-        report(mode("colocated", "ipc", RISING, matched=0)), plot=tmp_path / "p", written=tmp_path / "r"
-    )
+    assert "NOT ALL" in reporting.summary(report(mode("colocated", "ipc", RISING, matched=0)), **files(tmp_path))
 
 
 @pytest.mark.parametrize(("second", "said"), [(RISING, True), ([*RISING[:-1], 0.0], False)])
 def test_summary_says_if_both_modes_sent_the_same_weights(tmp_path, second, said):
     both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", second))
-    text = reporting.summary(both, plot=tmp_path / "p", written=tmp_path / "r")
+    text = reporting.summary(both, **files(tmp_path))
     assert ("the same weights" in text) is said
 
 

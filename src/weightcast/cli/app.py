@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from weightcast.cli import bench, demo, doctor, plan, push, serve, status, verify
+from weightcast.cli import bench, demo, doctor, plan, push, serve, status, trace, verify
 from weightcast.cli.exit_codes import FAILURE, INTERRUPTED, USAGE, code_of
 from weightcast.cli.options import JSON_KEY, STACK_KEY
 from weightcast.cli.render import note, say, show_error
@@ -108,6 +108,7 @@ app.command(short_help="Compare an engine's weights with a checkpoint")(verify.v
 app.command(short_help="Estimate the buckets, memory and time of an update")(plan.plan)
 app.command(short_help="Check whether engines can be updated from here, and say what to fix")(doctor.doctor)
 app.command(short_help="Show the state and weight version of each engine")(status.status)
+app.command(short_help="Show what every rank did in saved updates: a trace, a page or a table")(trace.trace)
 app.add_typer(bench.bench, name="bench", short_help="Measure updates, or stress them with faults")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.options import Json, Traceback
+from weightcast.cli.options import HtmlFile, Json, Traceback, check_writable
 from weightcast.cli.render import note, parse_size, say, say_json
 from weightcast.errors import ConfigError
 
@@ -39,6 +41,7 @@ def soak(
     logs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder for the processes' logs; deleted by default.")
     ] = None,
+    html: HtmlFile = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
@@ -55,7 +58,10 @@ def soak(
     weightcast bench soak --seconds 3600 --model ./SmolLM2-135M-Instruct --fault-rate 0.02 --json
     """
     size_bytes = parse_size(bucket_bytes)
+    if html is not None:
+        check_writable(html)
     try:
+        from weightcast.lab.soak.page import write_soak_page
         from weightcast.lab.soak.result import Plan
         from weightcast.lab.soak.run import Soak
         from weightcast.lab.soak.versions import make_tiny_model
@@ -89,6 +95,9 @@ def soak(
         )
         with Soak(plan, _show_progress) as running:
             result = running.run()
+    if html is not None:
+        page = write_soak_page(_fields(result), html, ok=result.ok, command=shlex.join(sys.argv))
+        note(f"{page}: open it in a browser")
     if as_json:
         say_json({"ok": result.ok, **_fields(result)})
     else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from weightcast.cli.options import Json, Traceback
+from weightcast.cli.options import HtmlFile, Json, Traceback, check_writable
 from weightcast.cli.render import note, parse_size, say, say_json, table
 from weightcast.errors import ConfigError
 from weightcast.report import format_bytes
@@ -31,6 +33,7 @@ def updates(
         typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket; repeat to compare several sizes."),
     ] = None,
     turns: Annotated[int, typer.Option(metavar="N", help="Timed updates of each method.", min=1)] = 10,
+    html: HtmlFile = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
@@ -43,6 +46,7 @@ def updates(
     \b
     weightcast bench updates
     weightcast bench updates --size 1GiB --ranks 2 --json
+    weightcast bench updates --html bench.html
     weightcast bench updates --model qwen3-8b --ranks 4 --device cuda
     """
     try:
@@ -50,10 +54,13 @@ def updates(
 
         from weightcast.lab.bench.case import Plan, run_case
         from weightcast.lab.bench.contenders import ours
+        from weightcast.lab.bench.page import write_page
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"`bench updates` needs {error.name}, which is not installed", hint='pip install "weightcast[serve]"'
         ) from error
+    if html is not None:
+        check_writable(html)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device} is unknown: choose cpu or cuda")
@@ -67,6 +74,8 @@ def updates(
             continue
         note(f"{layout.placement}: {layout.trainers} trainers, {layout.engines} engines, {layout.model}")
         results.append(run_case(layout, ours(layout, bucket_bytes=sizes), Plan(turns=turns), say=note))
+    if html is not None and results:
+        note(f"{write_page(results, html, command=shlex.join(sys.argv))}: open it in a browser")
     if as_json:
         say_json(results)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -15,22 +16,25 @@ from weightcast.cli.options import (
     CertFile,
     Checkpoint,
     EngineKind,
+    HtmlFile,
     Json,
     KeyFile,
     Traceback,
     WireDtype,
+    check_writable,
     targets,
     torch_dtype,
 )
 from weightcast.cli.render import note, parse_size, progress, say, say_json
 from weightcast.config import Target
-from weightcast.errors import ConfigError, WeightcastError
+from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
 from weightcast.report import count_of
 
 if TYPE_CHECKING:
     import torch
 
     from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseMode, TransportName, VerifyLevel
+    from weightcast.report import UpdateReport
     from weightcast.wire.messages import EngineInfo
 
 
@@ -125,6 +129,11 @@ def push(
             "run as another user need group or all.",
         ),
     ] = "user",
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write what every rank did, as a trace for https://ui.perfetto.dev."),
+    ] = None,
+    html: HtmlFile = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
@@ -136,12 +145,16 @@ def push(
     \b
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --to http://10.0.3.8:8000 --version 412 --via broadcast
+    weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412 --trace trace.json --html update.html
     weightcast push runs/step-90 --to http://127.0.0.1:8000 --version 90 --allow-older --pause wait --json
     """
     size_bytes = parse_size(bucket_bytes)
     found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:
         raise ConfigError(f"--version {version} is negative")
+    for path in (trace, html):
+        if path is not None:
+            check_writable(path)
 
     from weightcast.exporters.checkpoint import CheckpointExporter
     from weightcast.update.updater import WeightUpdater
@@ -174,8 +187,12 @@ def push(
         )
         try:
             report = updater.update(version=version)
+        except UpdateFailed as error:
+            _write(error.report, trace, html)
+            raise
         finally:
             updater.close()
+    _write(report, trace, html)
     if as_json:
         say_json(report)
     else:
@@ -189,6 +206,14 @@ def push(
         names = ", ".join(f"{row.url} ({row.proof})" for row in short)
         note(f"error: the new version serves, but its proof is below --require {require} on {names}")
         raise typer.Exit(FAILURE)
+
+
+def _write(report: UpdateReport, trace: Path | None, html: Path | None) -> None:
+    """Writes the files that were asked for."""
+    if trace is not None:
+        note(f"{report.to_perfetto(trace)}: open it at https://ui.perfetto.dev")
+    if html is not None:
+        note(f"{report.to_html(html)}: open it in a browser")
 
 
 def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s: float) -> torch.device:

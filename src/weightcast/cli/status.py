@@ -28,18 +28,37 @@ def status(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 10.0,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            "-w",
+            help="Show a live table until Ctrl-C; where stdout is no terminal, a line for each change. With --json, "
+            "each line is a JSON document.",
+        ),
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="S", help="For --watch: pause between two looks, in seconds.", min=0.05)
+    ] = 1.0,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
     """Shows each engine's kind, model, weight version, digest and state (serving, paused, updating, quarantined).
 
     The exit code is 0 if every engine answers and serves, also while an update of it is under way, else 1.
+    With --watch it is 0 after Ctrl-C.
 
     \b
     weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000
     weightcast status http://10.0.3.7:8000 --json | jq .engines[0].version
+    weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000 --watch
     """
     found = targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
+    if watch:
+        from weightcast.cli.status_watch import watch as watch_engines
+
+        watch_engines(found, interval_s=interval, timeout_s=timeout, as_json=as_json)
+        return
     with ThreadPoolExecutor(max_workers=min(16, len(found))) as pool:
         answers = list(pool.map(_ask, found, [timeout] * len(found)))
     ok = all(not isinstance(answer, WeightcastError) and _serves(answer) for answer in answers)

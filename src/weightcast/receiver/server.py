@@ -35,6 +35,7 @@ from weightcast.wire.messages import (
     decode,
     encode,
 )
+from weightcast.wire.status import EngineStatus
 
 HEARTBEAT_S = 1.0
 MAX_SCORED_TOKENS = 4096
@@ -93,6 +94,10 @@ class Answers(Protocol):
         """As ``SessionHandler.info``."""
         ...
 
+    def status(self) -> EngineStatus:
+        """As ``SessionHandler.status``."""
+        ...
+
     def apply(self, message: Message) -> Ack:
         """As ``SessionHandler.apply``."""
         ...
@@ -122,6 +127,12 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
     @router.get("/info", summary="The engine's description and state", responses={200: _INFO}, response_class=Response)
     async def info() -> Response:
         return _json(engine.info())
+
+    @router.get(
+        "/status", summary="State, version and last update, in short", responses={200: _STATUS}, response_class=Response
+    )
+    async def status() -> Response:
+        return _json(engine.status())
 
     @router.post(
         "/apply",
@@ -282,6 +293,7 @@ def _refusal(status: int, text: str) -> Response:
 
 
 _INFO = json_content("The engine's description, with every tensor that an update must contain", EngineInfo)
+_STATUS = json_content("State, version and last update", EngineStatus)
 _ACK = json_content("Done", Ack)
 _LOGPROBS = json_content("One log-probability for each token but the first", Logprobs)
 _REFUSED = json_content("Refused; nothing changed", Refusal)

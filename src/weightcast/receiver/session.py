@@ -44,6 +44,7 @@ from weightcast.wire.messages import (
     State,
     shown,
 )
+from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.receiver")
 
@@ -97,6 +98,10 @@ class SessionHandler:
         """The engine's description of itself, with its state and version."""
         session = self._session
         return self._engine.info(None if session is None else owner(session.open))
+
+    def status(self) -> EngineStatus:
+        """The engine's state and its last update, in short."""
+        return self._events.status()
 
     def apply(self, message: Message) -> Ack:
         """Carries out a message.  An answer with ``ok=False`` says why it failed and which state is left."""

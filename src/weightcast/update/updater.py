@@ -7,6 +7,7 @@ the same report or raises the same error.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Self, cast
@@ -48,8 +49,9 @@ from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
 from weightcast.update.trainer_ranks import TrainerRanks
-from weightcast.update.watched import run_watched, tell_targets
+from weightcast.update.watched import gather_ends, run_watched, tell_targets
 from weightcast.watch.events import Events, Listener
+from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.layout import BucketLayout, plan_buckets
 
 _PROBE_TOKENS = tuple(range(5, 37))
@@ -80,8 +82,9 @@ class WeightUpdater:
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._choice = Choice()
         self._events = Events()
+        self._timeline = TimelineRecorder()
         try:
-            self._events = Events(listeners, rank=self._group.rank)
+            self._events = Events((self._timeline, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
             exporter.prepare(self._group)
             self._choose()
@@ -181,7 +184,7 @@ class WeightUpdater:
             version: The weight version, which counts up; None takes the next after the highest that the targets serve.
 
         Returns:
-            The report, the same on every rank.
+            The report, the same on every rank; the head's has the timeline as well.
 
         Raises:
             UpdateFailed: A target failed (``on_failure="raise"``), or all did.  Targets that had switched were
@@ -389,19 +392,23 @@ class WeightUpdater:
             raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
 
     def _conclude(self, result: AttemptResult, extra_bytes: Callable[[], int]) -> AttemptResult:
-        """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report."""
+        """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
+
+        The head's report has the timeline as well, which may be long.
+        """
+        asked_at = time.monotonic()
         result = self._ranks.hear(result)
+        heard = time.monotonic()
         if result.score:
             result = self._score()
-        if result.report is not None:
-            extra = self._group.gather_bytes(str(extra_bytes()).encode())
-            if extra is not None:
-                most = max(int(value) for value in extra)
-                result = msgspec.structs.replace(
-                    result, report=msgspec.structs.replace(result.report, peak_extra_bytes=most)
-                )
-            result = self._ranks.hear(result)
-        return result
+        if result.report is None:
+            return result
+        ends = gather_ends(self._group, self._timeline, extra_bytes(), heard=heard, asked_at=asked_at)
+        if ends is None:
+            return self._ranks.hear(result)
+        report = msgspec.structs.replace(result.report, peak_extra_bytes=ends.extra_bytes)
+        result = self._ranks.hear(msgspec.structs.replace(result, report=report))
+        return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=ends.timeline()))
 
     def _score(self) -> AttemptResult:
         """Compares the trainer's log-probabilities with the engines'."""

@@ -23,6 +23,7 @@ from weightcast.lab.demo import report as reporting
 from weightcast.lab.demo import table
 from weightcast.lab.demo.children import Child, ChildFailed, Children
 from weightcast.lab.demo.console import Console
+from weightcast.lab.demo.page import write_page
 from weightcast.lab.demo.placement import Placement, place
 from weightcast.lab.demo.processes import TRANSPORTS, describe, start_engines, start_trainers, write_job
 from weightcast.lab.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
@@ -95,7 +96,8 @@ def _run(config: DemoConfig, console: Console) -> int:
     )
     written = reporting.write_report(result, config.out)
     plot = reporting.write_plot(modes, config.out)
-    say("\n" + reporting.summary(result, plot=plot, written=written))
+    page = write_page(result, config.out)
+    say("\n" + reporting.summary(result, page=page, plot=plot, written=written))
     if config.as_json:
         console.say_json(result)
     return 0 if result.all_matched else 1

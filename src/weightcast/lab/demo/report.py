@@ -103,7 +103,7 @@ def write_plot(modes: Sequence[ModeRecord], folder: Path) -> Path:
     return path
 
 
-def summary(report: DemoReport, *, plot: Path, written: Path) -> str:
+def summary(report: DemoReport, *, page: Path, plot: Path, written: Path) -> str:
     """Returns the summary that the demo prints last."""
     lines: list[str] = []
     for mode in report.modes:
@@ -116,7 +116,8 @@ def summary(report: DemoReport, *, plot: Path, written: Path) -> str:
     lines += [
         f"{num_updates} updates in {report.seconds:.0f} s, {proven}, seed {report.seed}",
         "",
-        f"  {plot}   reward and update time by step",
+        f"  {page}   reward, time and engines by step: open it in a browser",
+        f"  {plot}   reward and update time as one picture",
         f"  {written}   every number above",
         f"  {written.parent / 'logs'}   log of each process, with the update report of each step",
         "",

@@ -30,6 +30,7 @@ from weightcast.watch.events import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
 from weightcast.wire.messages import Ack, EngineInfo, Message
+from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
@@ -72,6 +73,10 @@ class Endpoints:
             return info
         words = "; ".join(filter(None, (info.message, f"asleep: {', '.join(sorted(asleep))}")))
         return msgspec.structs.replace(info, message=words)
+
+    def status(self) -> EngineStatus:
+        """Implements ``SessionHandler.status``."""
+        return self._ready().status()
 
     def apply(self, message: Message) -> Ack:
         """Implements ``SessionHandler.apply``."""
