@@ -30,7 +30,7 @@ FLAGS = {
 }
 # Environment variables that the code reads without a flag, and their meaning.
 VARIABLES = {
-    "CUDA_VISIBLE_DEVICES": "Every process. The GPUs that a process sees; over `ipc`, an engine must see the trainer's.",
+    "CUDA_VISIBLE_DEVICES": "Every process. Its GPUs; over `ipc`, an engine must see those of the trainer.",
     "GLOO_SOCKET_IFNAME": "Trainer and engines. torch's network interface for gloo; without it, weightcast takes the "
     "interface of the rendezvous address.",
     "NCCL_CUMEM_ENABLE": "Trainer. Must be set for `broadcast` to SGLang over NCCL, to the server's value.",
@@ -167,13 +167,19 @@ def _extras() -> list[tuple[str, ...]]:
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
     yield _row(header)
     yield _row(tuple("---" for _ in header))
-    for row in rows:
-        yield _row(row)
+    yield from table_rows(rows)
+
+
+def table_rows(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yields each row as Markdown."""
+    yield from map(_row, rows)
 
 
 def _row(cells: tuple[str, ...]) -> str:
     """Joins cells; a bar inside of code does not separate cells, and any other one is escaped."""
-    escaped = ("".join(part if part.startswith("`") else part.replace("|", r"\|") for part in _SPAN.split(c)) for c in cells)
+    escaped = (
+        "".join(part if part.startswith("`") else part.replace("|", r"\|") for part in _SPAN.split(c)) for c in cells
+    )
     return "| " + " | ".join(escaped) + " |"
 
 

@@ -21,16 +21,17 @@ _IMAGES = ROOT / "benchmarks" / "results"
 def on_config(config: Any) -> Any:
     """Fills in the entries of ``nav`` that stand for folders, and leaves out optional pages that do not exist."""
     optional = set(config.extra.get("optional_pages", ()))
-    config.nav = _present(config.nav, Path(config.docs_dir), optional)
+    config.nav = present(config.nav, Path(config.docs_dir), optional)
     return config
 
 
-def _present(nav: list[Any], docs: Path, optional: set[str]) -> list[Any]:
+def present(nav: list[Any], docs: Path, optional: set[str]) -> list[Any]:
+    """Entries of a `nav` whose pages exist; an entry that ends in `/` becomes the pages of that folder."""
     found: list[Any] = []
     for entry in nav:
         [(title, value)] = entry.items()
         if isinstance(value, list):
-            found.append({title: _present(value, docs, optional)})
+            found.append({title: present(value, docs, optional)})
         elif value.endswith("/"):
             pages = sorted(path.relative_to(docs).as_posix() for path in (docs / value).rglob("*.md"))
             if pages:
