@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import ENVIRONMENT, Engine, engines, weightcast
 from weightcast.config import UpdateConfig
+from weightcast.digest.definition import tensor_digest
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial"
 URL = "http://127.0.0.1:8000"
@@ -102,6 +104,20 @@ def test_sharded_loop_of_the_page_updates_from_two_processes(engine: Engine, fol
     assert engine.info()["version"] == 5
     assert not set(before.values()) & set(engine.digests().values())
     assert done.stdout.count("proof resident") == 5  # one process prints
+
+
+def test_five_lines_of_the_readme_update_an_engine(engine: Engine, folder: Path) -> None:
+    text = (TUTORIAL.parents[1] / "README.md").read_text()
+    [code] = re.findall(r"^## Five lines\n\n```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    model = AutoModelForCausalLM.from_pretrained(folder / "B")
+    before = engine.digests()
+    names: dict[str, Any] = {"model": model, "num_steps": 2, "train": lambda model: model.lm_head.weight.data.mul_(2)}
+    exec(compile(re.sub(r"targets=\[.*?\]", f"targets=[{engine.url!r}]", code), "README.md", "exec"), names)
+    names["updater"].close()
+    after = engine.digests()
+    assert engine.info()["version"] == 2
+    assert after["lm_head.weight"] == tensor_digest(model.lm_head.weight)
+    assert after["lm_head.weight"] != before["lm_head.weight"]
 
 
 def test_options_of_the_cluster_page_exist() -> None:
