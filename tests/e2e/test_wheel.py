@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import email
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -52,9 +54,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def build(project: Path, folder: Path) -> Path:
+    """Builds the wheel of a project into a folder, without a package index."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
-    options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(project)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     [found] = folder.glob("weightcast-*.whl")
@@ -167,6 +173,24 @@ def test_command_line_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
     serve = run(command, "serve", str(tmp_path / "model"))
     assert serve.returncode != 0
     assert 'pip install "weightcast[serve]"' in serve.stderr
+
+
+def test_files_that_the_dockerfile_copies_suffice_for_the_package(wheel: Path, tmp_path: Path) -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) == allowed
+    for name in copied:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tmp_path / name)
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(build(tmp_path, tmp_path / "wheel")) as copy:
+        assert set(copy.namelist()) == set(whole.namelist())
+    [entry] = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT ")]
+    assert json.loads(entry[entry.index("--weight-transfer-config") + 1]) == {"backend": "weightcast"}
+    assert "ENV VLLM_PLUGINS=weightcast" in lines
 
 
 @pytest.mark.wide
