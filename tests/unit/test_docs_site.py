@@ -170,3 +170,19 @@ def test_every_error_text_of_the_troubleshooting_page_is_in_the_sources(texts):
     assert len(headings) > 30
     patterns = {head: re.compile(".*".join(map(re.escape, head.split("..."))), re.DOTALL) for head in headings}
     assert [head for head, pattern in patterns.items() if not any(map(pattern.search, texts))] == []
+
+
+def test_every_test_that_the_table_of_requirements_names_exists():
+    page = (DOCS / "review-requirements.md").read_text()
+    files: dict[str, str] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        files[path.name] = files.get(path.name, "") + path.read_text()
+    missing: set[str] = set()
+    for line in page.splitlines():
+        name = ""
+        for file, test in re.findall(r"`(?:tests/)?(?:\w+/)*(test_\w+\.py)?(?:::(test_\w+))?`", line):
+            name = file or name
+            if name and (name not in files or (test and f"def {test}(" not in files[name])):
+                missing.add(f"{name}::{test}")
+    assert missing == set()
+    assert page.count("::test_") > 30
