@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
@@ -15,7 +16,10 @@ from typer.testing import CliRunner
 
 import weightcast
 from weightcast import Target, UpdateConfig
+from weightcast.adapters.registry import KINDS
 from weightcast.cli.app import app
+from weightcast.config import VerifyLevel
+from weightcast.transports.registry import TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -186,3 +190,14 @@ def test_every_test_that_the_table_of_requirements_names_exists():
                 missing.add(f"{name}::{test}")
     assert missing == set()
     assert page.count("::test_") > 30
+
+
+def test_matrix_has_every_kind_of_engine_transport_and_proof():
+    page = (DOCS / "engines" / "matrix.md").read_text()
+    names = {"native": "reference engine", "vllm": "vLLM, stock", "vllm-extension": "vLLM, worker extension"}
+    for kind in KINDS:
+        assert names.get(kind.name, kind.name).lower() in page.lower()
+    for spec in TRANSPORTS:
+        assert f"\n| `{spec.name}` |" in page
+    for level in set(get_args(VerifyLevel)) - {"none"}:
+        assert f"\n| `{level}` |" in page
