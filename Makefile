@@ -11,7 +11,7 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Two jobs: the engines' environments need only our torch, so make creates them while `setup` goes on.
 MAKEFLAGS += --jobs=2
 
-.PHONY: setup demo engines test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
+.PHONY: setup demo engines test wide-test fuzz faults soak docs check engine-test example-test gpu-test format clean
 
 setup: $(READY)
 
@@ -67,12 +67,17 @@ faults: setup
 soak: setup
 	$(BIN)/weightcast bench soak --updates 1000 $(SOAK_ARGS)
 
+# The docs site, in site/.  Fails at the first broken link.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.prose
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Real engines on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
 engine-test: setup engines
@@ -92,4 +97,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
