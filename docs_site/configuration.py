@@ -44,7 +44,7 @@ VARIABLES = {
     "VLLM_PLUGINS": "vLLM with the plug-in. Must contain `weightcast`.",
     "WEIGHTCAST_REVISION": "Benchmarks. The revision that a result names where there is no git.",
     "WEIGHTCAST_SGLANG_FOLDER": "SGLang with the plug-in. Set by the server for its own ranks; not for users.",
-    "WEIGHTCAST_STAGING": "SGLang with the plug-in. Place of new weights before the switch: `auto`, `device` or `host`.",
+    "WEIGHTCAST_STAGING": "SGLang with the plug-in. Where new weights wait: `auto`, `device` or `host`.",
     "XDG_CACHE_HOME": "Demo. The folder below which `weightcast` keeps its model; `~/.cache` by default.",
     "prometheus_multiproc_dir": "The same in lower case, which prometheus_client still reads.",
 }
