@@ -51,12 +51,17 @@ class Engine:
     client: httpx.Client = field(repr=False)
 
     @classmethod
-    def start(cls, folder: Path, *, tp: int = 1, dtype: str = "float32", log: Path, **options: object) -> Engine:
-        """Start one; ``ready`` waits for it, so that several can start side by side."""
+    def start(
+        cls, folder: Path, *, tp: int = 1, dtype: str = "float32", log: Path, program: str = COMMAND, **options: object
+    ) -> Engine:
+        """Start one; ``ready`` waits for it, so that several can start side by side.
+
+        ``program`` is a module whose ``main`` is the command's, or calls it.
+        """
         command = ["serve", str(folder), "--port=0", "--json", "--threads=1", f"--tp={tp}", f"--dtype={dtype}"]
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         with log.open("w") as stderr:
-            process = Started(COMMAND, *command, stdout=subprocess.PIPE, stderr=stderr, env=ENVIRONMENT)
+            process = Started(program, *command, stdout=subprocess.PIPE, stderr=stderr, env=ENVIRONMENT)
         client = httpx.Client(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=None))
         return cls(process=process, url="", folder=folder, tp=tp, client=client)
 

@@ -28,6 +28,7 @@ from tests.engines.trainer import update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
+from tests.unit.test_watch_metrics import series
 from weightcast import Target, WeightUpdater
 from weightcast.comm.update_group import Rendezvous
 from weightcast.errors import UpdateFailed
@@ -67,6 +68,9 @@ def test_a_real_model_with_tied_embeddings(tmp_path: Path) -> None:
         assert verify(b, engine) == (0, set())
         assert verify(a, engine)[0] == 1
         assert [(row["version"], row["state"]) for row in status(engine)] == [(3, "serving")]
+        check_metrics(engine, version=3, updates=3)
+        log = (tmp_path / "vllm.log").read_text()
+        assert re.search(r"INFO .*version 3 serves; stall", log), "our log lines are where vLLM's are, in vLLM's form"
 
 
 def test_experts_on_two_ranks(tmp_path: Path) -> None:
@@ -85,6 +89,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
             assert report["targets"][0]["digests_matched"] == 2
             assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
         assert verify(folders["B"], engine) == (0, set())
+        check_metrics(engine, version=7, updates=3)
         # From a trainer that keeps experts stacked, sharded over two processes, which compares its own forward pass.
         with closing(Ranks(2)) as ranks:
             for version, name, via in ((8, "A", "ipc"), (9, "B", "broadcast")):
@@ -121,6 +126,22 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
         for pause in PAUSES:
             check_pause(served, pause)
         lose_and_start_again(served, tmp_path)
+
+
+def check_metrics(engine: Engine, *, version: int, updates: int) -> None:
+    """The receiver's metrics are on vLLM's own page, with vLLM's label for the model and none for a process."""
+    page = engine.client.get(engine.url + "/metrics").text
+    assert 'vllm:prompt_tokens_total{engine="0",model_name="tiny"}' in page
+    assert not [line for line in page.splitlines() if line.startswith("weightcast_") and "pid=" in line]
+    found = series(page)
+    assert found["weightcast_engine_version", "tiny"] == version
+    assert found["weightcast_engine_state", "tiny", "serving"] == 1
+    assert found["weightcast_engine_updates_started_total", "tiny"] == updates
+    assert found["weightcast_engine_updates_finished_total", "tiny", "committed"] == updates
+    for phase in ("wire", "load", "verify", "pause", "switch", "resume", "total"):
+        names = [name for name in found if name[:3] == ("weightcast_engine_update_seconds_count", "tiny", phase)]
+        assert sum(found[name] for name in names) == updates, phase
+    assert found["weightcast_engine_stall_seconds_count", "tiny"] == updates
 
 
 def lose_and_start_again(served: Served, logs: Path) -> None:

@@ -2,19 +2,25 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from weightcast import __version__
 from weightcast.cli.app import app
+from weightcast.cli.exit_codes import MEANING
 from weightcast.cli.options import targets
 from weightcast.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = ("demo", "serve", "push", "verify", "plan", "doctor", "status")
 
 
@@ -147,22 +153,31 @@ def test_mistakes_are_one_line(args, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(*args)
     assert says in one_error(result)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
 
 
 def test_mistake_as_json():
     result = run("plan", "x", "--targets", "0", "--json")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert json.loads(result.stdout)["error"]["type"] == "ConfigError"
 
 
 def test_stack_on_request():
     result = run("plan", "x", "--targets", "0", "--traceback")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_verify_says_2_when_it_could_not_find_out(closed_port):
+def test_every_exit_code_is_in_the_docs():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == MEANING
+
+
+def test_verify_of_nothing_is_wrong_usage_and_of_nobody_a_failure(closed_port, tmp_path):
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    result = run("verify", tmp_path, "--at", f"http://127.0.0.1:{closed_port}")
+    assert "cannot connect" in one_error(result)
+    assert result.exit_code == 1
     result = run("verify", "nowhere", "--at", f"http://127.0.0.1:{closed_port}")
     assert "nowhere does not exist" in one_error(result)
     assert result.exit_code == 2

@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from weightcast.cli.render import names, one_line, parse_size, progress, show_error, table
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed
@@ -90,6 +91,15 @@ def test_failed_update_shows_its_report(capsys):
         digest=None,
         targets=(row,),
     )
+    assert "1 bucket (1 B)" in str(report)
+    assert "1.0 GB/s" not in str(report)
+    refused = UpdateFailed("http://a:1: out of memory", report=replace(report, buckets=0, bytes=0))
+    show_error(refused, as_json=False, with_stack=False)
+    out, err = capsys.readouterr()
+    assert (out + err).count("out of memory") == 1
+    assert out.startswith("version 2: nothing was sent")
+    served = replace(report, targets=(replace(row, status="serving", version_after=2, ranks=1),))
+    assert str(served).startswith("version 2: 1 B to 1 rank over ipc in 1.000 s")
     error = UpdateFailed("one of one engines failed", report=report)
     show_error(error, as_json=False, with_stack=False)
     assert "out of memory" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from weightcast.errors import WireError
+from weightcast.watch.events import Step
 from weightcast.wire import messages
 from weightcast.wire.layout import MAX_BYTES, BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import (
@@ -63,6 +64,8 @@ OPEN = Open(
     digest="sha256",
     specs=(SPEC, SCALAR),
 )
+TRACEPARENT = f"00-{SESSION}-{SESSION[:16]}-01"
+STEPS = (Step("wire", 0, 1.5, 2.5, 3), Step("pause", None, 2.0, 2.25))
 JOIN = Join(
     group="g.1-x",
     host="fe80::1%eth0",
@@ -75,6 +78,7 @@ JOIN = Join(
 )
 EXAMPLES = {
     "open": OPEN,
+    "open with a trace": msgspec.structs.replace(OPEN, traceparent=TRACEPARENT),
     "join": JOIN,
     "join for a session": msgspec.structs.replace(JOIN, session=SESSION),
     "leave": Leave(group="g"),
@@ -90,7 +94,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_is_encoded_is_decoded(name):
+def test_decoded_message_equals_the_encoded_one(name):
     message = EXAMPLES[name]
     again = decode(encode(message))
     assert again == message
@@ -112,6 +116,9 @@ ANSWERS = [
         resident={"a": "1"},
         mismatched=("b",),
         stall_s=0.25,
+        heard=1.0,
+        answered=3.0,
+        steps=STEPS,
     ),
     RankAck(
         rank=1,
@@ -120,6 +127,7 @@ ANSWERS = [
         received={"a": "b"},
         missing=("x",),
         unproven=("y",),
+        steps=STEPS,
     ),
     EngineInfo(
         protocol=1,
@@ -139,7 +147,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
-def test_answers_go_round_too(answer):
+def test_decoded_answer_equals_the_encoded_one(answer):
     assert msgspec.json.decode(encode(answer), type=type(answer)) == answer
 
 
@@ -172,6 +180,10 @@ BOUNDS = [
     *((OPEN, {"owner__pid": value}) for value in (-1, 2**32 + 1)),
     (OPEN, {"owner__host": "x" * 4097}),
     (OPEN, {"owner": ...}),
+    *(
+        (OPEN, {"traceparent": value})
+        for value in ("x", TRACEPARENT.upper(), TRACEPARENT + "-1", TRACEPARENT[:-1], None)
+    ),
     (OPEN, {"specs": ...}),
     *((OPEN, {"specs__0__name": value}) for value in ("", "a b", "a\n", "é", "x" * 513, None)),
     *((OPEN, {"specs__0__dtype": value}) for value in ("float13", "", None, "Float32")),
@@ -214,7 +226,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("message", "changes"), BOUNDS, ids=lambda value: str(value)[:60])
-def test_every_bound_is_kept(message, changes):
+def test_values_outside_the_bounds_are_refused(message, changes):
     with pytest.raises(WireError):
         decode(changed(message, **changes))
 
@@ -232,7 +244,7 @@ def test_unknown_fields_and_tags_are_refused(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_no_beginning_of_a_message_is_a_message(name):
+def test_truncated_message_is_refused(name):
     data = encode(EXAMPLES[name])
     for end in range(len(data)):
         with pytest.raises(WireError):
@@ -241,7 +253,7 @@ def test_no_beginning_of_a_message_is_a_message(name):
         decode(data + b"}")
 
 
-def test_a_message_has_a_largest_size(monkeypatch):
+def test_message_over_the_size_limit_is_refused(monkeypatch):
     data = encode(OPEN)
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", len(data))
     assert decode(data) == OPEN
@@ -312,7 +324,7 @@ def test_messages_with_other_values_are_refused_or_fine(data):
     _decodes_or_refuses(json.dumps(whole).encode())
 
 
-def test_no_class_is_looked_into_when_first_used():
+def test_decoders_inspect_all_classes_at_import():
     # msgspec crashes the process when two threads do so at once, and many engines are asked at once.
     code = """
 import msgspec._utils as inside
@@ -334,7 +346,20 @@ assert decode_info(encode(info)) == info
 @given(st.binary(max_size=200))
 @example(b"[" * 100_000)
 @example(b'{"ok":"yes"}')
-def test_what_is_no_answer_is_refused(data):
+def test_malformed_answer_is_refused(data):
     for read in (decode_ack, decode_info, decode_rank_ack):
         with pytest.raises(WireError):
             read(data)
+
+
+def test_an_older_engine_would_refuse_what_open_says_now_so_the_protocol_tells_them_apart():
+    told = {name: value for name, value in json.loads(encode(OPEN)).items() if name != "traceparent"}
+    assert decode(json.dumps(told).encode()) == OPEN  # what an older trainer sends is understood
+    assert messages.PROTOCOL == 3
+
+
+@pytest.mark.parametrize("steps", [[["wire"]], [["wire", -1, 0, 1]], [["w" * 65, 0, 0, 1]], [["wire", 0, "x", 1]], "x"])
+def test_steps_of_another_form_are_refused(steps):
+    body = json.loads(encode(Ack(ok=True))) | {"steps": steps}
+    with pytest.raises(WireError):
+        decode_ack(json.dumps(body).encode())

@@ -21,6 +21,7 @@ from weightcast.receiver import session as module
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
+from weightcast.watch.events import Events, Listener
 from weightcast.wire.messages import Ack, Join, Leave, Message, RankAck, RankInfo, Readback, Revert
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,7 +91,14 @@ class Hooks:
 class Bench:
     """An engine of one or two ranks with the weights of version 0."""
 
-    def __init__(self, *, staging: Place = "device", tp_size: int = 1, keep_storage: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        staging: Place = "device",
+        tp_size: int = 1,
+        keep_storage: bool = False,
+        listener: Listener | None = None,
+    ) -> None:
         self.models = [FusedModel(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
         weights = weights_of(0)
         with torch.no_grad():
@@ -120,7 +128,8 @@ class Bench:
             transports=("ipc", "broadcast"),
             specs=tuple(specs_of(weights)),
         )
-        self.engine = SessionHandler(self.ranks, self.hooks, facts)
+        events = Events([listener]) if listener is not None else None
+        self.engine = SessionHandler(self.ranks, self.hooks, facts, events=events)
 
     def close(self) -> None:
         self.engine.close()

@@ -279,11 +279,6 @@ def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucke
     return EnginePlan(engine=kind, buckets=buckets, needs_bucket_bytes=needed)
 
 
-def specs_of(model: Path, dtype: str | None) -> Sequence[TensorSpec]:
-    """Returns the tensors of a checkpoint, or those that a config describes; see ``model_at``."""
-    return model_at(model, dtype).specs
-
-
 def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
     """Reads the tensors of a checkpoint, or those that a config describes, under a checkpoint's names.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import (
     ApiKeys,
     BucketBytes,
@@ -27,6 +28,7 @@ from weightcast.cli.options import (
 from weightcast.cli.render import note, parse_size, progress, say, say_json
 from weightcast.config import Target
 from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
+from weightcast.report import count_of
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +75,14 @@ def push(
             "parameters. behaviour: needs a trainer's forward pass, so push cannot provide it.",
         ),
     ] = "resident",
+    require: Annotated[
+        str,
+        typer.Option(
+            metavar="none|received|resident",
+            help="Lowest level of proof that counts as success. An engine that cannot reach it is refused before "
+            "anything is sent; one that does not reach it makes the exit code 1.",
+        ),
+    ] = "none",
     min_proven_share: Annotated[
         float,
         typer.Option(
@@ -130,7 +140,7 @@ def push(
     """Sends a safetensors checkpoint to running engines, proves that it arrived, and makes it live.
 
     An update is a transaction: if it fails before the switch, an engine with staging keeps serving the old version.
-    The exit code is 0 only if every engine serves the new one.
+    The exit code is 0 only if every engine serves the new one, with the proof that --require asks for.
 
     \b
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412
@@ -164,6 +174,8 @@ def push(
             pause=cast("PauseMode", pause),
             verify=cast("VerifyLevel", verify),
             min_proven_share=min_proven_share,
+            require=cast("VerifyLevel", require),
+            first_version=version,
             digest=cast("DigestKind", digest),
             timeout_s=timeout,
             on_failure=cast("OnFailure", on_failure),
@@ -187,8 +199,13 @@ def push(
         say(str(report))
     if not report.ok:
         failed = sum(row.status != "serving" or row.version_after != version for row in report.targets)
-        note(f"error: {failed} of {len(report.targets)} engines do not serve version {version}")
-        raise typer.Exit(1)
+        note(f"error: {failed} of {count_of(len(report.targets), 'engine')} do not serve version {version}")
+        raise typer.Exit(FAILURE)
+    short = report.short_of(require)
+    if short:
+        names = ", ".join(f"{row.url} ({row.proof})" for row in short)
+        note(f"error: the new version serves, but its proof is below --require {require} on {names}")
+        raise typer.Exit(FAILURE)
 
 
 def _write(report: UpdateReport, trace: Path | None, html: Path | None) -> None:
@@ -224,7 +241,7 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
     used = list(dict.fromkeys(rank.device for info in infos for rank in info.ranks if rank.device != "cpu"))
     if not used:
         return torch.device("cpu")
-    if via != "broadcast" and all(info.host_id == host_id() for info in infos):
+    if not _needs_group(via) and all(info.host_id == host_id() for info in infos):
         return next((found for found in map(device_of, used) if found is not None), torch.device("cpu"))
     free = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [device for device in free if device_uuid(device) not in used]
@@ -234,6 +251,13 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
             hint="run this on their host with --via ipc, or on a machine with a free GPU",
         )
     return free[0]
+
+
+def _needs_group(via: str) -> bool:
+    """True if trainer and engines join one group, in which no two ranks may use the same GPU."""
+    from weightcast.transports.registry import TRANSPORTS
+
+    return any(spec.name == via and spec.delivery == "group" for spec in TRANSPORTS)
 
 
 def _named_device(name: str) -> torch.device:

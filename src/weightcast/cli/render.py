@@ -83,7 +83,7 @@ def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None
             fields["report"] = report
         say_json({"error": fields})
     elif report is not None:
-        say(str(report))
+        say(report.text(told=str(error)))
     sys.stdout.flush()
     if with_stack:
         note("".join(traceback.format_exception(error)).rstrip())

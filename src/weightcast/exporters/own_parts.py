@@ -158,12 +158,14 @@ class OwnParts:
         if steps is None or changed or any(found[source][0] != look for source, look in steps.looks.items()):
             steps = self._copying = self._plan_copies(bucket)
             found = self._held.look_at(list(steps.looks))
-        sums = self._copy_and_sum(steps, found, bucket) if steps.summed else None
+        # Of some slots there would be no sum: then all parts are summed where they lie.
+        summed = taker is not None and not steps.lent and not steps.copies and not steps.rest
+        sums = self._copy_and_sum(steps, found, bucket, summed=summed) if steps.summed else None
         if not steps.copies and not steps.rest:
-            if sums is None or steps.lent:
+            if sums is None or not summed:
                 return None
-            if taker is not None:
-                taker.add([own.place for own in self._parts if own.place is not None], sums)
+            assert taker is not None
+            taker.add([own.place for own in self._parts if own.place is not None], sums)
             return self._by_slot(sums)
         _copy_plainly(steps.copies, found, bucket)
         for own in steps.rest:
@@ -201,7 +203,7 @@ class OwnParts:
         )
 
     def _copy_and_sum(
-        self, steps: _CopySteps, found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket
+        self, steps: _CopySteps, found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket, *, summed: bool
     ) -> torch.Tensor:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
 
@@ -213,7 +215,7 @@ class OwnParts:
         place = self._layout.index, bucket.data.data_ptr()
         # ``steps`` is in the key because the same memory may be read otherwise than before.
         what = self._layout, where, steps
-        return self._transfers.run(place, what, bucket.data.device, len(self._parts), transfers)
+        return self._transfers.run(place, what, bucket.data.device, len(self._parts), transfers, summed=summed)
 
     def _plan_copies(self, bucket: Bucket) -> _CopySteps:
         steps = _CopySteps({}, [], [], [], frozenset(bucket.lent))

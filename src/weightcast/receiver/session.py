@@ -212,7 +212,7 @@ class SessionHandler:
             self._abort(Abort(session=self._session.open.session, reason=self._session.ending))
         if self._engine.version is not None and message.version < self._engine.version and not message.allow_older:
             raise Refused(
-                f"version {message.version} is older than {self._engine.version}, which is served",
+                f"version {message.version} is older than {self._engine.version}, which the engine serves",
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
         last, self._last = self._last, None  # from here on ranks write into the set that a Revert needs

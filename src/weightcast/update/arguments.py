@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -122,11 +123,12 @@ def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
     Raises:
         ConfigError: One of them cannot be called.
     """
-    listed = () if listeners is None else (listeners,) if callable(listeners) else tuple(listeners)
+    several = isinstance(listeners, list | tuple)
+    listed: tuple[object, ...] = () if listeners is None else tuple(listeners) if several else (listeners,)
     for listener in listed:
         if not callable(listener):
             raise ConfigError(f"on_event={listener!r} cannot be called", hint="pass a function of one event")
-    return (UpdateLog(), TrainerSpans(), *listed)
+    return (UpdateLog(), TrainerSpans(), *cast("tuple[Listener, ...]", listed))
 
 
 def _nothing() -> None:

@@ -102,7 +102,7 @@ def run_watched(
                 transport=transport,
                 outcome=outcome,
                 report=report,
-                error="" if error is None else str(error),
+                error="" if error is None else str(error) or repr(error),
                 error_kind="" if error is None else type(error).__name__,
                 rank=rank,
                 at=time.monotonic(),

@@ -1,4 +1,4 @@
-"""What operators see of an update: metrics, traces, log lines, callbacks.
+"""Metrics, traces, log lines and callbacks of updates, for operators.
 
 The listeners are arguments of ``WeightUpdater.connect(on_event=...)``.  ``weightcast.watch.events`` has the events.
 Importing this package imports none of the packages that the listeners need.

@@ -8,9 +8,10 @@
           weightcast.wire, load ...        phases of each engine rank
           weightcast.pause, resume         the engine's server
 
-Only OpenTelemetry's API is used, and only if the process has imported it, which every application with an SDK has.  A
-phase with many buckets is one span from its first beginning to its last end, with its working time in
-``weightcast.seconds``.  So spans are few, and they are made when the update is over.
+Only OpenTelemetry's API is used, and only if the process has imported it, which every application with an SDK has.
+Spans are few, and they are made when the update is over: a phase with many buckets is one span, from its first
+beginning to its last end.  Then ``weightcast.seconds`` is the time that it worked, and ``weightcast.count`` the number
+of its parts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class TrainerSpans:
                 pass
 
     def _begin(self, event: UpdateStarted) -> None:
-        otel = self._otel = _Otel.here(event.time_s - event.at)
+        otel = self._otel = _Otel.here(event.time_s - event.at, self._otel)
         self._root = self._current = None
         if otel is None:
             return
@@ -126,6 +127,7 @@ class EngineSpans:
     """Makes the spans of an engine's server and its ranks."""
 
     def __init__(self) -> None:
+        self._otel: _Otel | None = None
         self._opened: SessionOpened | None = None
         self._answered: list[Answered] = []
 
@@ -146,7 +148,7 @@ class EngineSpans:
                 pass
 
     def _end(self, opened: SessionOpened, event: SessionEnded) -> None:
-        otel = _Otel.here(opened.time_s - opened.at)
+        otel = self._otel = _Otel.here(opened.time_s - opened.at, self._otel)
         reverts = event.outcome == "reverted"
         answered = [answer for answer in self._answered if not reverts or answer.message == "revert"]
         if otel is None or not answered:
@@ -171,20 +173,24 @@ class EngineSpans:
 class _Otel:
     """OpenTelemetry's API as this process has it, and its clock."""
 
-    def __init__(self, trace: Any, offset_s: float) -> None:
+    def __init__(self, trace: Any) -> None:
         self._trace = trace
         self._tracer = trace.get_tracer("weightcast", __version__)
-        self._offset_ns = round(offset_s * 1e9)
+        self._offset_ns = 0
 
     @classmethod
-    def here(cls, offset_s: float) -> _Otel | None:
+    def here(cls, offset_s: float, known: _Otel | None) -> _Otel | None:
         """Returns the API, or None if this process has not imported it.
 
         Args:
             offset_s: Seconds to add to a monotonic time for the seconds since 1970.
+            known: What the call before returned.
         """
         trace = sys.modules.get("opentelemetry.trace")
-        return None if trace is None else cls(trace, offset_s)
+        found = known or (None if trace is None else cls(trace))
+        if found is not None:
+            found._offset_ns = round(offset_s * 1e9)
+        return found
 
     def ns(self, at: float) -> int:
         """Nanoseconds since 1970 of a monotonic time."""
@@ -212,8 +218,8 @@ class _Otel:
             known[2] += ended - began
             known[3] += 1
         for name, (began, ended, seconds, count) in found.items():
-            more = {"seconds": seconds, "count": int(count), **(values or {})}
-            self.start(name, began, more, parent=parent).end(self.ns(ended))
+            worked = {"seconds": seconds, "count": int(count)} if count > 1 else {}
+            self.start(name, began, {**worked, **(values or {})}, parent=parent).end(self.ns(ended))
 
     def fail(self, span: Any, words: str) -> None:
         """Marks a span as failed."""

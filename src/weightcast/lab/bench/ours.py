@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.version import __version__
+from weightcast.watch.events import Events, Listener
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message, RankAck, RankInfo
 
@@ -41,7 +43,14 @@ class Trainer:
     def prepare(self) -> None:
         """Connects to the engines."""
         urls = [pipe.receive() for pipe in self._side.pipes]
-        self._updater = WeightUpdater.connect(self._side.model, [Target(url) for url in urls], **self._options)
+        listeners = self.listeners()
+        self._updater = WeightUpdater.connect(
+            self._side.model, [Target(url) for url in urls], on_event=listeners, **self._options
+        )
+
+    def listeners(self) -> Sequence[Listener]:
+        """Returns the listeners of the trainer's events."""
+        return ()
 
     def update(self, version: int) -> dict[str, float]:
         """One transaction."""
@@ -94,7 +103,7 @@ class Engine:
             transports=("ipc", "broadcast"),
             specs=tuple(expected),
         )
-        engine = self._receiving = SessionHandler(executor, side.decoding, facts)
+        engine = self._receiving = SessionHandler(executor, side.decoding, facts, events=Events(self.listeners()))
         app = FastAPI()
         app.include_router(weight_routes(engine))
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -109,6 +118,10 @@ class Engine:
             time.sleep(0.01)
         for pipe in side.pipes:
             pipe.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+    def listeners(self) -> Sequence[Listener]:
+        """Returns the listeners of the engine's events."""
+        return ()
 
     def update(self, version: int) -> dict[str, float]:
         """Waits until the finishers have run, which is after the new weights are live."""

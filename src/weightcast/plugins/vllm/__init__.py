@@ -33,20 +33,24 @@ def register() -> None:
 
 
 def _share_log_handlers() -> None:
-    """Sends our log lines where vLLM sends its own, unless the process has a place for them."""
+    """Sends our log lines where vLLM sends its own, unless somebody has configured our logger or the root logger."""
     import logging
 
     ours, theirs = logging.getLogger("weightcast"), logging.getLogger("vllm")
-    if ours.hasHandlers():
+    configured = (
+        ours.handlers or ours.level != logging.NOTSET or (ours.hasHandlers() and ours.isEnabledFor(logging.INFO))
+    )
+    if configured or not theirs.handlers:
         return
     for handler in theirs.handlers:
         ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
-        ours.setLevel(theirs.level)
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
 
 
 def endpoints() -> Endpoints:
     """Makes vLLM's endpoint plug-in with our routes."""
     from weightcast.plugins.vllm.endpoints import Endpoints
 
+    _share_log_handlers()
     return Endpoints()

@@ -1,0 +1,168 @@
+"""Measures what metrics, traces, log lines and callbacks cost an update, all of them switched on in both processes.
+
+    python benchmarks/watching.py --rounds 60
+    python benchmarks/watching.py --model tiny --rounds 400
+
+Updates with and without them take turns in the same processes, in pairs whose order changes.  The processors' seconds
+are those of both processes together; they depend less on what else the machine does than the time until the update has
+returned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+
+from weightcast.lab.bench import ours  # noqa: E402
+from weightcast.lab.bench.machine import facts  # noqa: E402
+from weightcast.lab.bench.rig import Layout, Method, Rig, Turn  # noqa: E402
+from weightcast.update import updater  # noqa: E402
+from weightcast.watch.events import Event, Listener  # noqa: E402
+
+_LIMIT_S, _LIMIT_SHARE = 0.001, 0.01
+_COUNTERS = {"processors": lambda turn: turn.extra["trainer_cpu_s"] + turn.extra["engine_cpu_s"]}
+_COUNTERS["returned"] = lambda turn: turn.returned_s
+
+
+class Bare(ours.Trainer):
+    """A trainer without any listener, not even those for logs and spans that ``connect`` adds."""
+
+    def prepare(self) -> None:
+        """As ``Trainer.prepare``."""
+        added = updater.listeners_of
+        updater.listeners_of = lambda _: ()
+        try:
+            super().prepare()
+        finally:
+            updater.listeners_of = added
+
+
+class Watched(ours.Trainer):
+    """A trainer with every listener."""
+
+    def listeners(self) -> Sequence[Listener]:
+        """Metrics with an exporter, a callback, and a writer like TensorBoard's; ``connect`` adds logs and spans."""
+        from weightcast.watch import PrometheusMetrics, to_tensorboard
+
+        switch_on()
+        heard: list[Event] = []
+        return [PrometheusMetrics(port=0), to_tensorboard(_Writer()), heard.append]
+
+
+class WatchedEngine(ours.Engine):
+    """An engine with every listener."""
+
+    def listeners(self) -> Sequence[Listener]:
+        """Logs, spans and metrics."""
+        from prometheus_client import CollectorRegistry
+
+        from weightcast.watch.engine_metrics import EngineMetrics
+        from weightcast.watch.logs import UpdateLog
+        from weightcast.watch.spans import EngineSpans
+
+        switch_on()
+        return [UpdateLog(), EngineSpans(), EngineMetrics(CollectorRegistry(), model_name="m", version=0)]
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars[tag] = scalar_value
+
+
+def switch_on() -> None:
+    """Gives this process a place for log lines, and an SDK with a batching exporter."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+    from opentelemetry.trace import set_tracer_provider
+
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115  open as long as the process
+    logging.basicConfig(stream=nowhere, level=logging.INFO)
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=nowhere)))
+    set_tracer_provider(provider)
+
+
+def method(name: str, trainer: str, engine: str, arguments: argparse.Namespace) -> Method:
+    transport = "ipc" if arguments.placement == "colocated" else "broadcast"
+    options = dict(transport=transport, bucket_bytes=arguments.bucket_mib << 20, verify="resident")
+    return Method(name=name, trainer=trainer, engine=engine, options=options, pauses=False)
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+    """Returns the turns without and with everything on; those of one index are a pair."""
+    layout = Layout(model=arguments.model, placement=arguments.placement, trainers=1, engines=1, device="cpu")
+    without = method("without", "watching:Bare", "weightcast.lab.bench.ours:Engine", arguments)
+    everything = method("with", "watching:Watched", "watching:WatchedEngine", arguments)
+    found: dict[str, list[Turn]] = {without.name: [], everything.name: []}
+    with Rig(layout) as rig:
+        for one in (without, everything):
+            rig.prepare(one, timeout_s=300.0)
+        for number in range(arguments.warm + arguments.rounds):
+            for one in (without, everything) if number % 2 else (everything, without):
+                turn, _ = rig.turn(one, timeout_s=300.0)
+                if number >= arguments.warm:
+                    found[one.name].append(turn)
+    return found[without.name], found[everything.name]
+
+
+def compared(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
+    """Median of both, and the median of the differences of the pairs with its interval of 95 %, by bootstrap."""
+    apart = [b - a for a, b in zip(before, after, strict=True)]
+    chance = random.Random(1)
+    medians = sorted(statistics.median(chance.choices(apart, k=len(apart))) for _ in range(2000))
+    base = statistics.median(before)
+    return {
+        "without_ms": base * 1e3,
+        "with_ms": statistics.median(after) * 1e3,
+        "difference_ms": statistics.median(apart) * 1e3,
+        "least_ms": medians[50] * 1e3,
+        "most_ms": medians[-51] * 1e3,
+        "allowed_ms": max(_LIMIT_S, _LIMIT_SHARE * base) * 1e3,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="dense-256MiB")
+    parser.add_argument("--placement", choices=("colocated", "disaggregated"), default="colocated")
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    without, everything = measure(arguments)
+    result: dict[str, Any] = {
+        name: compared([of(turn) for turn in without], [of(turn) for turn in everything])
+        for name, of in _COUNTERS.items()
+    }
+    print(f"{arguments.model}, {arguments.placement}, {arguments.rounds} pairs; milliseconds of an update")
+    for name, row in result.items():
+        print(
+            f"  {name:<11} without {row['without_ms']:8.3f}   with {row['with_ms']:8.3f}   difference "
+            f"{row['difference_ms']:+.3f} ({row['least_ms']:+.3f} to {row['most_ms']:+.3f})   allowed "
+            f"{row['allowed_ms']:.3f}"
+        )
+    if arguments.out is not None:
+        options = {name: value for name, value in vars(arguments).items() if name != "out"}
+        arguments.out.write_text(json.dumps({"case": options, "machine": facts(), **result}, indent=1) + "\n")
+    return 0 if result["processors"]["difference_ms"] <= result["processors"]["allowed_ms"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

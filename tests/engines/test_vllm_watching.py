@@ -1,0 +1,35 @@
+"""Our metrics on the page of a real vLLM server in the multiprocess mode of prometheus_client."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engines import push
+from tests.engines.test_vllm_cpu import SIZES
+from tests.engines.test_vllm_short import check_metrics
+from tests.engines.vllm_server import vllm, vllm_command
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(900)]
+
+
+def test_metrics_of_several_processes_have_no_label_for_a_process(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        tiny_model(tmp_path / name, seed=seed, **SIZES)
+        tiny_tokenizer(tmp_path / name)
+    files = tmp_path / "metrics"
+    files.mkdir()
+    # The mode is chosen when prometheus_client is imported, so this server must not be forked from one without it.
+    _, environment = vllm_command(tmp_path / "a", tmp_path, 0)
+    extra = {
+        "PROMETHEUS_MULTIPROC_DIR": str(files),
+        "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(files))),
+    }
+    with vllm(tmp_path / "a", tmp_path, extra=extra) as engine:
+        for version, name in ((1, "b"), (2, "a")):
+            push(tmp_path / name, [engine], version, "--bucket-bytes", "64KiB")
+        assert list(files.glob("gauge_mostrecent_*.db"))
+        check_metrics(engine, version=2, updates=2)

@@ -1,0 +1,196 @@
+"""Spans of both halves, with OpenTelemetry's own SDK and its exporter in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import opentelemetry.trace
+import pytest
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+
+from tests.unit.tracing import plain, spans_in_memory, tree
+from tests.unit.watching import A, B, ended, session_events, started, trainer_events
+from weightcast.watch.events import Answered, AttemptStarted, Events, SessionEnded
+from weightcast.watch.spans import EngineSpans, TrainerSpans
+
+TRAINER_TREE = [
+    [
+        "weightcast.update",
+        ["weightcast.commit"],
+        ["weightcast.gather"],
+        ["weightcast.send"],
+        ["weightcast.target", ["weightcast.buckets"], ["weightcast.commit"], ["weightcast.open"]],
+        ["weightcast.target", ["weightcast.commit"]],
+    ]
+]
+ENGINE_TREE = [
+    [
+        "weightcast.session",
+        ["weightcast.load"],
+        ["weightcast.load"],
+        ["weightcast.pause"],
+        ["weightcast.wire"],
+        ["weightcast.wire"],
+    ]
+]
+
+
+@pytest.fixture
+def exporter(monkeypatch):
+    with spans_in_memory(monkeypatch) as found:
+        yield found
+
+
+def told(listener, events):
+    for event in events:
+        listener(event)
+
+
+def exported(exporter):
+    return [plain(span) for span in exporter.get_finished_spans()]
+
+
+def test_an_update_is_one_tree_with_phases_and_targets(exporter):
+    told(TrainerSpans(), trainer_events())
+    spans = exported(exporter)
+    assert tree(spans) == TRAINER_TREE
+    assert len({span["trace"] for span in spans}) == 1
+    [root] = [span for span in spans if span["name"] == "weightcast.update"]
+    assert root["values"]["weightcast.version"] == 7
+    assert root["values"]["weightcast.outcome"] == "partial"
+    assert root["ended"] - root["began"] == pytest.approx(2e9)
+    [gather] = [span for span in spans if span["name"] == "weightcast.gather"]
+    assert gather["ended"] - gather["began"] == pytest.approx(
+        0.4e9
+    )  # the first begins at 10.2, the second ends at 10.6
+    assert gather["values"]["weightcast.seconds"] == pytest.approx(0.2)
+    assert gather["values"]["weightcast.count"] == 2
+    assert gather["began"] == pytest.approx(1010.2e9)  # the clock of the wall
+    targets = {span["values"]["weightcast.target"]: span for span in spans if span["name"] == "weightcast.target"}
+    assert (targets[A]["error"], targets[B]["error"]) == (None, "out of memory")
+    assert targets[A]["kind"] == "CLIENT"
+
+
+def test_a_failed_update_says_so(exporter):
+    told(TrainerSpans(), [started(), ended("failed", error="no target is active", error_kind="ConfigError")])
+    [root] = exported(exporter)
+    assert root["error"] == "ConfigError: no target is active"
+
+
+def test_each_attempt_has_targets_of_its_own(exporter):
+    first, second = (
+        AttemptStarted(number=number, session="0" * 8, version=7, targets=targets, at=10.0 + number)
+        for number, targets in ((1, (A, B)), (2, (A,)))
+    )
+    told(TrainerSpans(), [started(), first, second, ended("failed")])
+    spans = exported(exporter)
+    assert [span["name"] for span in spans].count("weightcast.target") == 3
+    assert spans[-1]["values"]["weightcast.attempts"] == 2
+
+
+def test_an_update_continues_the_callers_span_and_gives_it_back(exporter):
+    tracer = opentelemetry.trace.get_tracer("trainer")
+    listen = TrainerSpans()
+    with tracer.start_as_current_span("step") as step:
+        begin, *rest, end = trainer_events()
+        told(listen, [begin])
+        inside = opentelemetry.trace.get_current_span()
+        with tracer.start_as_current_span("a callback of the trainer"):
+            told(listen, rest)
+        told(listen, [end])
+        assert opentelemetry.trace.get_current_span() is step
+    spans = exported(exporter)
+    names = {span["id"]: span["name"] for span in spans}
+    parents = {span["name"]: names.get(span["parent"]) for span in spans}
+    assert parents["weightcast.update"] == "step"
+    assert parents["a callback of the trainer"] == "weightcast.update"
+    assert inside is not step
+
+
+def test_an_engine_continues_the_span_of_its_target(exporter):
+    trainer, engine = TrainerSpans(), EngineSpans()
+    events = Events([trainer])
+    begin, attempt, *rest = trainer_events()
+    told(events.emit, [begin, attempt])
+    traceparent = events.traceparent(A)
+    told(engine, session_events(traceparent=traceparent))
+    told(events.emit, rest)
+    spans = exported(exporter)
+    [session] = [span for span in spans if span["name"] == "weightcast.session"]
+    [target] = [span for span in spans if span["values"].get("weightcast.target") == A]
+    assert session["parent"] == target["id"]
+    assert len({span["trace"] for span in spans}) == 1
+    version, trace, span, flags = traceparent.split("-")
+    assert (version, int(trace, 16), int(span, 16)) == ("00", target["trace"], target["id"])
+    assert int(flags, 16) & 1  # sampled
+
+
+def test_an_engine_of_an_untraced_trainer_begins_a_trace_of_its_own(exporter):
+    told(EngineSpans(), session_events())
+    spans = exported(exporter)
+    assert tree(spans) == ENGINE_TREE
+    ranks = {(span["name"], span["values"].get("weightcast.rank")) for span in spans}
+    assert {("weightcast.wire", 0), ("weightcast.wire", 1), ("weightcast.pause", None)} <= ranks
+    [session] = [span for span in spans if span["name"] == "weightcast.session"]
+    assert session["began"] == pytest.approx(1005.1e9)
+    assert session["kind"] == "SERVER"
+    assert session["error"] is None
+
+
+@pytest.mark.parametrize("outcome", ["aborted", "quarantined"])
+def test_a_session_that_was_not_committed_is_an_error(exporter, outcome):
+    told(EngineSpans(), session_events(outcome))
+    [session] = [span for span in exported(exporter) if span["name"] == "weightcast.session"]
+    assert session["error"] == "the trainer gave up"
+    assert session["values"]["weightcast.outcome"] == outcome
+
+
+def test_a_revert_is_a_span_beside_its_session(exporter):
+    parent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+    events = session_events(traceparent=parent)
+    end = events[-1]
+    assert isinstance(end, SessionEnded)
+    revert = Answered(session=end.session, message="revert", began=8.0, ended=9.0, ok=True)
+    back = SessionEnded(
+        session=end.session, version=7, serves=6, outcome="reverted", reason="another failed", stall_s=0.1, at=9.0
+    )
+    told(EngineSpans(), [*events, revert, back])
+    spans = {span["name"]: span for span in exported(exporter)}
+    assert spans["weightcast.revert"]["parent"] == spans["weightcast.session"]["parent"] == int("cd" * 8, 16)
+    assert spans["weightcast.revert"]["ended"] - spans["weightcast.revert"]["began"] == pytest.approx(1e9)
+
+
+def test_a_trace_that_is_not_sampled_is_handed_on_and_makes_no_spans(monkeypatch):
+    with spans_in_memory(monkeypatch, ParentBased(ALWAYS_OFF)) as exporter:
+        trainer = TrainerSpans()
+        begin, attempt, *rest = trainer_events()
+        told(trainer, [begin, attempt])
+        traceparent = trainer.traceparent(A)
+        told(EngineSpans(), session_events(traceparent=traceparent))
+        told(trainer, rest)
+        assert not int(traceparent[-2:], 16) & 1  # not sampled
+        assert exporter.get_finished_spans() == ()
+
+
+def test_without_an_sdk_there_are_no_spans_and_no_traceparent(monkeypatch):
+    monkeypatch.setattr(opentelemetry.trace, "_TRACER_PROVIDER", None)
+    trainer = TrainerSpans()
+    begin, attempt, *rest = trainer_events()
+    told(trainer, [begin, attempt])
+    assert trainer.traceparent(A) == ""
+    told(trainer, rest)
+    told(EngineSpans(), session_events())
+
+
+def test_weightcast_never_imports_opentelemetry_by_itself():
+    code = (
+        "import sys\n"
+        "from tests.unit.watching import trainer_events, session_events\n"
+        "from weightcast.watch.spans import EngineSpans, TrainerSpans\n"
+        "for listen, events in ((TrainerSpans(), trainer_events()), (EngineSpans(), session_events())):\n"
+        "    for event in events: listen(event)\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
