@@ -114,7 +114,7 @@ def test_page_of_a_run_has_a_column_for_each_update(tmp_path):
     tips = [attributes["data-tip"] for _, attributes in Tags(html).tags if "data-tip" in attributes]
     column = next(tip for tip in tips if tip and tip.startswith("version 3") and "whole update" in tip)
     assert column.splitlines()[1:] == [
-        *("commit: 100 ms", "verify: 100 ms", "send: 600 ms", "gather: 400 ms", "open: 50 ms"),
+        *("check: 150 ms", "commit: 100 ms", "send: 600 ms", "gather: 400 ms", "open: 50 ms"),
         "whole update: 1.3 s",
     ]
     assert [tip for tip in tips if tip == "10.0.0.7:8000\nstep 3: serving, version 3"]

@@ -45,8 +45,8 @@ def status(
 ) -> None:
     """Shows each engine's kind, model, weight version, digest and state (serving, paused, updating, quarantined).
 
-    The exit code is 0 if every engine answers and serves, also while an update of it is under way, else 1.
-    With --watch it is 0 after Ctrl-C.
+    The exit code is 0 if every engine answers and serves, also while an update of it is under way, else 1. With
+    --watch it is 0 after Ctrl-C.
 
     \b
     weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000

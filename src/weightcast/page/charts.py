@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ class Figure:
     tall: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Plot:
     """The axes that lines and columns share."""
 
@@ -48,6 +49,16 @@ class _Plot:
     high: float
     show: Show
     parts: list[str] = field(default_factory=list[str])
+
+    @functools.cached_property
+    def marks(self) -> list[float]:
+        """Values of the grid."""
+        return ticks(self.high)
+
+    @functools.cached_property
+    def left(self) -> float:
+        """Where the plot begins: right of the longest label of the grid."""
+        return max(_LEFT, max(len(self.show(mark)) for mark in self.marks) * 7.4 + 14)
 
     @property
     def right(self) -> float:
@@ -59,19 +70,18 @@ class _Plot:
 
     def vertical(self) -> Scale:
         """Draws the grid with its labels and returns the vertical scale."""
-        marks = ticks(self.high)
-        scale = Scale(0.0, marks[-1], self.bottom, _TOP)
-        for mark in marks:
+        scale = Scale(0.0, self.marks[-1], self.bottom, _TOP)
+        for mark in self.marks:
             y = scale(mark)
             kind = "axis" if mark == 0 else "grid"
-            self.parts.append(element("line", x1=_LEFT, x2=self.right, y1=y, y2=y, class_=kind))
-            self.parts.append(text(self.show(mark), x=_LEFT - 8, y=y + 4, class_="tick end"))
+            self.parts.append(element("line", x1=self.left, x2=self.right, y1=y, y2=y, class_=kind))
+            self.parts.append(text(self.show(mark), x=self.left - 8, y=y + 4, class_="tick end"))
         return scale
 
     def under(self, at: Callable[[int], float], labels: Sequence[str], title: str) -> None:
         """Draws the labels under the plot, as many as fit."""
         room = max((len(label) for label in labels), default=0) * 7.5 + 14
-        step = stride(len(labels), max(1, int((self.right - _LEFT) / room)))
+        step = stride(len(labels), max(1, int((self.right - self.left) / room)))
         for number in range(0, len(labels), step):
             self.parts.append(text(labels[number], x=at(number), y=self.bottom + 17, class_="tick mid"))
         self.parts.append(text(title, x=self.right, y=_HEIGHT - 5, class_="tick end"))
@@ -107,14 +117,14 @@ def lines(
     known = [value for values in series.values() for value in values if value is not None]
     plot = _Plot(width=WIDE if wide else HALF, high=max([high, *known], default=0.0), show=show)
     scale = plot.vertical()
-    ends = Scale(0.0, max(1.0, len(steps) - 1.0), _LEFT + 12, plot.right - 12)
+    ends = Scale(0.0, max(1.0, len(steps) - 1.0), plot.left + 12, plot.right - 12)
     plot.under(ends, [str(step) for step in steps], x_title)
     later = [list(values) for values in series.values()]
     for name, values in series.items():
         later.pop(0)
         points = [(ends(n), scale(value)) for n, value in enumerate(values) if value is not None]
         plot.parts += _line(points, colours[name], covered=list(values) in later)
-    gap = (ends(1) - ends(0)) if len(steps) > 1 else plot.right - _LEFT
+    gap = (ends(1) - ends(0)) if len(steps) > 1 else plot.right - plot.left
     for number, step in enumerate(steps):
         said = [f"{name}: {show(value)}" for name, values in series.items() if (value := values[number]) is not None]
         plot.parts.append(_hover(ends(number), gap, plot, f"{x_title} {step}", said))
@@ -191,11 +201,11 @@ def columns(
     totals = [sum(values[number] for values in means.values()) for number in range(len(groups))]
     plot = _Plot(width=WIDE if wide else HALF, high=max([*totals, *marked], default=0.0), show=show)
     scale = plot.vertical()
-    pitch = (plot.right - _LEFT) / max(1, len(groups))
+    pitch = (plot.right - plot.left) / max(1, len(groups))
     width = min(36.0, pitch * 0.72)
 
     def at(number: int) -> float:
-        return _LEFT + (number + 0.5) * pitch
+        return plot.left + (number + 0.5) * pitch
 
     plot.under(at, labels, x_title)
     for number, group in enumerate(groups):

@@ -18,9 +18,10 @@ from weightcast.page.rows import State, served, timeline
 from weightcast.page.words import seconds, size
 from weightcast.timeline.tracks import Timeline
 
-# The phases that follow one another on the head.  ``load`` and ``stall`` are times of engines, within ``send`` and
-# ``commit``.
-_OF_HEAD = ("open", "gather", "pack", "send", "verify", "commit")
+# The phases that follow one another on the head.  ``load``, ``stall`` and most of ``verify`` are times of engines,
+# within ``send`` and ``commit``.
+_OF_HEAD = ("open", "gather", "pack", "send", "commit")
+_OF_ENGINES = ("load", "verify")
 _MOODS: dict[str, Mood] = {"serving": "good", "untouched": "warn", "quarantined": "bad", "unknown": "bad"}
 _CELLS = {"serving": "s1", "untouched": "s3", "quarantined": "bad", "unknown": "grey", "": "faint"}
 _MAX_LINES = 6
@@ -196,6 +197,15 @@ def _by_step(reports: Sequence[ReportView]) -> list[Figure]:
             {url: [(row.status, row.version_after) if (row := of.get(url)) else None for of in rows] for url in urls},
         ),
         stall_lines(steps, {url: [row.stall_s if (row := of.get(url)) else None for of in rows] for url in urls}),
+        engine_lines(steps, [report.phases for report in reports]),
+        lines(
+            "Peak extra memory of the trainer",
+            "The most that a trainer rank held beside its weights.",
+            steps,
+            {"bytes": [float(report.peak_extra_bytes) for report in reports]},
+            colours={"bytes": "s5"},
+            show=size,
+        ),
         lines(
             "Bytes of one copy of the model",
             "The payload of each update.",
@@ -223,17 +233,40 @@ def phase_columns(steps: Sequence[int], phases: Sequence[Mapping[str, float]], w
         phases: ``UpdateReport.phases`` of each.
         whole: Seconds of each update.
     """
-    names = [name for name in _OF_HEAD if any(found.get(name) for found in phases)]
+    parts = [parts_of(found, took) for found, took in zip(phases, whole, strict=True)]
+    names = [name for name in (*_OF_HEAD, "check") if any(part[name] for part in parts)]
     return columns(
         "Time by phase and step",
-        "The head's phases, one column for each update. Parts of verify run in engines while the head sends, so a "
-        "column can be taller than the whole update.",
+        "The head's phases, one column for each update. What is left of the whole update is the check of all digests.",
         steps,
-        {name: [found.get(name, 0.0) for found in phases] for name in names},
+        {name: [part[name] for part in parts] for name in names},
         colours=of_phases(names),
         show=seconds,
         marks=whole,
         mark_name="whole update",
+    )
+
+
+def parts_of(phases: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Returns the parts of an update that follow one another, in seconds; together they are the whole.
+
+    Args:
+        phases: ``UpdateReport.phases``.
+        whole: Seconds of the update.
+    """
+    parts = {name: phases.get(name, 0.0) for name in _OF_HEAD}
+    return parts | {"check": max(whole - sum(parts.values()), 0.0)}
+
+
+def engine_lines(steps: Sequence[int], phases: Sequence[Mapping[str, float]]) -> Figure:
+    """Plots what the slowest engine did during each update; arguments as ``phase_columns``."""
+    return lines(
+        "Work in the engines",
+        "Seconds of the slowest engine. Most of it runs while the head sends.",
+        steps,
+        {name: [found.get(name, 0.0) for found in phases] for name in _OF_ENGINES},
+        colours=of_phases(_OF_ENGINES),
+        show=seconds,
     )
 
 

@@ -10,9 +10,9 @@ from weightcast.page.bars import Bar, bars, stacks
 from weightcast.page.charts import Figure
 from weightcast.page.colours import of_phases
 from weightcast.page.document import Document, Tile
+from weightcast.page.updates import parts_of
 from weightcast.page.words import digits, seconds, size
 
-_PHASES = ("open", "gather", "pack", "send", "verify", "commit")
 _MEMORY = {
     "trainer_peak_extra_bytes": "trainer, peak extra",
     "trainer_held_bytes": "trainer, kept",
@@ -101,13 +101,19 @@ def _costs(result: Mapping[str, Any]) -> list[Figure]:
     ours = [row for row in result["methods"] if row["ours"]]
     figures: list[Figure] = []
     if ours:
-        phases = {row["name"]: {name: float(row["phases"].get(f"{name}_s", 0.0)) for name in _PHASES} for row in ours}
+        phases = {
+            row["name"]: parts_of(
+                {name.removesuffix("_s"): float(took) for name, took in row["phases"].items()},
+                float(row["phases"].get("own_seconds", 0.0)),
+            )
+            for row in ours
+        }
         figures.append(
             stacks(
                 "Time by phase",
-                "Medians of the head's phases. They can overlap with work in the engines.",
+                "Medians of the head's phases; what is left of the whole update is the check of all digests.",
                 phases,
-                colours=of_phases(_PHASES),
+                colours=of_phases(next(iter(phases.values()))),
                 show=seconds,
             )
         )

@@ -10,7 +10,7 @@ from weightcast.lab.demo.report import DemoReport
 from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.colours import of_series
 from weightcast.page.document import Chip, Document, Tile
-from weightcast.page.updates import phase_columns, stall_lines, versions_served
+from weightcast.page.updates import engine_lines, phase_columns, stall_lines, versions_served
 from weightcast.page.words import plain, seconds, size
 
 _STEP_COLOURS = {"generate": "s2", "train": "s5", "update": "s8"}
@@ -106,13 +106,22 @@ def _mode_figures(mode: ModeRecord) -> list[Figure]:
         versions_served(
             steps, {url: [(row.status, row.version) if (row := of.get(url)) else None for of in rows] for url in urls}
         ),
+        engine_lines(steps, [step.phases for step in mode.steps]),
+        lines(
+            "Rate",
+            "Bytes of one copy of the model, divided by the time of the whole update.",
+            steps,
+            {"rate": [step.bytes / step.update_s for step in mode.steps]},
+            colours={"rate": "s3"},
+            show=lambda value: f"{size(value)}/s",
+        ),
         lines(
             "Engine against trainer",
             "Mean difference of the sampled tokens' log-probabilities, in nats: small if both have the same weights.",
             steps,
             {"difference": [step.logprob_gap for step in mode.steps]},
             colours={"difference": "s4"},
-            show=lambda value: f"{value:.3f}" if value else "0",
+            show=lambda value: f"{value:.2g}",
             x_title="step",
         ),
     ]
