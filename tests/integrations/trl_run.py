@@ -1,6 +1,6 @@
 """Three steps of TRL's GRPOTrainer with rollouts from engines; runs in TRL's own environment, as a script.
 
-    python -m tests.integrations.trl_run MODEL OUT URL ...
+    python tests/integrations/trl_run.py MODEL OUT URL ...
 
 The last line that it prints is a JSON document for the test.
 """
@@ -73,7 +73,10 @@ def main(model: str, out: str, *urls: str) -> None:
     Meeting(GROUP * PROMPTS).install()
     reports: list[dict[str, Any]] = []
     engines = Watched(
-        urls, parallel=GROUP * PROMPTS, bucket_bytes="256KiB", on_report=lambda report: reports.append(json.loads(report.to_json()))
+        urls,
+        parallel=GROUP * PROMPTS,
+        bucket_bytes="256KiB",
+        on_report=lambda report: reports.append(json.loads(report.to_json())),
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = "<|end|>"
