@@ -28,8 +28,8 @@ class PlatformCPU(PlatformBase):
     def is_available(self) -> bool:
         return True
 
-    def current_device(self) -> int:
-        return 0
+    def current_device(self) -> torch.device:  # verl moves tensors to what it returns
+        return torch.device("cpu")
 
     def device_count(self) -> int:
         return 1
@@ -73,3 +73,9 @@ class PlatformCPU(PlatformBase):
     def profiler_start(self) -> None: ...
 
     def profiler_stop(self) -> None: ...
+
+    def cudart(self) -> None:
+        return None
+
+    def is_ipc_supported(self) -> bool:
+        return False

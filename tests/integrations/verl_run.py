@@ -17,25 +17,43 @@ import sys
 import ray
 import torch.distributed as dist
 import verl
-from tests.checkpoint_engine import test_utils
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.single_controller.ray.base import RayResourcePool, split_resource_pool
-from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+from verl.workers.config import (
+    CheckpointEngineConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    RolloutConfig,
+    TrainingWorkerConfig,
+)
+
+from tests.checkpoint_engine import test_utils
 
 ACTORS, ROLLOUTS, UPDATES = 2, 2, 3
 
 
 class CpuTrainingWorker(test_utils.TrainingWorkerTest):
-    """verl's test worker.  Its own process group names the device ``cpu`` twice on a CPU, which torch refuses."""
+    """verl's test worker on a CPU.
 
-    def __init__(self, *args, **kwargs):
+    Its own process group would name the device ``cpu`` twice, which torch refuses, and its engine is FSDP1 or wants
+    pinned memory; so this one has gloo, and verl's FSDP2 engine.
+    """
+
+    def __init__(self, config, checkpoint_engine_config):
         dist.init_process_group(
             "gloo",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             init_method=os.environ.get("DIST_INIT_METHOD"),
         )
-        super().__init__(*args, **kwargs)
+        config = TrainingWorkerConfig(
+            model_type=config.model_type,
+            model_config=config.model_config,
+            engine_config=FSDPEngineConfig(strategy="fsdp2", fsdp_size=dist.get_world_size()),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3),
+        )
+        super().__init__(config, checkpoint_engine_config)
 
 
 async def main(model: str) -> None:

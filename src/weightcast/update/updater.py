@@ -60,13 +60,22 @@ class WeightUpdater:
     """Keeps rollout engines at the trainer's weights.  ``connect`` makes one; it is a context manager."""
 
     def __init__(
-        self, exporter: Exporter, targets: Sequence[Target], config: UpdateConfig, progress: Progress | None = None
+        self,
+        exporter: Exporter,
+        targets: Sequence[Target],
+        config: UpdateConfig,
+        progress: Progress | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         self._exporter = exporter
         self._config = config
         self._progress = progress
         self._targets = tuple(targets)
-        self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
+        if alone:
+            self._group = TrainerGroup(device=exporter.device, timeout_s=config.timeout_s)
+        else:
+            self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
         self._slots: list[SharedSlot] = []
         self._layouts: list[BucketLayout] = []
         self._head: Head | None = None
@@ -106,6 +115,7 @@ class WeightUpdater:
         disk_folder: str | None = None,
         disk_readers: DiskReaders = "user",
         progress: Progress | None = None,
+        alone: bool = False,
     ) -> Self:
         """Connects to the engines and checks that an update can work.  Collective: every trainer rank calls it.
 
@@ -118,6 +128,7 @@ class WeightUpdater:
             bucket_bytes: Bytes of one bucket, or text (``"512MiB"``).
             wire_dtype: A torch dtype, or its name (``"bf16"``).
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
+            alone: True if only this rank of ``torch.distributed`` calls ``connect``, and has all weights whole.
 
         Raises:
             ConfigError: The options cannot work.  Nothing has moved.
@@ -143,7 +154,7 @@ class WeightUpdater:
         known = targets_of(targets)
         exporter, release = exporter_of(model, config.wire_dtype)
         try:
-            updater = cls(exporter, known, config, progress)
+            updater = cls(exporter, known, config, progress, alone=alone)
         except BaseException:
             release()
             raise
