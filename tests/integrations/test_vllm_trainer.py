@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines.environment import engine_python
+from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.integrations.script import run_script
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
@@ -28,7 +29,7 @@ def said_by(folder: Path) -> list[list[int]]:
 def test_factory_updates_vllm(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ABC"]
     for seed, folder in enumerate(folders):
-        tiny_model(folder, seed=seed, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+        tiny_model(folder, seed=seed, **SIZES)
         tiny_tokenizer(folder)
     start, *sent = folders
     expected = [said_by(folder) for folder in folders]

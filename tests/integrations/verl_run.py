@@ -65,7 +65,7 @@ async def main(model: str) -> None:
         custom_backend_module="weightcast.integrations.verl",
         engine_kwargs={"weightcast": {"rebuild_group": False}},
     )
-    model_config = HFModelConfig(path=model, use_remove_padding=False)
+    model_config = HFModelConfig(path=model, use_remove_padding=False, override_config={"attn_implementation": "sdpa"})
     rollout_config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=config)
     pool = RayResourcePool(process_on_nodes=[ACTORS + ROLLOUTS], use_gpu=False, max_colocate_count=3)
     pool.get_placement_groups(device_name="cpu")
