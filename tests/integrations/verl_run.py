@@ -63,7 +63,7 @@ async def main(model: str) -> None:
         backend="weightcast",
         update_weights_bucket_megabytes=1,
         custom_backend_module="weightcast.integrations.verl",
-        engine_kwargs={"weightcast": {"rebuild_group": False}},
+        engine_kwargs={"weightcast": {"wire_dtype": "bfloat16", "timeout_s": 300.0}},  # the check reads bfloat16
     )
     model_config = HFModelConfig(path=model, use_remove_padding=False, override_config={"attn_implementation": "sdpa"})
     rollout_config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=config)

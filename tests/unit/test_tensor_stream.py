@@ -72,9 +72,13 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 def send(member: UpdateGroup, streams: list[tuple[dict[str, torch.Tensor], int | None]], **options: Any) -> None:
     sender = StreamSender(member, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, **options)
     for tensors, version in streams:
-        for name, tensor in tensors.items():
-            sender.put(name, tensor)
-        sender.end(version)
+        send_all(sender, tensors, version)
+
+
+def send_all(sender: StreamSender, tensors: dict[str, torch.Tensor], version: int | None = 1) -> None:
+    for name, tensor in tensors.items():
+        sender.put(name, tensor)
+    sender.end(version)
 
 
 def receive(member: UpdateGroup, count: int) -> list[tuple[dict[str, torch.Tensor], int | None]]:
@@ -135,9 +139,7 @@ def test_changed_bytes_are_found_and_named() -> None:
     def sends() -> None:
         sender = Flipping(members[0], bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
         with pytest.raises(GroupFailed):
-            for name, tensor in weights(1).items():
-                sender.put(name, tensor)
-            sender.end(1)
+            send_all(sender, weights(1))
 
     with group(2) as members:
         with pytest.raises(VerificationFailed, match="embed") as caught:
@@ -151,10 +153,7 @@ def test_missing_tensors_are_an_error() -> None:
             super()._tell(message if message.layout else StreamMessage(index=message.index, tensors=8, version=1))
 
     def sends() -> None:
-        sender = Forgetful(members[0], bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
-        for name, tensor in weights(1).items():
-            sender.put(name, tensor)
-        sender.end(1)
+        send_all(Forgetful(members[0], bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S), weights(1))
 
     with group(2) as members, pytest.raises(WireError, match="the stream had 8 tensors, and 7 arrived"):
         run(members, sends, lambda member: receive(member, 1))

@@ -12,6 +12,8 @@ Options of ``WeightUpdater.connect`` come from ``args.weightcast``, a mapping th
 set.  The pause mode is that of ``--pause-generation-mode`` unless it is set there.
 """
 
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import queue

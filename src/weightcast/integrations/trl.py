@@ -10,10 +10,12 @@ One object is the callback that updates the engines and the ``rollout_func`` tha
 checked against the version that was sent last.
 """
 
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,20 +86,13 @@ class GrpoEngines(UpdateEngines):
         first_seed = _first_seed(trainer, self._rollouts)
         with self._clients() as clients, ThreadPoolExecutor(self._parallel * len(clients)) as pool:
             models = list(pool.map(self._model, clients))
-            answers = list(
-                pool.map(
-                    lambda number: self._ask(
-                        clients[number % len(clients)],
-                        {
-                            "model": models[number % len(clients)],
-                            "prompt": tokenized[number],
-                            "seed": first_seed + number,
-                            **settings,
-                        },
-                    ),
-                    range(len(tokenized)),
-                )
-            )
+
+            def ask(number: int, prompt: list[int]) -> _Answer:
+                turn = number % len(clients)
+                body = {"model": models[turn], "prompt": prompt, "seed": first_seed + number, **settings}
+                return self._ask(clients[turn], body)
+
+            answers = list(pool.map(ask, range(len(tokenized)), tokenized))
         return {
             "prompt_ids": [answer.prompt for answer in answers],
             "completion_ids": [answer.tokens for answer in answers],
@@ -105,7 +100,7 @@ class GrpoEngines(UpdateEngines):
         }
 
     @contextmanager
-    def _clients(self) -> Iterator[list[Client]]:
+    def _clients(self) -> Generator[list[Client]]:
         clients = [
             Client(target, timeout_s=self._request_timeout_s, max_connections=self._parallel)
             for target in self._targets

@@ -10,6 +10,8 @@ every tensor proven received.  In verl's configuration::
 ``engine_kwargs.weightcast`` takes the keyword arguments of ``WeightcastCheckpointEngine``.
 """
 
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUntypedClassDecorator=false
+
 from __future__ import annotations
 
 import asyncio

@@ -15,6 +15,8 @@ vLLM itself runs with our receiver (``--weight-transfer-config '{"backend": "wei
 the receiver's own routes, so it needs none of vLLM's development routes, and the client is only asked for its address.
 """
 
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

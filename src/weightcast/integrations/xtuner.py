@@ -11,6 +11,8 @@ xtuner calls ``bind_rollout_weight_update`` with the targets of its registry bef
 itself, batch by batch; everything after that is ours: transport, pause, proof, switch and resume.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,7 +151,7 @@ class UpdateWeighter:
             updater.close()
 
     def _connect(self) -> WeightUpdater:
-        options = {"pause": "abort", **self._options, "transport": self._transport}
+        options: dict[str, Any] = {"pause": "abort", **self._options, "transport": self._transport}
         wanted = options.pop("wire_dtype", None)
         exporter = BridgeExporter(
             self._tensors,
