@@ -1,4 +1,4 @@
-"""verl's own harness for checkpoint engines, from its package, with ours: FSDP2 actors, rollout workers, the manager."""
+"""verl's own harness for checkpoint engines, from its package, with our engine in it."""
 
 from __future__ import annotations
 
