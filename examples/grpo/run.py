@@ -77,6 +77,7 @@ class Run:
             if args.resume:
                 self.done = self.resume()
             self._closing.push(starting.pop_all())
+        self._closing.callback(self.trainers.close)  # before the engines, from whose groups they take their leave
         return self
 
     def __exit__(self, *exception: Any) -> bool | None:

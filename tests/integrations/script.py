@@ -14,13 +14,16 @@ from typing import Any
 from tests.engines.environment import ROOT
 
 
-def run_script(python: Path, name: str, *arguments: object, timeout_s: float = 600, **environment: str) -> Any:
+def run_script(
+    python: Path, name: str, *arguments: object, folder: Path, timeout_s: float = 600, **environment: str
+) -> Any:
     """Returns the JSON document that the script prints last; fails with all that it printed if it fails.
 
     Args:
         python: Interpreter of the environment.
         name: Name of the script, without ``.py``.
         arguments: Its command line.
+        folder: Its working directory, which is not the repository's: Ray's workers would import our ``tests`` there.
         timeout_s: Deadline, in seconds.
         **environment: More of its environment.
     """
@@ -31,6 +34,7 @@ def run_script(python: Path, name: str, *arguments: object, timeout_s: float = 6
         capture_output=True,
         text=True,
         env=env | environment,
+        cwd=folder,
         timeout=timeout_s,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-12000:]}"

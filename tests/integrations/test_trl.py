@@ -25,7 +25,12 @@ def test_three_steps_of_grpo_are_on_policy(tmp_path: Path) -> None:
         before = started[0].digests()
         # Its requests wait for each other: it fails if they are sent one by one.
         said = run_script(
-            trainer_python("trl-1.16.0"), "trl_run", model, tmp_path / "out", *(engine.url for engine in started)
+            trainer_python("trl-1.16.0"),
+            "trl_run",
+            model,
+            tmp_path / "out",
+            *(engine.url for engine in started),
+            folder=tmp_path,
         )
         after = [engine.digests() for engine in started]
         answered = [engine.info()["version"] for engine in started]

@@ -23,6 +23,7 @@ def test_harness_of_verl_accepts_our_checkpoint_engine(tmp_path: Path) -> None:
         trainer_python("verl-0.9.1"),
         "verl_run",
         tmp_path,
+        folder=tmp_path,
         timeout_s=1400,
         PYTHONPATH=f"{HERE.parents[1] / 'src'}{os.pathsep}{HERE}",  # Ray's workers import the platform too
         VERL_PLATFORM="cpu",

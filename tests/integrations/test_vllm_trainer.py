@@ -36,7 +36,9 @@ def test_factory_updates_vllm(tmp_path: Path) -> None:
     assert expected[0] != expected[2]
     with vllm(start, tmp_path) as engine:
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected[0]
-        said = run_script(engine_python("vllm-0.32.0-cpu"), "vllm_run", *sent, engine.url, VLLM_TARGET_DEVICE="cpu")
+        said = run_script(
+            engine_python("vllm-0.32.0-cpu"), "vllm_run", *sent, engine.url, folder=tmp_path, VLLM_TARGET_DEVICE="cpu"
+        )
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected[2]
     assert said["vllm"].startswith("0.32.0")
     assert [report["version"] for report in said["reports"]] == [1, 2]
