@@ -57,7 +57,7 @@ class CpuTrainingWorker(test_utils.TrainingWorkerTest):
 
 
 async def main(model: str) -> None:
-    ray.init(num_cpus=16, include_dashboard=False, object_store_memory=256 << 20)
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=256 << 20)
     test_utils.TrainingWorkerTest = CpuTrainingWorker
     config = CheckpointEngineConfig(
         backend="weightcast",
@@ -67,7 +67,7 @@ async def main(model: str) -> None:
     )
     model_config = HFModelConfig(path=model, use_remove_padding=False, override_config={"attn_implementation": "sdpa"})
     rollout_config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=config)
-    pool = RayResourcePool(process_on_nodes=[ACTORS + ROLLOUTS], use_gpu=False, max_colocate_count=3)
+    pool = RayResourcePool(process_on_nodes=[ACTORS + ROLLOUTS], use_gpu=False, max_colocate_count=1)
     pool.get_placement_groups(device_name="cpu")
     trainer_pool, rollout_pool = split_resource_pool(pool, [ACTORS, ROLLOUTS])
     actors = test_utils.create_trainer_worker_group(trainer_pool, model_config, config)
