@@ -1,4 +1,4 @@
-"""What the examples share: task, rollouts, learner, engines, options and bookkeeping.
+"""Shared parts of the examples: task, rollouts, learner, engines, options and bookkeeping.
 
 The loops themselves are in the programs beside this folder.  Copy both to begin a job of your own.
 """

@@ -46,7 +46,7 @@ _POLL_S = 0.1
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """What rank 0 tells the other ranks: its error, if it has one."""
+    """Rank 0's message to the other ranks: its error, if it has one."""
 
     error: str = ""
 
