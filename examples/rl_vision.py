@@ -1,7 +1,7 @@
 """GRPO with a vision-language model: a tiny Qwen2-VL that learns to name the colour of an image, on CPU cores.
 
     python examples/rl_vision.py                                      # random model, one core, a minute
-    python examples/rl_vision.py --steps 60 --export vl-model         # more steps, and a Hugging Face folder at the end
+    python examples/rl_vision.py --steps 120 --export vl-model        # more steps, and a Hugging Face folder at the end
 
 The rollout engine is a server of this program's own: transformers' model, a loop that samples, and weightcast's
 receiver beside it.  So it also shows how to put the receiver into an engine that you wrote.  Each update carries the
@@ -283,7 +283,8 @@ def main() -> None:
             )
     engine.terminate()
     engine.join()
-    moved = {name.split(".")[1] for name, tensor in model.state_dict().items() if not torch.equal(tensor, first[name])}
+    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, first[name])]
+    moved = {name.removeprefix("model.").partition(".")[0] for name in changed}
     print(f"parts of the model that training has changed: {', '.join(sorted(moved))}")
     if args.export:
         model.save_pretrained(args.export)
@@ -294,7 +295,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=40, help="training steps")
+    parser.add_argument("--steps", type=int, default=60, help="training steps")
     parser.add_argument("--prompts", type=int, default=8, help="images in one step")
     parser.add_argument("--group", type=int, default=8, help="answers to each image")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")

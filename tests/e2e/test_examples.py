@@ -206,11 +206,12 @@ def test_experts(tmp_path):
 def test_vision_learns_and_is_on_policy(tmp_path):
     said = run("rl_vision", tmp_path, "--export=exported")
     rows = metrics(tmp_path)
-    assert [row["version"] for row in rows] == list(range(1, 41))
+    assert [row["version"] for row in rows] == list(range(1, 61))
     assert max(row["logprob_gap"] for row in rows) < 1e-3
     assert all(row["proof"] == "resident" for row in rows)
-    assert sum(row["reward"] for row in rows[-10:]) > sum(row["reward"] for row in rows[:10]) + 1.0
-    assert "parts of the model that training has changed: language_model, visual" in said
+    assert sum(row["reward"] for row in rows[:10]) / 10 < 0.4
+    assert sum(row["reward"] for row in rows[-10:]) / 10 > 0.5  # at most 0.4 for a model that does not see
+    assert "parts of the model that training has changed: language_model, lm_head, visual" in said
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 

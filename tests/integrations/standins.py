@@ -1,8 +1,8 @@
 """Stand-ins for the parts of miles and xtuner that our classes meet.
 
 Neither package is on an index in a version that has these interfaces.  The stand-ins have the names, the signatures
-and the order of calls of the projects' sources: miles' ``weight_update/{protocol,updater,hf_weight_iterator}.py`` of
-October 2026, xtuner's ``v1/rl/weight_update/{data,weight_iterator,update_weighter}.py`` at b934f4620.
+and the order of calls of the projects' sources: miles' ``weight_update/{protocol,updater,hf_weight_iterator}.py`` since
+August 2026, xtuner's ``v1/rl/weight_update/{data,weight_iterator,update_weighter}.py`` at b934f4620.
 """
 
 from __future__ import annotations
