@@ -38,4 +38,5 @@ def run_script(
         timeout=timeout_s,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-12000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
+    documents = [line for line in done.stdout.splitlines() if line.startswith("{")]  # Ray prints workers' lines, too
+    return json.loads(documents[-1])

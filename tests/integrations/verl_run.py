@@ -77,6 +77,7 @@ async def main(model: str) -> None:
     for step in range(UPDATES):
         await manager.update_weights(global_steps=step)
         rollout.check_weights()
+    ray.shutdown()
     print(
         json.dumps(
             {
@@ -87,7 +88,6 @@ async def main(model: str) -> None:
             }
         )
     )
-    ray.shutdown()
 
 
 if __name__ == "__main__":
