@@ -34,6 +34,7 @@ demo: setup
 # Environments of real engines, created once under the user's cache folder, and before the tests with short deadlines.
 engines: $(TORCHED)
 	$(BIN)/python -m tests.engines.environment
+	$(BIN)/python -m tests.integrations.environment trl-1.16.0
 
 # Hundreds of processes import the package and the engines' sources, so byte code is kept even if the shell forbids it.
 test wide-test engine-test example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
@@ -79,13 +80,13 @@ check: setup
 	$(BIN)/python -m tests.prose
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Real engines on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
+# Real engines, and trainers of other frameworks, on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
 engine-test: setup engines
-	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
+	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines tests/integrations $(TEST_ARGS)
 
-# The programs of examples/: a few steps with a tiny model, then a whole run with SmolLM2 until the reward has risen.
-# Also three Ray nodes on addresses of this machine.  A quarter of an hour on two cores.
-example-test: setup
+# The programs of examples/: a few steps with a tiny model and every engine that serves on a CPU, then a whole run with
+# SmolLM2 until the reward has risen.  Also three Ray nodes on addresses of this machine.  Half an hour on two cores.
+example-test: setup engines
 	$(BIN)/python -m pytest -m example tests/e2e/test_examples.py tests/e2e/test_ray_nodes.py $(TEST_ARGS)
 
 # On a machine with GPUs, with any Python that has torch and the packages of the extra `dev`.

@@ -67,12 +67,17 @@ class WeightUpdater:
         config: UpdateConfig,
         progress: Progress | None = None,
         listeners: Sequence[Listener] = (),
+        *,
+        alone: bool = False,
     ) -> None:
         self._exporter = exporter
         self._config = config
         self._progress = progress
         self._targets = tuple(targets)
-        self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
+        if alone:
+            self._group = TrainerGroup(device=exporter.device, timeout_s=config.timeout_s)
+        else:
+            self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
         self._ranks = TrainerRanks(self._group, timeout_s=config.timeout_s)
         self._head: Head | None = None
         self._stream: BucketStream | None = None
@@ -120,6 +125,7 @@ class WeightUpdater:
         disk_readers: DiskReaders = "user",
         progress: Progress | None = None,
         on_event: Listeners = None,
+        alone: bool = False,
     ) -> Self:
         """Connects to the engines and checks that an update can work.  Collective: every trainer rank calls it.
 
@@ -133,6 +139,7 @@ class WeightUpdater:
             wire_dtype: A torch dtype, or its name (``"bf16"``).
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
             on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
+            alone: True if only this rank of ``torch.distributed`` calls ``connect``, and has all weights whole.
 
         Raises:
             ConfigError: The options cannot work.  Nothing has moved.
@@ -160,7 +167,7 @@ class WeightUpdater:
         known = targets_of(targets)
         exporter, release = exporter_of(model, config.wire_dtype)
         try:
-            updater = cls(exporter, known, config, progress, listeners_of(on_event))
+            updater = cls(exporter, known, config, progress, listeners_of(on_event), alone=alone)
         except BaseException:
             release()
             raise
