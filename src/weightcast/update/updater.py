@@ -75,6 +75,7 @@ class WeightUpdater:
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._chosen = Choice()
         self._bucket_sums = RepeatedSums()
+        self._trimmed = False
         try:
             self._specs = tuple(exporter.specs())
             exporter.prepare(self._group)
@@ -338,7 +339,9 @@ class WeightUpdater:
         """Runs one attempt; every rank returns the same result."""
         head = self._head
         kept_bytes = sum(slot.data.numel() for slot in self._slots)  # slots of an earlier update count too
-        with PeakMemory(self._exporter.device) as peak, gc_paused():
+        # Later on, training would have to fault in again what it keeps in its heap from step to step.
+        with PeakMemory(self._exporter.device, trim=not self._trimmed) as peak, gc_paused():
+            self._trimmed = True
             try:
                 result = AttemptResult()
                 if head is not None:
