@@ -34,9 +34,7 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer steps: under two minutes on two cores that do nothing else.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer training steps in each mode.")] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the prompts' order and of sampling.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto uses GPUs if there are any.")] = "auto",
     engine: Annotated[

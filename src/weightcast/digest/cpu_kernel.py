@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportCallIssue=false
 """The sums of `weightcast.digest.definition` on a CPU, and copies with sums: one call for any number of pieces.
 
 numba compiles this file's functions for the processor that they run on. Like `weightcast.digest.kernel`, they see jobs

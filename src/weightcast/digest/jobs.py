@@ -40,8 +40,16 @@ class Tiling(NamedTuple):
     rows: Callable[[int], int]
 
 
-GPU_TILING = Tiling(COLS, lambda cols: ROWS if cols >= NARROW_COLS else max(1, NARROW_WORDS // cols))
-CPU_TILING = Tiling(CPU_COLS, lambda cols: max(4, CPU_WORDS // min(cols, CPU_COLS)))
+def _gpu_rows(cols: int) -> int:
+    return ROWS if cols >= NARROW_COLS else max(1, NARROW_WORDS // cols)
+
+
+def _cpu_rows(cols: int) -> int:
+    return max(4, CPU_WORDS // min(cols, CPU_COLS))
+
+
+GPU_TILING = Tiling(COLS, _gpu_rows)
+CPU_TILING = Tiling(CPU_COLS, _cpu_rows)
 
 
 class Job(NamedTuple):
