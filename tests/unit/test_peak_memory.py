@@ -59,3 +59,15 @@ def test_peak_can_be_read_from_inside():
         block = touch(64 * MIB)
         assert peak.extra_bytes > 60 * MIB
         del block
+
+
+def test_freed_heap_memory_stays_with_a_process_that_will_need_it_again(monkeypatch):
+    trims: list[int] = []
+    monkeypatch.setattr(peak_memory, "_trim", lambda: trims.append(1))
+    with PeakMemory(CPU, trim=False) as peak:
+        block = touch(64 * MIB)
+    assert trims == []
+    assert block[-1] == 1
+    assert peak.extra_bytes > 60 * MIB
+    with PeakMemory(CPU):
+        assert trims == [1]

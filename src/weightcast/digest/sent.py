@@ -169,7 +169,9 @@ class SentDigests:
             slot.spec.name in self._unsummed or slot.spec.name in self._casts
             for slot in (bucket.layout.slots if self._unsummed or self._casts else ())
         )
-        sums = sums_of_slots(bucket, self._repeated.sums) if needed else bucket.sums
+        # On a CPU the sums on the way are of the source, which was read once to be copied and once to be summed.
+        found = replace(bucket, sums=None) if needed and bucket.data.device.type == "cpu" else bucket
+        sums = sums_of_slots(found, self._repeated.sums) if needed else bucket.sums
         self._sums.append((bucket.layout, sums))
         for slot in bucket.layout.slots if self._casts else ():
             for dtype in self._casts.get(slot.spec.name, ()):

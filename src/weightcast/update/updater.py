@@ -88,6 +88,7 @@ class WeightUpdater:
         self._choice = Choice()
         self._events = Events()
         self._timeline = TimelineRecorder()
+        self._trimmed = False
         try:
             self._events = Events((self._timeline, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
@@ -370,7 +371,9 @@ class WeightUpdater:
         head, stream = self._head, self._stream
         assert stream is not None
         kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
-        with PeakMemory(self._exporter.device) as peak, gc_paused():
+        # Later on, training would have to fault in again what it keeps in its heap from step to step.
+        with PeakMemory(self._exporter.device, trim=not self._trimmed) as peak, gc_paused():
+            self._trimmed = True
             try:
                 result = AttemptResult()
                 if head is not None:
