@@ -112,7 +112,8 @@ class UpdateConfig:
             trainer and engines), ``"disk"`` (a checkpoint folder, for engines that load one while they run),
             ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver) or
             ``"auto"`` (ipc if every target is on this host, else broadcast).
-        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.
+        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.  Where sums
+            are taken on a CPU, add up to 40 MiB: blocks of 2 MiB, and 16 MiB for each cast that is summed.
         pause: Fate of the requests that run at the moment of the switch.
         verify: Highest level of proof to reach; the report has the level of each target.
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
