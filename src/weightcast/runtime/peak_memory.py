@@ -28,8 +28,9 @@ class PeakMemory:
 
     On the CPU it measures the process's resident set, which includes shared memory that the process has touched.  Pages
     of files that came in meanwhile do not count: a model loaded from a mapped checkpoint is read from the disk when it
-    is first touched, and the kernel may drop those pages at any time.  On CUDA it measures torch's allocations on the device.  So overlapping measurements see each other's memory.  On CUDA
-    no other code may call ``torch.cuda.reset_peak_memory_stats`` meanwhile.
+    is first touched, and the kernel may drop those pages at any time.  On CUDA it measures torch's allocations on the
+    device.  So overlapping measurements see each other's memory.  On CUDA no other code may call
+    ``torch.cuda.reset_peak_memory_stats`` meanwhile.
 
     Args:
         device: Device to measure.
