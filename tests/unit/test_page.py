@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightcast.page.bars import Bar, bars, stacks
@@ -21,6 +21,8 @@ from weightcast.page.words import digits, seconds, size
 from weightcast.report import TargetReport, UpdateReport
 from weightcast.timeline.tracks import Span, Timeline, Track
 
+# A busy machine makes a strategy slow, which says nothing about it.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 HOSTILE = "</title><script>alert(1)</script><img src=https://example.org/x onerror=alert(1)>\"'&"
 
 
@@ -235,6 +237,7 @@ def test_light_and_dark_define_the_same_colours():
     assert blocks[1].split() == blocks[2].split()  # by the system's setting, and by the button
 
 
+@patient
 @given(st.floats(min_value=1e-12, max_value=1e15))
 def test_ticks_are_round_and_reach_the_value(high):
     found = ticks(high)
@@ -245,6 +248,7 @@ def test_ticks_are_round_and_reach_the_value(high):
         assert found[-2] < high * (1 + 1e-6)
 
 
+@patient
 @given(st.integers(min_value=0, max_value=10**9), st.integers(min_value=1, max_value=50))
 def test_stride_leaves_at_most_so_many_labels(count, limit):
     step = stride(count, limit)

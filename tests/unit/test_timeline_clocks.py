@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightcast.timeline.clocks import Alignment, RoundTrip, align
 
+# A busy machine makes a strategy slow, which says nothing about it.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 delays = st.floats(min_value=0.0, max_value=0.2)
 
 
@@ -23,6 +25,7 @@ def trips(draw, offset):
     return found
 
 
+@patient
 @given(data=st.data(), offset=st.floats(min_value=1.0, max_value=1e6) | st.floats(min_value=-1e6, max_value=-1.0))
 def test_error_is_never_smaller_than_the_true_one(data, offset):
     found = align(data.draw(trips(offset)))
@@ -30,6 +33,7 @@ def test_error_is_never_smaller_than_the_true_one(data, offset):
     assert abs(found.offset_s - offset) <= found.error_s + 1e-6
 
 
+@patient
 @given(data=st.data())
 def test_processes_of_one_host_need_no_alignment(data):
     assert align(data.draw(trips(0.0))) == Alignment(0.0, 0.0)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Show = Callable[[Sequence[Observation]], None]
-_HEADERS = ("engine", "state", "version", "staleness", "last update", "phases", "rate", "requests")
+_COLUMNS = ("engine", "state", "version", "staleness", "last update", "phases", "rate", "requests")
+_LEFT_OUT_FIRST = ("phases", "rate", "requests", "last update", "staleness")
+_GAP = 3
 _ASKING = "asking"  # no answer yet
 _REDRAW_S = 0.5
 _SHOWN_S = 1e-4  # shorter phases are left out
@@ -90,7 +92,7 @@ class _LiveTable:
         self._live.stop()
 
     def __call__(self, found: Sequence[Observation]) -> None:
-        self._live.update(table_of(found, self._rates), refresh=True)
+        self._live.update(table_of(found, self._rates, width=self._live.console.width), refresh=True)
 
 
 class TokenRates:
@@ -117,33 +119,56 @@ class TokenRates:
         return self._rates.get(found.url)
 
 
-def table_of(found: Sequence[Observation], rates: TokenRates) -> Table:
-    """Returns the table of one moment."""
+def table_of(found: Sequence[Observation], rates: TokenRates, *, width: int) -> Table:
+    """Returns the table of one moment.
+
+    Args:
+        found: What was observed.
+        rates: Remembers the tokens of each engine.
+        width: Columns of the terminal.  Less important columns of the table are left out where they do not fit.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     newest = max((each.version for each in found if each.version is not None), default=None)
-    table = Table(*_HEADERS, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"
-    for each in found:
+    rows = [_cells(each, newest, rates(each)) for each in found]
+    shown = _fitting(rows, width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in shown:
+        table.add_column(name, no_wrap=name != "engine", overflow="fold")
+    for each, row in zip(found, rows, strict=True):
         style = _STYLES.get(each.state, "red")
-        table.add_row(
-            each.url.removeprefix("http://"),
-            Text(each.state, style=style),
-            "?" if each.version is None else str(each.version),
-            staleness(each, newest),
-            last_update(each.update),
-            phases(each.update),
-            rate(each.update),
-            requests(each, rates(each)),
-        )
+        table.add_row(*(Text(row[name], style=style if name == "state" else "") for name in shown))
     unwell = [each for each in found if each.message and each.state in ("no answer", "quarantined")]
     if unwell:
         table.caption = Text("\n".join(_named(each) for each in unwell))
         table.caption_justify = "left"
     return table
+
+
+def _cells(found: Observation, newest: int | None, tokens_per_s: float | None) -> dict[str, str]:
+    """Returns the row of an engine, by column."""
+    return {
+        "engine": found.url.removeprefix("http://"),
+        "state": found.state,
+        "version": "?" if found.version is None else str(found.version),
+        "staleness": staleness(found, newest),
+        "last update": last_update(found.update),
+        "phases": phases(found.update),
+        "rate": rate(found.update),
+        "requests": requests(found, tokens_per_s),
+    }
+
+
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+    """Returns the columns that fit into a terminal."""
+    widths = {name: max([len(name), *(len(row[name]) for row in rows)]) for name in _COLUMNS}
+    shown = list(_COLUMNS)
+    for name in _LEFT_OUT_FIRST:
+        if sum(widths[each] + _GAP for each in shown) - _GAP > width:
+            shown.remove(name)
+    return shown
 
 
 def _named(found: Observation) -> str:
