@@ -35,7 +35,7 @@ def parser(description: str, *, out: str, via: str, pause: str) -> argparse.Argu
     task.add_argument("--model", default=str(SMOLLM2), help="Hugging Face model folder")
     task.add_argument("--problems", default=str(HERE / "arithmetic.jsonl"), help="problems in the format of GSM8K")
     task.add_argument(
-        "--reward", choices=tuple(JUDGES), default="arithmetic", help="rewards: a right answer, or letters"
+        "--reward", choices=tuple(JUDGES), default="arithmetic", help="what is rewarded"
     )
     task.add_argument("--steps", type=int, default=14, help="training steps")
     task.add_argument("--prompts", type=int, default=4, help="prompts in one step")
