@@ -17,15 +17,14 @@ import time
 
 from grpo.options import checked, parser
 from grpo.run import Run, served
-from grpo.task import Judge, judge
 
 
 def main() -> None:
     train(checked(parser((__doc__ or "").partition("\n")[0], out="rl-disaggregated", via="broadcast", pause="abort")))
 
 
-def train(args: argparse.Namespace, judge: Judge = judge) -> None:
-    with Run(args, shared=False, judge=judge) as run:
+def train(args: argparse.Namespace) -> None:
+    with Run(args, shared=False) as run:
         print("step  version  reward  right    loss  gap    rollout s  train s  update s  digest")
         for step in range(run.done + 1, args.steps + 1):
             started = time.monotonic()

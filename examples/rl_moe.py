@@ -6,7 +6,7 @@
 
 transformers keeps the experts of a layer in one tensor, and checkpoints and engines keep them one by one.  weightcast
 cuts the tensors on the way, sharded as they are, and proves every expert on every engine rank.  A model of random
-weights cannot calculate, so the reward here is the share of digits in an answer.
+weights cannot calculate, so the reward here is the share of letters in an answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from grpo.options import checked, parser
-from grpo.task import Problem
 from rl_disaggregated import train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -29,14 +28,10 @@ TEMPLATE = (
 
 def main() -> None:
     made = parser((__doc__ or "").partition("\n")[0], out="rl-moe", via="broadcast", pause="abort")
-    made.set_defaults(model=str(TINY), lr=3e-3, max_tokens=12, steps=10)
+    made.set_defaults(model=str(TINY), lr=3e-3, max_tokens=12, steps=10, reward="letters")
     if made.parse_args().model == str(TINY) and not TINY.exists():
         make_model(TINY)
-    train(checked(made), share_of_digits)
-
-
-def share_of_digits(problem: Problem, text: str, finished: bool) -> float:
-    return sum(letter.isdigit() for letter in text) / max(len(text), 1)
+    train(checked(made))
 
 
 def make_model(folder: Path) -> None:

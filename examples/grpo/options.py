@@ -10,6 +10,8 @@ from typing import Any
 
 from weightcast.ray import lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
 
+from .task import JUDGES
+
 HERE = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 SMOLLM2 = CACHE / "weightcast/SmolLM2-135M-Instruct"  # made by `weightcast demo`
@@ -32,6 +34,9 @@ def parser(description: str, *, out: str, via: str, pause: str) -> argparse.Argu
     task = made.add_argument_group("task")
     task.add_argument("--model", default=str(SMOLLM2), help="Hugging Face model folder")
     task.add_argument("--problems", default=str(HERE / "arithmetic.jsonl"), help="problems in the format of GSM8K")
+    task.add_argument(
+        "--reward", choices=tuple(JUDGES), default="arithmetic", help="what is rewarded"
+    )
     task.add_argument("--steps", type=int, default=14, help="training steps")
     task.add_argument("--prompts", type=int, default=4, help="prompts in one step")
     task.add_argument("--group", type=int, default=8, help="completions of each prompt")

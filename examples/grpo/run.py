@@ -19,7 +19,7 @@ from weightcast.ray import RolloutEngines, TrainWorkers, colocated, disaggregate
 from .learner import Learner
 from .options import engine_kind
 from .rollouts import Group, Sampler
-from .task import Judge, judge, read_problems, split
+from .task import JUDGES, read_problems, split
 
 # Gets the number and the figures of every step: ``lambda step, record: wandb.log(record, step=step)``.
 Tracker = Callable[[int, dict[str, Any]], object]
@@ -35,13 +35,12 @@ class Run:
         done: Steps of the checkpoint that the run continues from; 0 for a new run.
     """
 
-    def __init__(self, args: argparse.Namespace, *, shared: bool, judge: Judge = judge) -> None:
+    def __init__(self, args: argparse.Namespace, *, shared: bool) -> None:
         """Reads the problems; ``with`` starts the processes.
 
         Args:
             args: The command line.
             shared: Whether trainers and engines take turns on the same devices.
-            judge: Rewards answers.
         """
         self.args = args
         self.shared = shared
@@ -49,7 +48,7 @@ class Run:
         training, self.held_out = split(
             read_problems(Path(args.problems)), args.eval_problems if args.eval_every else 0
         )
-        self.sampler = Sampler(args, training, judge)
+        self.sampler = Sampler(args, training, JUDGES[args.reward])
         self.trackers: list[Tracker] = [self.write, *map(load_tracker, args.tracker)]
         self.done = 0
         self._closing = ExitStack()

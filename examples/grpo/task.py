@@ -40,12 +40,20 @@ def read_problems(file: Path) -> list[Problem]:
     return [Problem(row["question"], int(row["answer"].rpartition("####")[2].replace(",", ""))) for row in rows]
 
 
-def judge(problem: Problem, text: str, finished: bool) -> float:
+def arithmetic(problem: Problem, text: str, finished: bool) -> float:
     """Rewards an answer: 0.6 if it is right, 0.2 for a calculation that gives it, 0.2 if it ends with ``#### N``."""
     said = ANSWER.search(text) if finished else None
     right = said is not None and int(said[1]) == problem.answer
     calculated = re.search(rf"= {problem.answer}\b", text) is not None
     return 0.6 * right + 0.2 * calculated + 0.2 * (said is not None)
+
+
+def letters(problem: Problem, text: str, finished: bool) -> float:
+    """Rewards the share of letters in an answer: something to learn for a random model, which cannot calculate."""
+    return sum(letter.isalpha() for letter in text) / max(len(text), 1)
+
+
+JUDGES: dict[str, Judge] = {"arithmetic": arithmetic, "letters": letters}
 
 
 def split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
