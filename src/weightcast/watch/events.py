@@ -18,9 +18,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Meta
@@ -296,6 +296,23 @@ TrainerEvent = UpdateStarted | StepEnded | UpdateEnded | AttemptStarted | Asked 
 EngineEvent = SessionOpened | Answered | SessionEnded | StateChanged
 Event = TrainerEvent | EngineEvent
 Listener = Callable[[Event], None]
+
+
+class ByKind:
+    """Base of listeners that hear only some kinds of events.
+
+    A bucket has several events, so what a listener passes over must cost next to nothing.
+    """
+
+    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
+        """Takes the function for each kind."""
+        self._handlers = dict(handlers)
+
+    def __call__(self, event: Event) -> None:
+        """As ``Listener``."""
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
 
 
 @runtime_checkable
