@@ -32,6 +32,7 @@ from weightcast import WeightUpdater
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
+from weightcast.timeline.tracks import Timeline
 from weightcast.wire.messages import Ack, EngineInfo
 
 SMALL_BUCKETS = 30_000  # 15 buckets for the toy model, its larger matrices cut into rows
@@ -197,6 +198,11 @@ def push(engines: Sequence[Engine], version: int, **options: Any) -> UpdateRepor
     """A new trainer that updates once."""
     with connect(trainer_of(version), engines, **options) as updater:
         return updater.update(version=version)
+
+
+def on_every_rank(report: UpdateReport) -> str:
+    """The part of a report that every trainer rank has, as JSON; the head alone has the timeline."""
+    return msgspec.structs.replace(report, timeline=Timeline()).to_json()
 
 
 def process(function: Callable[..., Any], *args: Any) -> Any:

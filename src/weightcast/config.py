@@ -112,14 +112,20 @@ class UpdateConfig:
             trainer and engines), ``"disk"`` (a checkpoint folder, for engines that load one while they run),
             ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver) or
             ``"auto"`` (ipc if every target is on this host, else broadcast).
-        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.
+        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.  Where sums
+            are taken on a CPU, add up to 40 MiB: blocks of 2 MiB, and 16 MiB for each cast that is summed.
         pause: Fate of the requests that run at the moment of the switch.
         verify: Highest level of proof to reach; the report has the level of each target.
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
         timeout_s: Deadline of each single wait, in seconds; at most six hours.
         on_failure: ``"raise"``, or ``"quarantine"``, which updates the healthy targets and reports the rest.
+        check_finite: True refuses weights that are NaN or infinite before any engine switches; False sends them; None
+            checks where the pass over each bucket hides behind its digest: on CPUs, with proof.
         wire_dtype: Dtype to which a module's floating-point tensors are cast before they are sent, e.g. ``"bfloat16"``;
             None keeps theirs.  An exporter object sets its own.
+        require: Lowest level of proof that each target must be able to reach; ``connect`` refuses the others.
+        first_version: Number of the first update, if it is known.  ``connect`` refuses it if a target serves a higher
+            one, so that a run does not train for nothing.
         allow_older: True accepts a lower version than the one an engine serves (a trainer resumed from a checkpoint).
         behaviour_tolerance: Largest difference of a log-probability, in nats, that ``verify="behaviour"`` accepts.
         min_proven_share: Smallest share of tensors, from 0 to 1, that ``verify="resident"`` has to prove on a target
@@ -140,7 +146,10 @@ class UpdateConfig:
     digest: DigestKind = "fast"
     timeout_s: float = 120.0
     on_failure: OnFailure = "raise"
+    check_finite: bool | None = None
     wire_dtype: str | None = None
+    require: VerifyLevel = "none"
+    first_version: int | None = None
     allow_older: bool = False
     behaviour_tolerance: float = 0.1
     min_proven_share: float = 1.0
@@ -153,6 +162,7 @@ class UpdateConfig:
             ("transport", TransportName),
             ("pause", PauseMode),
             ("verify", VerifyLevel),
+            ("require", VerifyLevel),
             ("digest", DigestKind),
             ("on_failure", OnFailure),
             ("disk_readers", DiskReaders),
@@ -160,6 +170,11 @@ class UpdateConfig:
             value = getattr(self, name)
             if value not in get_args(allowed):
                 raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(allowed))}")
+        levels = get_args(VerifyLevel)
+        if levels.index(self.require) > levels.index(self.verify):
+            raise ConfigError(
+                f"require={self.require!r} is more than verify={self.verify!r}", hint=f"use verify={self.require!r}"
+            )
         if self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
         if not 0 <= self.min_proven_share <= 1:

@@ -175,6 +175,10 @@ class Scorer(Protocol):
 
 # -- the engines
 
+# Steps by which an engine gets the weights: "group" by buckets that are broadcast in a group, "memory" by buckets in
+# shared memory, "folder" by a checkpoint folder that it loads, "handles" by one request for the whole update, which
+# tells where to ask for handles to shared memory.
+Delivery = Literal["group", "memory", "folder", "handles"]
 # Form of the handles to a shared buffer over ``ipc``: "weightcast" for our own handles, "torch" for torch's handle to
 # one buffer, "ring" for torch's handle to the one storage of all buffers (``comm/shared_buckets.py``).
 Sharing = Literal["weightcast", "torch", "ring"]
@@ -229,12 +233,12 @@ class Adapter(Protocol):
         """The tensors of a full update; empty if the engine does not list them."""
         ...
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Preflight against the known limits of this kind of engine.
 
         Args:
             specs: Tensors of the update.
-            transport: Name of the transport.
+            delivery: The steps by which the engine will get the weights.
             bucket_bytes: Size of the largest bucket, in bytes.
 
         Raises:

@@ -5,11 +5,18 @@ A report is plain data with a readable ``str`` and a stable JSON form.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from weightcast.page import updates as page
+from weightcast.timeline import perfetto
+from weightcast.timeline.tracks import Timeline
+
 TargetStatus = Literal["serving", "quarantined", "untouched", "unknown"]
+PROOFS = ("none", "received", "partial", "resident", "behaviour")  # levels of proof, lowest first
 
 
 class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +24,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: URL of the engine.
-        engine: Kind and version, e.g. ``"weightcast 0.1.0"``.
+        engine: Kind and version, e.g. ``"weightcast 1.2.3"``.
         version_before: Version before the update; None if unknown.
         version_after: Version that the engine reports now; None if it reports none or could not be asked.
         digest: Model digest of the weights that it holds (or received, at that level); None without proof.
@@ -62,7 +69,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: Requested version.
         transport: ``"ipc"``, ``"broadcast"``, ``"disk"`` or ``"checkpoint-engine"``.
-        bytes: Payload of one copy of the model, in bytes.
+        bytes: Bytes sent: the payload of one copy of the model, or less if the update failed before all was sent.
         buckets: Number of buckets.
         seconds: Wall time of the whole update.
         phases: Seconds by phase on the head trainer rank; phases overlap, so they do not add up to ``seconds``.
@@ -74,6 +81,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         targets: One row for each target.
         unsummed: Names of tensors that were summed in the sender's bucket, because the exporter's ranks do not sum
             their shards.  No digest covers the gather of these tensors.
+        timeline: When each rank did what; on trainer rank 0 only, empty elsewhere.
     """
 
     version: int
@@ -86,38 +94,61 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None
     targets: tuple[TargetReport, ...]
     unsummed: tuple[str, ...] = ()
+    timeline: Timeline = Timeline()
 
     @property
     def ok(self) -> bool:
         """True if every target serves the new version."""
         return all(row.status == "serving" and row.version_after == self.version for row in self.targets)
 
+    def short_of(self, level: str) -> tuple[TargetReport, ...]:
+        """The targets whose proof is below this level."""
+        return tuple(row for row in self.targets if PROOFS.index(row.proof) < PROOFS.index(level))
+
     def to_json(self) -> str:
         """The report as one line of JSON; field names are stable."""
         return msgspec.json.encode(self).decode()
 
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Writes the timeline of every rank as a trace for ui.perfetto.dev and returns the path.
+
+        Raises:
+            ValueError: This report has no timeline; only that of trainer rank 0 has one.
+            OSError: The file cannot be written.
+        """
+        return perfetto.write(path, [msgspec.convert(self, perfetto.Update, from_attributes=True)])
+
+    def to_html(self, path: str | Path, *, earlier: Sequence[UpdateReport] = ()) -> Path:
+        """Writes one self-contained page with plots, and returns its path.
+
+        Args:
+            path: The file to write.
+            earlier: Reports of earlier updates of the run, in order; with them the page shows all updates by step.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        return page.page_of([report.to_json() for report in (*earlier, self)]).write(path)
+
     def __str__(self) -> str:
         """A summary with units, and one line for each target."""
-        rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
-        ranks = sum(row.ranks for row in self.targets)
-        phases = "   ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
-        lines = [
-            f"version {self.version}: {format_bytes(self.bytes)} to {ranks} ranks over {self.transport} "
-            f"in {self.seconds:.3f} s, {rate:.2f} GB/s, {self.buckets} bucket{'' if self.buckets == 1 else 's'}, "
-            f"peak extra {format_bytes(self.peak_extra_bytes)}",
-            f"  {phases}",
-        ]
+        return self.text()
+
+    def text(self, *, told: str = "") -> str:
+        """The same as ``str``, without messages that are part of the text ``told``."""
+        lines = self._head_lines()
         for row in self.targets:
             before = "?" if row.version_before is None else row.version_before
             after = "?" if row.version_after is None else row.version_after
-            digest = f", digest {row.digest} on {row.digests_matched} of {row.ranks} ranks" if row.digest else ""
+            ranks = count_of(row.ranks, "rank")
+            digest = f", digest {row.digest} on {row.digests_matched} of {ranks}" if row.digest else ""
             part = f" ({row.proven} of {row.proven + row.unproven} tensors)" if row.proof == "partial" else ""
             proof = f"proof {row.proof}{part}"
             lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}")
             if row.not_updated:
                 shown = ", ".join(row.not_updated[:5])
                 lines.append(f"              not updated: {shown}{' ...' if len(row.not_updated) > 5 else ''}")
-            if row.message:
+            if row.message and row.message not in told:
                 lines.append(f"              {row.message}")
             lines += [f"              note: {note}" for note in row.notes]
         if self.unsummed:
@@ -125,6 +156,27 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             more = " ..." if len(self.unsummed) > 5 else ""
             lines.append(f"  {len(self.unsummed)} tensors were not summed where the trainer holds them: {shown}{more}")
         return "\n".join(lines)
+
+    def _head_lines(self) -> list[str]:
+        if not self.buckets and not any(row.status == "serving" for row in self.targets):
+            return [f"version {self.version}: nothing was sent; ended after {self.seconds:.3f} s"]
+        phases = "  " + "   ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
+        buckets = count_of(self.buckets, "bucket")
+        if not any(row.status == "serving" for row in self.targets):
+            sent = f"failed after {buckets} ({format_bytes(self.bytes)}) over {self.transport}"
+            return [f"version {self.version}: {sent} and {self.seconds:.3f} s", phases]
+        rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+        ranks = count_of(sum(row.ranks for row in self.targets), "rank")
+        return [
+            f"version {self.version}: {format_bytes(self.bytes)} to {ranks} over {self.transport} "
+            f"in {self.seconds:.3f} s, {rate:.2f} GB/s, {buckets}, peak extra {format_bytes(self.peak_extra_bytes)}",
+            phases,
+        ]
+
+
+def count_of(count: int, word: str) -> str:
+    """Returns ``"1 rank"``, ``"2 ranks"``."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def format_bytes(count: int) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.overlays import overlay
-from tests.engines.sglang_server import STANDINS
+from tests.engines.sglang_server import OVERLAYS, STANDINS
 from tests.sglang_globals import GLOBALS
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
@@ -29,10 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 RIG = Path(__file__).parent / "sglang_rig.py"
 # By version, wheels that shadow the environment's own.
-VERSIONS: dict[str, tuple[str, ...]] = {
-    "0.5.23": (),
-    "0.5.17": ("sglang==0.5.17", "transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.33.0"),
-}
+VERSIONS: dict[str, tuple[str, ...]] = {"0.5.23": (), **OVERLAYS}
 CHECKPOINT_ENGINE = ("checkpoint-engine==0.4.2", "loguru==0.7.3")
 START_S = 300.0
 

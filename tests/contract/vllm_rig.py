@@ -174,8 +174,7 @@ class Rig:
         assert info is not None
         self.info = info
         self.adapter = VllmAdapter(info)
-        transport = "broadcast" if backend == "nccl" else "ipc"
-        self.adapter.check(SPECS, transport=transport, bucket_bytes=BUCKET_BYTES)
+        self.adapter.check(SPECS, delivery="group" if backend == "nccl" else "memory", bucket_bytes=BUCKET_BYTES)
 
     def ask(self, steps: Any) -> Any:
         target: Any = SimpleNamespace(target=SimpleNamespace(url="http://engine"))

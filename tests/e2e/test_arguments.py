@@ -8,7 +8,7 @@ from torch import nn
 from tests.harness import Engine, digests_of, next_version, trainer_of
 from tests.toy_engine import toy_weights
 from weightcast import Target, WeightUpdater
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.update.arguments import bytes_of, dtype_name_of, exporter_of, targets_of
 
 
@@ -50,6 +50,74 @@ def test_a_dtype_may_have_any_of_its_names(engine, dtype):
     ) as updater:
         updater.update(version=version)
     assert engine.digests() == digests_of(version, wire_dtype="bfloat16")
+
+
+def test_a_second_run_is_told_at_connect_that_its_versions_are_too_low(engine, caplog):
+    served = next_version()
+    with WeightUpdater.connect(trainer_of(served), engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
+        updater.update(version=served)
+    with pytest.raises(ConfigError, match=f"version 0 is older than {served}, which {engine.url} serves") as caught:
+        WeightUpdater.connect(trainer_of(0), engine.url, first_version=0)
+    assert "allow_older" in caught.value.hint
+    assert caplog.messages == []
+    WeightUpdater.connect(trainer_of(0), engine.url, first_version=served).close()
+    WeightUpdater.connect(trainer_of(0), engine.url, first_version=0, allow_older=True).close()
+    assert caplog.messages == []
+    WeightUpdater.connect(trainer_of(0), engine.url).close()
+    assert f"{engine.url} serves version {served}" in caplog.text
+    assert engine.digests() == digests_of(served)
+
+
+def test_update_counts_by_itself(engine):
+    served = next_version()
+    model = trainer_of(served)
+    with WeightUpdater.connect(model, engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
+        updater.update(version=served)
+        assert updater.served == served
+    with WeightUpdater.connect(model, engine.url, bucket_bytes="64KiB") as updater:
+        for number in (1, 2):
+            model.set_version(served + number)
+            report = updater.update()
+            assert (report.version, updater.served) == (served + number, served + number)
+            assert engine.digests() == digests_of(served + number)
+        assert updater.update(version=served + 10).ok
+        assert updater.update().version == served + 11
+    for _ in range(12):
+        next_version()
+
+
+def test_a_proof_that_cannot_be_reached_is_refused_before_anything_moves(engine):
+    before = engine.digests()
+    for options, words in (
+        ({"require": "resident", "verify": "received"}, "require='resident' is more than verify='received'"),
+        ({"require": "sure"}, "require='sure'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            WeightUpdater.connect(trainer_of(0), engine.url, **options)
+    with pytest.raises(ConfigError, match="needs a forward pass, and this exporter has none"):
+        WeightUpdater.connect(toy_weights(seed=1), engine.url, verify="behaviour", require="behaviour")
+    assert engine.digests() == before
+    with WeightUpdater.connect(trainer_of(1), engine.url, require="resident", allow_older=True) as updater:
+        assert updater.update(version=next_version()).short_of("resident") == ()
+
+
+def test_a_module_with_nan_is_refused_and_the_engine_keeps_serving(engine):
+    version = next_version()
+    model = trainer_of(version)
+    with WeightUpdater.connect(model, engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
+        updater.update(version=version)
+        name, parameter = next(iter(model.named_parameters()))
+        with torch.no_grad():
+            kept = parameter.view(-1)[0].clone()
+            parameter.view(-1)[0] = float("nan")
+        with pytest.raises(UpdateFailed, match="NaN or infinite") as caught:
+            updater.update()
+        assert caught.value.report.targets[0].status == "untouched"
+        assert engine.digests() == digests_of(version)
+        with torch.no_grad():
+            parameter.view(-1)[0] = kept
+        assert updater.update(version=version).ok, name
+    assert engine.digests() == digests_of(version)
 
 
 def test_one_url_is_one_target():

@@ -137,5 +137,5 @@ def test_an_engine_that_cannot_start_shows_its_own_words(tmp_path):
     assert demo.returncode == 1
     assert "last lines of the log of engine-1" in demo.stderr
     assert "8" in demo.stderr.split("last lines of the log of engine-1")[1]
-    assert "error: engine-1 ended with exit code 1" in demo.stderr
+    assert "error: engine-1 ended with exit code 2" in demo.stderr
     assert not (tmp_path / "out" / "report.json").exists()

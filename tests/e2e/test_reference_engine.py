@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine, engines, push, shortfall, status, verify, weightcast
+from tests.harness import on_every_rank
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from weightcast import UpdateReport, WeightUpdater
@@ -162,7 +163,7 @@ def fsdp_update(start: str, urls: list[str], versions: dict[int, str], transport
                 for name, parameter in model.named_parameters():
                     assert isinstance(parameter, DTensor)
                     parameter.copy_(distribute_tensor(whole[name], parameter.device_mesh, parameter.placements))
-            reports.append(updater.update(version=version).to_json())
+            reports.append(on_every_rank(updater.update(version=version)))
     return reports
 
 

@@ -16,6 +16,7 @@ from tests.harness import (
     connect,
     digests_of,
     next_version,
+    on_every_rank,
     serves_whole,
     trainer_of,
 )
@@ -51,7 +52,7 @@ def told(model: torch.nn.Module | Exporter, urls: list[str], versions: list[int]
     with WeightUpdater.connect(model, urls, **{"bucket_bytes": 30_000, "timeout_s": 30.0} | options) as updater:
         for version in versions:
             try:
-                ended.append(updater.update(version=version).to_json())
+                ended.append(on_every_rank(updater.update(version=version)))
             except UpdateFailed as error:
                 ended.append(json.dumps([str(error), [row.status for row in error.report.targets]]))
             restore()

@@ -170,5 +170,5 @@ def test_a_trainer_that_is_killed_is_noticed_through_tls(guarded):
 @pytest.mark.parametrize("options", [["--tls-key", "x"], ["--tls-cert", "nowhere.pem"], ["--tls-client-ca", "x"]])
 def test_certificates_that_cannot_be_used_stop_the_engine_before_it_loads(guarded, options):
     done = weightcast("serve", guarded.first, "--port", 0, *options)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "certificate" in done.stderr

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,8 +17,9 @@ from typing import Any
 import httpx
 
 from tests.e2e.engines import Engine
-from tests.engines.environment import QUICK, engine_python
+from tests.engines.environment import QUICK, engine_python, package_path
 from tests.engines.forked import start
+from tests.engines.overlays import overlay
 from weightcast.comm.ports import quiet_port
 
 START_S = 400.0
@@ -26,21 +30,29 @@ IMPORTED = (
     "sglang.srt.models.registry",
 )
 STANDINS = Path(__file__).parent / "standins"
+# Wheels that shadow the environment's own, by version.
+OVERLAYS: dict[str, tuple[str, ...]] = {
+    "0.5.17": ("sglang==0.5.17", "transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.33.0"),
+}
 
 
 @contextmanager
-def sglang(logs: Path, *settings: tuple[Path, int, Sequence[str]]) -> Iterator[list[Engine]]:
+def sglang(
+    logs: Path, *settings: tuple[Path, int, Sequence[str]], receiver: bool = False, version: str = "0.5.23"
+) -> Iterator[list[Engine]]:
     """Several servers on the CPU in fp32, started side by side; ended on the way out.
 
     Args:
         logs: Where their logs go.
         settings: For each a model's folder, tensor-parallel ranks, and options.
+        receiver: With our receiver in it.
+        version: Version of SGLang.
     """
     with ExitStack() as stack:
         found: list[tuple[Engine, Path]] = []
         for number, (model, tp, options) in enumerate(settings):
             log = logs / f"sglang-{number}.log"
-            engine = _start(model, tp, options, log)
+            engine = _start(model, tp, options, log, receiver=receiver, version=version)
             stack.callback(_stop, engine)
             found.append((engine, log))
         for engine, log in found:
@@ -66,29 +78,51 @@ def checksum(engine: Engine) -> str:
     return engine.post("/weights_checker", action="checksum")["per_engine_checksum"]
 
 
-def _start(model: Path, tp: int, options: Sequence[str], log: Path) -> Engine:
+def sglang_command(
+    model: Path, tp: int, options: Sequence[str], port: int, *, receiver: bool = False, version: str = "0.5.23"
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and the environment of a server; the arguments are those of ``sglang``."""
     python = engine_python("sglang-0.5.23-cpu")
-    port = quiet_port()
+    stages = next((int(option.partition("=")[2]) for option in options if option.startswith("--pp-size=")), 1)
+    path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
+    path += [str(STANDINS), _package() if receiver else str(QUICK)]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "SGLANG_"))},
-        "PYTHONPATH": f"{STANDINS}{os.pathsep}{QUICK}",
+        "PYTHONPATH": os.pathsep.join(path),
+        **({"SGLANG_PLUGINS": "weightcast"} if receiver else {}),
         "SGLANG_USE_CPU_ENGINE": "1",
         # Without it every rank binds itself to cores of a NUMA node of its own.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp * stages)),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # nothing is compiled here: no tries with a compiler
     }
-    command = ["-m", "sglang.launch_server", f"--model-path={model}", "--device=cpu", "--host=127.0.0.1"]
+    command = [str(python), "-m", "sglang.launch_server", f"--model-path={model}", "--device=cpu", "--host=127.0.0.1"]
     command += [f"--port={port}", f"--tp-size={tp}", "--dtype=float32", "--attention-backend=torch_native"]
     command += ["--served-model-name=tiny", "--context-length=256", "--max-total-tokens=2048"]
     command += ["--max-running-requests=8", "--mem-fraction-static=0.3", "--disable-cuda-graph"]
     # Idle schedulers would keep every core busy otherwise.
-    command += ["--sleep-on-idle", "--disable-overlap-schedule", "--skip-server-warmup", *options]
+    command += ["--sleep-on-idle", "--skip-server-warmup", *options]
+    command += [] if receiver else ["--disable-overlap-schedule"]
+    return command, environment
+
+
+def _start(
+    model: Path, tp: int, options: Sequence[str], log: Path, *, receiver: bool = False, version: str = "0.5.23"
+) -> Engine:
+    port = quiet_port()
+    (python, *argv), environment = sglang_command(model, tp, options, port, receiver=receiver, version=version)
     with log.open("w") as output:
-        process = start(python, command, modules=IMPORTED, env=environment, output=output)
+        process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
     client = httpx.Client(timeout=120.0, trust_env=False)
     return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
+
+
+@functools.cache
+def _package() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="weightcast-metadata-")
+    atexit.register(folder.cleanup)
+    return package_path(Path(folder.name))
 
 
 def _stop(engine: Engine) -> None:

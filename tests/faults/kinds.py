@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from tests.commands import PRELOAD, context
+from tests.engines.sglang_server import sglang_command
 from tests.engines.vllm_server import vllm_command
 from tests.faults.weights import LARGEST_BYTES, SIZES, Weights, llama, toy
 from tests.harness import Engine, free, wait_for
@@ -258,30 +259,30 @@ def _stock(name: str, step_of: Callable[[str, bytes], str], paused: Callable[[En
     )
 
 
-# -- vLLM
+# -- vLLM and SGLang with our receiver
 
 
-class _Vllm(Engine):
-    """vLLM on the CPU with our plug-in: a server, and a process for its engine, which is its one rank."""
+class _Plugged(Engine):
+    """A real engine on the CPU with our plug-in: a server, and a process of its own for its one rank."""
 
-    def __init__(self) -> None:
-        self.args = ()
+    def __init__(self, name: str, command_of: Callable[[Path, int], tuple[list[str], dict[str, str]]]) -> None:
+        self.args = (name,)
         logs, port = Path(tempfile.mkdtemp(dir=_folder())), quiet_port()
-        self.log = logs / "vllm.log"
-        command, environment = vllm_command(_folder(), logs, port)
+        self.log = logs / f"{name}.log"
+        command, environment = command_of(logs, port)
         self._launch(_become, command, environment, str(self.log), port)
 
-    def ready(self) -> _Vllm:
+    def ready(self) -> _Plugged:
         """Waits until the server answers."""
 
         def answers() -> bool:
-            assert self.process.is_alive(), f"vLLM did not start:\n{self.log.read_text()[-6000:]}"
+            assert self.process.is_alive(), f"{self.args[0]} did not start:\n{self.log.read_text()[-6000:]}"
             with suppress(OSError):
-                return self.ask("GET", "/health")[0] == 200
+                return self.ask("GET", "/weightcast/info")[0] == 200
             time.sleep(0.3)
             return False
 
-        wait_for(answers, "vLLM", timeout_s=START_S)
+        wait_for(answers, self.args[0], timeout_s=START_S)
         return self
 
     def close(self) -> None:
@@ -303,7 +304,28 @@ def _become(command: Sequence[str], environment: dict[str, str], log: str, port:
 
 
 def _start_vllm(ranks: int) -> Engine:
-    return _Vllm().ready()
+    return _Plugged("vllm", lambda logs, port: vllm_command(_folder(), logs, port)).ready()
+
+
+def _start_sglang(ranks: int) -> Engine:
+    return _Plugged("sglang", lambda logs, port: sglang_command(_folder(), 1, (), port, receiver=True)).ready()
+
+
+def _plugged(name: str, start: Callable[[int], Engine]) -> Kind:
+    return Kind(
+        name=name,
+        transports=("ipc", "broadcast"),
+        start=start,
+        start_bystander=functools.partial(_start_reference, "none"),
+        step_of=_native_step,
+        standing=functools.partial(_native_standing, llama),
+        weights=llama,
+        bucket_bytes=LARGEST_BYTES,
+        deadline_s=2.0,
+        costly=True,
+        ranks=1,
+        spares=(),
+    )
 
 
 KINDS: Mapping[str, Kind] = {
@@ -323,20 +345,8 @@ KINDS: Mapping[str, Kind] = {
         ),
         _stock("sglang", _sglang_step, _sglang_paused),
         _stock("lmdeploy", _lmdeploy_step, _lmdeploy_paused, wake=_lmdeploy_wake),
-        Kind(
-            name="vllm",
-            transports=("ipc", "broadcast"),
-            start=_start_vllm,
-            start_bystander=functools.partial(_start_reference, "none"),
-            step_of=_native_step,
-            standing=functools.partial(_native_standing, llama),
-            weights=llama,
-            bucket_bytes=LARGEST_BYTES,
-            deadline_s=2.0,
-            costly=True,
-            ranks=1,
-            spares=(),
-        ),
+        _plugged("vllm", _start_vllm),
+        _plugged("sglang-plugin", _start_sglang),
     )
 }
 

@@ -99,7 +99,7 @@ def test_an_engine_that_is_cut_off_at_commit_is_unknown_until_a_full_update(two,
                 updater.update(version=version)
             rows = {row.url: row for row in caught.value.report.targets}
             assert (rows[wire.url].status, rows[wire.url].version_after) == ("unknown", None)
-            assert "whether it has switched is not known" in rows[wire.url].message
+            assert "it is not known whether the engine has switched" in rows[wire.url].message
             assert (rows[two[0].url].status, rows[two[0].url].version_after) == ("untouched", before[0])
             assert caught.value.half_updated == (wire.url,)
             assert not health(updater)[wire.url]

@@ -1,7 +1,6 @@
 """The CUDA kernel gives the sums of the CPU path, which the unit tests compare with the definition."""
 
 import itertools
-import math
 import warnings
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.gpu.needs import needs
+from tests.unit.test_digest import DTYPES, random_tensor
 from weightcast.digest.definition import (
     RepeatedSums,
     add_partial,
@@ -26,21 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-)
 # Below, at and above what a program covers: 64 and 1024 columns, 64 rows; aligned and not.
 SHAPES = (
     (),
@@ -65,14 +50,6 @@ SHAPES = (
     (8, 65, 130),
     (40, 7, 3, 11),
 )
-
-
-def random_tensor(shape, dtype, seed=0):
-    """Random bytes as a tensor on the CPU, so that every bit pattern comes up."""
-    generator = torch.Generator().manual_seed(seed)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), generator=generator, dtype=torch.uint8)
-    return data.view(dtype).view(shape)
 
 
 def whole(tensor):

@@ -166,13 +166,13 @@ class TestPreflight:
         adapter = SglangAdapter(recognised({"device": "cuda"}))
         monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
         with pytest.raises(ConfigError, match="NCCL_CUMEM_ENABLE") as caught:
-            adapter.check([SPEC], transport="broadcast", bucket_bytes=100)
+            adapter.check([SPEC], delivery="group", bucket_bytes=100)
         assert "NCCL_CUMEM_ENABLE=0" in str(caught.value.hint)
-        adapter.check([SPEC], transport="ipc", bucket_bytes=100)
+        adapter.check([SPEC], delivery="memory", bucket_bytes=100)
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-        adapter.check([SPEC], transport="broadcast", bucket_bytes=100)
+        adapter.check([SPEC], delivery="group", bucket_bytes=100)
         monkeypatch.delenv("NCCL_CUMEM_ENABLE")
-        SglangAdapter(recognised()).check([SPEC], transport="broadcast", bucket_bytes=100)
+        SglangAdapter(recognised()).check([SPEC], delivery="group", bucket_bytes=100)
 
     def test_bucket_offsets_are_in_bytes_without_gaps(self) -> None:
         specs = [
@@ -322,7 +322,7 @@ class TestAnUpdate:
 
     def test_disk_update_opens_no_session(self) -> None:
         adapter = SglangAdapter(recognised(BARE))
-        adapter.check([SPEC], transport="disk", bucket_bytes=100)
+        adapter.check([SPEC], delivery="folder", bucket_bytes=100)
         assert paths(talk(adapter.open(opening()), {})[0]) == ["/weights_checker", "/pause_generation"]
         asked, _ = talk(adapter.load_folder("s", "/f"), {})
         # Rank 0 answers for itself; the folder must stay until the others have read it too.
@@ -332,7 +332,7 @@ class TestAnUpdate:
         with pytest.raises(TargetRejected):  # nothing has moved
             talk(adapter.open(opening()), {"/weights_checker": 404})
         one = SglangAdapter(recognised({"tp_size": 1} | BARE))
-        one.check([SPEC], transport="disk", bucket_bytes=100)
+        one.check([SPEC], delivery="folder", bucket_bytes=100)
         assert paths(talk(one.open(opening()), {})[0]) == ["/pause_generation"]
         assert paths(talk(one.load_folder("s", "/f"), {})[0]) == ["/update_weights_from_disk"]
 

@@ -188,7 +188,7 @@ def info_of(server: Server) -> EngineInfo:
 
 def by_ipc(server: Server) -> VllmAdapter:
     adapter = VllmAdapter(info_of(server))
-    adapter.check(SPECS, transport="ipc", bucket_bytes=1 << 20)
+    adapter.check(SPECS, delivery="memory", bucket_bytes=1 << 20)
     return adapter
 
 

@@ -66,7 +66,7 @@ def entered_early(*others: Group) -> tuple[Group, BroadcastSource, BucketLayout]
     return group, source, second
 
 
-def test_the_next_broadcast_is_entered_before_this_bucket_is_returned():
+def test_source_enters_the_next_broadcast_before_it_returns_a_bucket():
     group = Group()
     source = source_of(group)
     first, second, third = layouts(8, 6, 7)
@@ -98,14 +98,14 @@ def test_a_bucket_may_come_in_runs():
 
 
 @pytest.mark.parametrize("next_bytes", [9, 0])
-def test_nothing_is_entered_without_room_or_without_knowing_its_size(next_bytes):
+def test_source_enters_no_broadcast_without_memory_or_a_known_size(next_bytes):
     group = Group()
     source = source_of(group)
     source.read(layouts(8)[0], "g", timeout_s=1.0, next_runs=(next_bytes,))
     assert group.calls == ["enter 8", "bucket 0"]
 
 
-def test_a_broadcast_that_will_not_come_costs_its_group():
+def test_broadcast_that_never_comes_ends_its_group():
     group, other = Group(), Group("other")
     source = source_of(group, other)
     source.read(layouts(8)[0], "g", timeout_s=1.0, next_runs=(8,))
@@ -127,7 +127,7 @@ def test_another_trainer_that_leaves_does_not_end_a_broadcast_that_was_entered()
     assert two.data[:6].tolist() == [2] * 6
 
 
-def test_nothing_is_left_of_a_broadcast_whose_group_was_left():
+def test_leaving_a_group_drops_its_broadcast():
     other = Group("other")
     group, source, second = entered_early(other)
     source.leave("g")
@@ -136,7 +136,7 @@ def test_nothing_is_left_of_a_broadcast_whose_group_was_left():
     assert other.calls == ["enter 6", "bucket 1"]
 
 
-def test_another_bucket_than_was_announced_is_refused():
+def test_bucket_that_differs_from_its_announcement_is_refused():
     group = Group()
     source = source_of(group)
     first, second = layouts(8, 5)

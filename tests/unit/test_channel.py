@@ -45,11 +45,11 @@ def culprit(meeting: Any, *, answered: int) -> BaseException:
 
 
 @pytest.mark.parametrize(("answered", "blamed"), [(0, LOST), (1, REFUSED)])
-def test_a_stock_engine_that_refuses_after_we_gave_up_is_not_blamed(answered: int, blamed: Exception) -> None:
+def test_stock_engine_that_refuses_after_the_abort_is_not_blamed(answered: int, blamed: Exception) -> None:
     assert culprit("torch", answered=answered) is blamed
 
 
-def test_every_engine_of_ours_that_is_to_blame_is_named_at_once() -> None:
+def test_error_names_every_engine_with_our_receiver_that_failed() -> None:
     found = culprit("weightcast", answered=1)
     assert isinstance(found, TargetsFailed)
     assert found.failures == (REFUSED, LOST)
@@ -57,7 +57,7 @@ def test_every_engine_of_ours_that_is_to_blame_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("meeting", ["weightcast", "torch"])
-def test_all_engines_that_refuse_a_bucket_are_named_at_once(meeting: Any) -> None:
+def test_error_names_every_engine_that_refused_a_bucket(meeting: Any) -> None:
     """The second refuses a moment after the first, when the first has already ended the broadcast."""
     group, first = Group(), threading.Event()
     links: Any = [Refusing(f"http://{name}", group, first if name == "b" else None) for name in "abc"]
@@ -170,7 +170,7 @@ def bucket(index: int) -> Any:
     return SimpleNamespace(layout=SimpleNamespace(index=index, size_bytes=1), data=data, runs=lambda: [data])
 
 
-def test_a_late_answer_is_to_blame_for_the_buckets_after_it_too() -> None:
+def test_late_answer_is_blamed_for_the_buckets_after_it_too() -> None:
     """The answer to the first bucket is read for the third, while the second is on its way and fails because of it."""
     group, answers = Group(), threading.Event()
     links: Any = [Answering("http://a", group, answers), Answering("http://b", group, answers, LOST)]
@@ -313,12 +313,12 @@ def meet_in_vain(meet: Meet, clock: Clock) -> Callable[..., TargetError]:
     return connect
 
 
-def test_those_who_come_meet(meet: Meet) -> None:
+def test_engines_that_join_share_the_group(meet: Meet) -> None:
     meet(Member("a"), Member("b", tp=2), Member("c"))
 
 
 @pytest.mark.parametrize("strays", ["b", "ac", "abc"])
-def test_all_who_do_not_come_are_named_at_once(meet_in_vain: Callable[..., TargetError], strays: str) -> None:
+def test_error_names_every_engine_that_did_not_join(meet_in_vain: Callable[..., TargetError], strays: str) -> None:
     members = [Member(name, tp=2, stray=(0, 1) if name in strays else ()) for name in "abc"]
     error = meet_in_vain(*members)
     named = error.urls if isinstance(error, TargetsFailed) else (error.url,)
@@ -329,7 +329,7 @@ def test_all_who_do_not_come_are_named_at_once(meet_in_vain: Callable[..., Targe
     assert "GLOO_SOCKET_IFNAME" in (error.hint or "")
 
 
-def test_a_single_rank_that_does_not_come_is_told_from_the_others(meet_in_vain: Callable[..., TargetError]) -> None:
+def test_error_names_the_single_rank_that_did_not_join(meet_in_vain: Callable[..., TargetError]) -> None:
     error = meet_in_vain(Member("a"), Member("b", tp=3, stray=(1,)))
     assert "http://b: rank 1 did not come" in str(error)
     assert error.url == "http://b"
@@ -337,22 +337,20 @@ def test_a_single_rank_that_does_not_come_is_told_from_the_others(meet_in_vain: 
 
 
 @pytest.mark.parametrize("told", [{"world_size": 7}, {"world_size": 2}, {"rank": 3}, {"port": 1}])
-def test_the_engine_that_got_an_invitation_wrong_is_the_one_that_is_named(
-    meet_in_vain: Callable[..., TargetError], told: Any
-) -> None:
+def test_error_names_the_engine_with_a_wrong_invitation(meet_in_vain: Callable[..., TargetError], told: Any) -> None:
     error = meet_in_vain(Member("a", stray=(0,), told=told), Member("b"), Member("c"))
     assert "http://a: rank 0 did not come" in str(error)
     assert error.url == "http://a"
     assert not isinstance(error, TargetsFailed)
 
 
-def test_the_only_engine_is_named_too(meet_in_vain: Callable[..., TargetError]) -> None:
+def test_error_names_an_only_engine(meet_in_vain: Callable[..., TargetError]) -> None:
     error = meet_in_vain(Member("a", stray=(0,)))
     assert "http://a: rank 0 did not come to weightcast-" in str(error)
     assert error.url == "http://a"
 
 
-def test_an_engine_that_cannot_come_is_named_at_once_and_not_those_on_their_way(meet: Meet) -> None:
+def test_error_names_the_engine_that_cannot_join_and_not_those_that_are_joining(meet: Meet) -> None:
     """The clock stands still, so nobody is named because of a deadline."""
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -368,7 +366,7 @@ def test_an_engine_that_cannot_come_is_named_at_once_and_not_those_on_their_way(
     assert "open TCP 1 " in (caught.value.hint or "")
 
 
-def test_nobody_is_blamed_where_one_came_and_left_again(meet: Meet, clock: Clock) -> None:
+def test_no_engine_is_blamed_if_one_joined_and_left_again(meet: Meet, clock: Clock) -> None:
     gives_up, over = threading.Event(), threading.Event()
     members = Member("a", after=over), Member("b", gives_up=gives_up)
     with ThreadPoolExecutor(1) as pool:

@@ -2,19 +2,25 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from weightcast import __version__
 from weightcast.cli.app import app
+from weightcast.cli.exit_codes import MEANING
 from weightcast.cli.options import targets
 from weightcast.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = ("demo", "serve", "push", "verify", "plan", "doctor", "status")
 
 
@@ -147,22 +153,31 @@ def test_mistakes_are_one_line(args, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(*args)
     assert says in one_error(result)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
 
 
 def test_mistake_as_json():
     result = run("plan", "x", "--targets", "0", "--json")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert json.loads(result.stdout)["error"]["type"] == "ConfigError"
 
 
 def test_stack_on_request():
     result = run("plan", "x", "--targets", "0", "--traceback")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_verify_says_2_when_it_could_not_find_out(closed_port):
+def test_every_exit_code_is_in_the_docs():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == MEANING
+
+
+def test_verify_of_nothing_is_wrong_usage_and_of_nobody_a_failure(closed_port, tmp_path):
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    result = run("verify", tmp_path, "--at", f"http://127.0.0.1:{closed_port}")
+    assert "cannot connect" in one_error(result)
+    assert result.exit_code == 1
     result = run("verify", "nowhere", "--at", f"http://127.0.0.1:{closed_port}")
     assert "nowhere does not exist" in one_error(result)
     assert result.exit_code == 2
@@ -232,3 +247,15 @@ def test_without_its_packages_the_command_says_what_to_install():
 def test_help_does_not_import_torch():
     code = "import sys\nfrom weightcast.cli import app\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"), [([], 14), (["--quick"], 3), (["--quick", "--steps", "5"], 5), (["--steps", "2"], 2)]
+)
+def test_a_quick_demo_takes_fewer_steps_in_both_modes(arguments, steps, monkeypatch, tmp_path):
+    from weightcast.lab import demo
+
+    asked: list[demo.DemoConfig] = []
+    monkeypatch.setattr(demo, "run_demo", lambda config, console: asked.append(config) or 0)
+    assert run("demo", "--out", tmp_path, *arguments).exit_code == 0
+    assert [(config.steps, config.modes) for config in asked] == [(steps, ("colocated", "disaggregated"))]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tests.unit import families
 from weightcast.cli.app import app
-from weightcast.cli.plan import make_plan, model_at, specs_of
+from weightcast.cli.plan import make_plan, model_at
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
 from weightcast.runtime.peak_memory import PeakMemory
@@ -74,7 +74,7 @@ def test_row_larger_than_a_bucket_says_how_large_one_must_be(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(2, 10_000)}, path)
     result = run("plan", path, "--bucket-bytes", "8KiB")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "error: one row of w has 40000 bytes" in result.stderr
 
 
@@ -96,12 +96,12 @@ def test_plan_of_a_config_equals_that_of_its_checkpoint(name, tied, tmp_path):
     model.save_pretrained(tmp_path / "whole")
     config.save_pretrained(tmp_path / "config")
 
-    from_config = specs_of(tmp_path / "config" / "config.json", None)
+    from_config = model_at(tmp_path / "config" / "config.json", None).specs
     assert {(spec.name, spec.dtype, spec.shape) for spec in from_config} == {
-        (spec.name, spec.dtype, spec.shape) for spec in specs_of(tmp_path / "whole", None)
+        (spec.name, spec.dtype, spec.shape) for spec in model_at(tmp_path / "whole", None).specs
     }
     assert [spec.name for spec in from_config] == [name for name, _ in model.named_parameters()]
-    assert {spec.dtype for spec in specs_of(tmp_path / "config", "float32")} == {"float32"}
+    assert {spec.dtype for spec in model_at(tmp_path / "config", "float32").specs} == {"float32"}
     result = run("plan", tmp_path / "config" / "config.json", "--json")
     assert json.loads(result.stdout)["tensors"] == len(from_config)
 
@@ -112,7 +112,7 @@ def test_plan_of_a_config_is_what_the_exporter_would_send(model_type, tmp_path):
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(tmp_path)
     want = {(spec.name, spec.dtype, spec.shape) for spec in ModuleExporter(model, wire_dtype=torch.bfloat16).specs()}
-    assert {(spec.name, spec.dtype, spec.shape) for spec in specs_of(tmp_path / "config.json", None)} == want
+    assert {(spec.name, spec.dtype, spec.shape) for spec in model_at(tmp_path / "config.json", None).specs} == want
     quantised = model_at(tmp_path / "config.json", None, fp8=True).specs
     exporter = ModuleExporter(model, wire_dtype=torch.bfloat16, quantise=Fp8Blocks())
     assert list(quantised) == list(exporter.specs())
@@ -142,7 +142,7 @@ def test_plan_says_everything_about_a_config(tmp_path):
     }
     for engine in ("sglang", "vllm", "lmdeploy"):
         failed = run("plan", path, "--bucket-bytes", "2KiB", "--engine", engine)
-        assert failed.exit_code == 1
+        assert failed.exit_code == 2
         assert "model.embed_tokens.weight has 3360 bytes" in failed.stderr
         done = json.loads(run("plan", path, "--bucket-bytes", "4KiB", "--engine", engine, "--json").stdout)
         assert next(other for other in done["others"] if other["engine"] == engine)["buckets"] == done["buckets"]
@@ -157,7 +157,7 @@ def test_a_ceiling_sets_the_size_of_a_bucket_or_says_what_it_needs(tmp_path):
     assert found["bucket_bytes"] == 1 << 20
     assert found["trainer_peak_bytes"] <= 3 << 20
     failed = run("plan", path, "--ceiling", "3MiB", "--engine", "sglang", "--trainer-ranks", "2")
-    assert failed.exit_code == 1
+    assert failed.exit_code == 2
     assert "w has 4000000 bytes" in failed.stderr
     assert "allow 10000000 bytes or more" in failed.stderr
 
@@ -192,6 +192,6 @@ def test_config_of_nothing_is_one_line(content, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(content)
     result = run("plan", path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert result.stderr.splitlines()[0].startswith("error: ")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from weightcast.cli.render import names, one_line, parse_size, progress, show_error, table
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed
@@ -90,6 +92,15 @@ def test_failed_update_shows_its_report(capsys):
         digest=None,
         targets=(row,),
     )
+    assert "1 bucket (1 B)" in str(report)
+    assert "1.0 GB/s" not in str(report)
+    refused = UpdateFailed("http://a:1: out of memory", report=replace(report, buckets=0, bytes=0))
+    show_error(refused, as_json=False, with_stack=False)
+    out, err = capsys.readouterr()
+    assert (out + err).count("out of memory") == 1
+    assert out.startswith("version 2: nothing was sent")
+    served = replace(report, targets=(replace(row, status="serving", version_after=2, ranks=1),))
+    assert str(served).startswith("version 2: 1 B to 1 rank over ipc in 1.000 s")
     error = UpdateFailed("one of one engines failed", report=report)
     show_error(error, as_json=False, with_stack=False)
     assert "out of memory" in capsys.readouterr().out
@@ -128,6 +139,18 @@ def test_progress_of_short_work_is_one_line(capsys):
             advance(done, 100)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("push: 100 B of 100 B")
+
+
+def test_a_bar_appears_with_its_total(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress("push") as advance:
+        time.sleep(0.3)  # several frames, as while engines are asked and sessions open
+        advance(1000, 1000)
+    shown = capsys.readouterr().err
+    assert "/?" not in shown
+    assert "1,000/1,000 bytes" in shown
 
 
 def test_progress_of_nothing(capsys):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 
 from weightcast.config import MAX_TIMEOUT_S, UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.update import head
+from weightcast.update import sessions
+from weightcast.update.updater import WeightUpdater
+
+# Options that ``connect`` also accepts in other types, which it converts.
+CONVERTED = {"bucket_bytes": {str}, "wire_dtype": {torch.dtype}}
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
@@ -25,4 +33,30 @@ def test_deadline_over_six_hours_is_refused(timeout_s: float) -> None:
 
 
 def test_longest_deadline_fits_the_longest_lease() -> None:
-    assert UpdateConfig(timeout_s=MAX_TIMEOUT_S).timeout_s * head.LEASE_DEADLINES == 86_400
+    assert UpdateConfig(timeout_s=MAX_TIMEOUT_S).timeout_s * sessions.LEASE_DEADLINES == 86_400
+
+
+def types_in(hint: Any) -> set[Any]:
+    """Members of a union; another type by itself."""
+    return set(get_args(hint)) if type(None) in get_args(hint) or type(hint) is type(int | str) else {hint}
+
+
+def test_keywords_of_connect_are_the_options_of_an_update() -> None:
+    keywords = {
+        name: parameter.default
+        for name, parameter in inspect.signature(WeightUpdater.connect).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name != "progress"
+    }
+    assert list(keywords) == [field.name for field in fields(UpdateConfig)]
+    defaults = {field.name: field.default for field in fields(UpdateConfig)}
+    assert {name: repr(default) for name, default in keywords.items()} == {
+        name: repr(default) for name, default in defaults.items()
+    }
+
+
+def test_types_of_connect_are_those_of_the_options() -> None:
+    hints = get_type_hints(WeightUpdater.connect)
+    wanted = {name: types_in(hint) for name, hint in get_type_hints(UpdateConfig).items()}
+    found = {name: types_in(hints[name]) - CONVERTED.get(name, set()) for name in wanted}
+    assert found == wanted
+    assert all(types <= types_in(hints[name]) for name, types in CONVERTED.items())

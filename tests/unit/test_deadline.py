@@ -29,7 +29,7 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-def test_a_deadline_counts_from_when_it_is_made(clock: Clock) -> None:
+def test_deadline_counts_from_its_creation(clock: Clock) -> None:
     deadline = Deadline(5.0)
     clock.move(3.0)
     assert deadline.left_s() == pytest.approx(2.0)
@@ -39,7 +39,7 @@ def test_a_deadline_counts_from_when_it_is_made(clock: Clock) -> None:
     assert deadline.left_s() == pytest.approx(-1.0)
 
 
-def test_a_clock_that_stands_still_leaves_the_whole_limit_but_not_for_ever(clock: Clock) -> None:
+def test_deadline_that_has_not_begun_keeps_its_limit_up_to_twice_the_limit(clock: Clock) -> None:
     began: list[float] = []
     deadline = Deadline(5.0, begins=lambda: began[0] if began else None)
     clock.move(4.0)
@@ -109,7 +109,7 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
     for index in range(2):
         bucket: Any = SimpleNamespace(layout=SimpleNamespace(index=index))
         pump = transport._pump  # whose ``put`` would wait for the first bucket before it returns for the second
-        pump._under_way.append(pump._threads.submit(transport._send_one, bucket, ()))
+        pump._sending.append(pump._threads.submit(transport._send_one, bucket, ()))
     for asked in engine.asked:
         assert asked.wait(PATIENCE_S)
     yield engine, transport, link
@@ -120,36 +120,36 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
     engine.server_close()
 
 
-def test_the_clock_of_a_bucket_begins_when_the_one_before_has_been_answered(
+def test_deadline_of_a_bucket_counts_from_the_answer_to_the_bucket_before(
     two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     engine, transport, link = two_in_flight
     for index, answer in enumerate(engine.answers):
         clock.move(0.9 * LIMIT_S)
         answer.set()
-        wait_until(lambda index=index: transport._pump._under_way[index].done(), f"the answer to bucket {index}")
+        wait_until(lambda index=index: transport._pump._sending[index].done(), f"the answer to bucket {index}")
     transport.drain()
     assert link.sent == 2
 
 
-def test_an_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
+def test_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
     two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     engine, transport, link = two_in_flight
     clock.move(0.9 * LIMIT_S)
     engine.answers[0].set()
-    wait_until(lambda: transport._pump._under_way[0].done(), "the answer to bucket 0")
+    wait_until(lambda: transport._pump._sending[0].done(), "the answer to bucket 0")
     assert link.sent == 1
     clock.move(1.1 * LIMIT_S)
     with pytest.raises(TargetLost, match="no answer to bucket 1 within 1 s"):
         transport.drain()
 
 
-def test_a_silent_engine_is_not_waited_for_once_for_each_bucket(
+def test_silent_engine_costs_one_deadline_and_not_one_for_each_bucket(
     two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     _, transport, link = two_in_flight
-    sending = list(transport._pump._under_way)
+    sending = list(transport._pump._sending)
     clock.move(1.1 * LIMIT_S)
     for index, one in enumerate(sending):
         with pytest.raises(TargetLost, match=f"no answer to bucket {index} within 1 s"):

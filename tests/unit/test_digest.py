@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.digest import coefficients, definition
+from weightcast.digest import coefficients, definition, on_cpu
 from weightcast.digest.coefficients import SEED_A, SEED_B, splitmix64
 from weightcast.digest.definition import (
     add_partial,
@@ -42,6 +42,17 @@ DTYPES = (
     torch.complex64,
 )
 SHAPES = ((), (1,), (7,), (0,), (5, 0), (0, 3), (1, 1), (4, 9), (9, 1), (1, 9), (3, 4, 5), (2, 3, 2, 4))
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "compiled"])
+def way(request):
+    """Both ways of summing on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(on_cpu, "_found", (None,))
+        else:
+            assert on_cpu.available()
+        yield
 
 
 def random_tensor(shape, dtype, seed=0):

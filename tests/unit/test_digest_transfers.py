@@ -1,4 +1,4 @@
-"""Copying and summing at once, as on GPUs, played on the CPU: the bytes arrive, the sums are those of whole tensors."""
+"""Copying and summing at once, on the CPU: the bytes arrive, and the sums are those of whole tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from tests.unit import test_loader_replay
 from tests.unit.exports import ALONE, CPU, raw
 from tests.unit.models import FusedModel, ScalingModel, Weights, buckets_of, differing, specs_of, state, weights_of
 from tests.unit.ranks import allocate_slots
-from weightcast.digest import transfers
+from weightcast.digest import on_cpu, transfers
 from weightcast.digest.bucket_sums import RepeatedTotals
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.source_sums import SourceSums
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
@@ -25,16 +26,16 @@ OLD, NEW = weights_of(1), weights_of(2)
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Everything here goes the way of GPUs; how many transfers each bucket took."""
+    """Number of transfers of each bucket."""
+    assert on_cpu.available()
     counts: list[int] = []
-    plainly = transfers._plainly
+    launches = transfers._launches
 
-    def counting(some, count):
+    def counting(some, count, device):
         counts.append(len(some))
-        return plainly(some, count)
+        return launches(some, count, device)
 
-    monkeypatch.setattr(transfers, "_DEVICES", {"cpu"})
-    monkeypatch.setattr(transfers, "_plainly", counting)
+    monkeypatch.setattr(transfers, "_launches", counting)
     return counts
 
 
@@ -52,7 +53,7 @@ def test_a_loader_copies_as_ever_and_sums_what_it_was_given(kind, dtype, bucket_
         for engine in (model, plain):
             engine.load_weights(OLD.items())
         loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
-        if loader.can_stage:
+        if not loader.unstaged_because():
             loader.stage("device")
         totals = RepeatedTotals()
         for weights in (NEW, OLD, NEW):  # both sets of weights, and one of them again
@@ -91,7 +92,7 @@ class Mixed(nn.Module):
 def buckets(model: nn.Module, *, bucket_bytes: int, **options):
     exporter = ModuleExporter(model, **options)
     layouts = plan_buckets(exporter.specs(), bucket_bytes=bucket_bytes, packing=Packing())
-    for bucket in bucketize(exporter, layouts, ALONE, allocate_slots(CPU, bucket_bytes)):
+    for bucket in bucketize(exporter, layouts, ALONE, allocate_slots(CPU, bucket_bytes), sources=SourceSums()):
         assert bucket is not None
         yield bucket
 
@@ -111,9 +112,9 @@ def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
     whats: list[object] = []
     run = RepeatedTransfers.run
 
-    def noting(self, place, what, *others):
+    def noting(self, place, what, *others, **options):
         whats.append(what)
-        return run(self, place, what, *others)
+        return run(self, place, what, *others, **options)
 
     monkeypatch.setattr(RepeatedTransfers, "run", noting)
     model = nn.Linear(4, 4, bias=False)

@@ -25,7 +25,7 @@ from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 SPECS = [TensorSpec(name=f"layers.{number}.weight", dtype="uint8", shape=(1,)) for number in range(2000)]
 
 
-def test_a_disk_that_is_full_at_the_header_keeps_no_folder(monkeypatch, tmp_path):
+def test_full_disk_leaves_no_folder(monkeypatch, tmp_path):
     whole = Path.open
     begun: list[Path] = []
 
@@ -68,7 +68,7 @@ def mode(path: Path) -> int:
     ("readers", "folder_mode", "file_mode"), [("user", 0o700, 0o600), ("group", 0o750, 0o640), ("all", 0o755, 0o644)]
 )
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_nobody_reads_the_weights_but_who_is_to(tmp_path, readers, folder_mode, file_mode, umask):
+def test_only_the_chosen_users_can_read_the_weights(tmp_path, readers, folder_mode, file_mode, umask):
     before = os.umask(umask)
     try:
         transport = DiskTransport([], specs=SPECS, folder=str(tmp_path), timeout_s=5, readers=readers)
@@ -95,7 +95,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("how_far", ["begun", "complete"])
-def test_what_a_killed_trainer_left_is_removed_and_nothing_else(tmp_path, how_far):
+def test_only_folders_of_killed_trainers_are_deleted(tmp_path, how_far):
     for name in (".weightcast-0123456789abcdef.part", "weightcast-0123456789abcdef", "weightcast-mine"):
         (tmp_path / name).mkdir()
     others = set(tmp_path.iterdir())
@@ -113,7 +113,7 @@ def test_what_a_killed_trainer_left_is_removed_and_nothing_else(tmp_path, how_fa
     assert set(tmp_path.iterdir()) == others
 
 
-def test_a_folder_of_another_host_is_left_alone(tmp_path):
+def test_folder_of_another_host_is_kept(tmp_path):
     folder = OwnedFolder(tmp_path / ".weightcast-0123456789abcdef.part")
     (folder.path / ".owner").write_text("another host")
     os.close(folder._lock)
@@ -126,7 +126,7 @@ def test_a_folder_of_another_host_is_left_alone(tmp_path):
     assert not folder.path.exists()
 
 
-def test_a_bucket_is_written_when_the_callers_stream_has_filled_it(monkeypatch, tmp_path, bucket):
+def test_bucket_is_written_after_the_callers_stream_has_filled_it(monkeypatch, tmp_path, bucket):
     """A stand-in for a GPU: what the caller's stream has not done yet is done when its event is waited for."""
 
     class OnGpu:

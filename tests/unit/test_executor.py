@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,8 @@ def test_a_rank_that_cannot_start_ends_the_others(short, trouble, words):
     assert set(multiprocessing.active_children()) <= before
 
 
-def broken_stays_broken(executor: MpExecutor, words: str) -> None:
+def broken_stays_broken(executor: Any, words: str) -> None:
+    """Checks that an executor answers with the first failure from then on, and can be closed."""
     for ask in (lambda: executor.apply(Readback(), timeout_s=PATIENCE_S), lambda: executor.run(b"step")):
         with pytest.raises(EngineFailure, match=words) as caught:
             ask()

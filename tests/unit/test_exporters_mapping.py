@@ -163,14 +163,17 @@ def megatron_qkv(heads: int, kv_heads: int, width: int, hidden: int) -> tuple[to
 
 
 def test_a_projection_fused_group_by_group_is_taken_apart():
-    from weightcast.exporters.families import kv_heads, qkv_rows_of_a_group
-
     fused, parts = megatron_qkv(6, 2, 4, 10)
     family = Family(
         name="mine",
         model_types=frozenset(),
         rules=(
-            Rule(match=r"(.*)linear_qkv", names=(r"\1q", r"\1k", r"\1v"), sizes=qkv_rows_of_a_group, groups=kv_heads),
+            Rule(
+                match=r"(.*)linear_qkv",
+                names=(r"\1q", r"\1k", r"\1v"),
+                sizes=lambda config: (3 * config.head_dim, config.head_dim, config.head_dim),
+                groups=lambda config: config.num_key_value_heads,
+            ),
         ),
     )
     config = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2, head_dim=4, hidden_size=10)

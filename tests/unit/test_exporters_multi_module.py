@@ -40,7 +40,6 @@ def test_a_policy_a_vision_tower_and_a_draft_are_one_stream(tmp_path):
         )
         # Some buckets have the end of one part and the beginning of the next.
         got = export(composed, bucket_bytes=3000)
-        assert composed.part_of("draft.0.weight") == "draft"
     want = {f"visual.{name}": raw(tensor) for name, tensor in vision.named_parameters()}
     want |= {name: raw(tensor) for name, tensor in policy.named_parameters()}
     want |= {f"draft.{name}": raw(tensor) for name, tensor in draft.named_parameters()}

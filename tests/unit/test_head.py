@@ -20,7 +20,8 @@ from weightcast.transports.outcome import Outcome
 from weightcast.transports.preflight import check_places
 from weightcast.transports.registry import spec_of
 from weightcast.transports.spec import Placement
-from weightcast.update.head import Head, _open_message  # pyright: ignore[reportPrivateUsage]
+from weightcast.update.head import Head
+from weightcast.update.sessions import open_message
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo
 
@@ -48,9 +49,9 @@ def info(kind: str) -> EngineInfo:
 @pytest.mark.parametrize(
     ("kinds", "told"), [(("native",), ((32,), (16,))), (("native", "vllm"), ()), (("sglang",), ())]
 )
-def test_bucket_runs_are_told_only_where_no_answer_is_waited_for_before_the_next_broadcast(kinds, told):
+def test_open_has_bucket_runs_only_if_two_buckets_may_be_in_flight(kinds, told):
     links: Any = [SimpleNamespace(adapter=adapter_for(info(kind))) for kind in kinds]
-    assert _open_message(UpdateConfig(), links, 1, SPECS, ((32,), (16,))).bucket_runs == told
+    assert open_message(UpdateConfig(), links, 1, SPECS, ((32,), (16,))).bucket_runs == told
 
 
 URL = "http://e"
@@ -87,7 +88,7 @@ def head_of(infos: dict[str, EngineInfo], **options: Any) -> Any:
 def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns the head's result for an engine that has switched and proved its weights."""
     link = Link(client=head._roster.client(URL), adapter=adapter_for(info("native")), info=info("native"))
-    head._links, head._outcomes = [link], {URL: Outcome(info=link.info)}
+    head._sessions.links, head._outcomes = [link], {URL: Outcome(info=link.info)}
     head._plan._transport = spec_of("broadcast")
     outcome = head._outcomes[URL]
     outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
@@ -100,7 +101,7 @@ def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytes
     ("theirs", "mine"),
     [([-1.0, -9.0], [-1.0, -2.0]), ([-1.0, -2.0], [-1.0, math.nan]), ([math.nan, -2.0], [-1.0, -2.0])],
 )
-def test_who_answers_otherwise_does_not_serve_the_new_version(theirs, mine, on_failure, monkeypatch):
+def test_engine_with_other_logprobs_does_not_serve_the_new_version(theirs, mine, on_failure, monkeypatch):
     head = head_of({URL: info("native")}, on_failure=on_failure, verify="behaviour")
     decision = scored(head, theirs, mine, monkeypatch)
     assert decision.failure.error == "UpdateFailed"
@@ -111,13 +112,13 @@ def test_who_answers_otherwise_does_not_serve_the_new_version(theirs, mine, on_f
     assert head._roster.current is None
 
 
-def test_who_answers_alike_has_proved_it(monkeypatch):
+def test_engine_with_the_same_logprobs_has_proof_behaviour(monkeypatch):
     head = head_of({URL: info("native")}, verify="behaviour")
     decision = scored(head, [-1.0, -2.0], [-1.0, -2.01], monkeypatch)
     assert (decision.failure, decision.report.ok, decision.report.targets[0].proof) == (None, True, "behaviour")
 
 
-def test_who_was_away_when_the_buckets_were_planned_is_asked_whether_they_fit():
+def test_engine_that_was_away_at_connect_is_checked_when_it_returns():
     away = info("native")
     away = msgspec.structs.replace(away, specs=(TensorSpec(name="other", dtype="float32", shape=(8,)),))
     head = head_of({URL: info("native"), "http://late": away}, on_failure="quarantine", transport="broadcast")
@@ -134,7 +135,7 @@ def sglang(tp_size: int, instance: str) -> EngineInfo:
     return msgspec.structs.replace(info("sglang"), **changes)
 
 
-def test_an_engine_that_has_restarted_with_more_ranks_gets_an_adapter_that_knows_them():
+def test_engine_that_restarted_with_more_ranks_gets_a_new_adapter():
     head = head_of({URL: sglang(2, "a")}, transport="ipc")
     before = head._plan.link(URL, sglang(2, "a"))
     before.adapter._has_sessions = False
@@ -146,7 +147,7 @@ def test_an_engine_that_has_restarted_with_more_ranks_gets_an_adapter_that_knows
     assert len(after.adapter._memory_of_ranks([Shared(torch=memory)])) == 4
 
 
-def test_an_engine_that_says_something_new_keeps_its_adapter_which_hears_of_it():
+def test_changed_description_renews_the_adapter_and_keeps_it():
     head = head_of({URL: sglang(2, "a")}, transport="ipc")
     link = head._plan.link(URL, sglang(2, "a"))
     link.mixed = True
@@ -154,7 +155,7 @@ def test_an_engine_that_says_something_new_keeps_its_adapter_which_hears_of_it()
     assert (link.mixed, link.adapter._ack().version) == (True, 7)
 
 
-def test_an_engine_that_restarts_as_it_was_is_updated_without_being_planned_anew_by_hand():
+def test_engine_that_restarted_with_the_same_ranks_needs_no_retarget():
     head = head_of({URL: sglang(2, "a")}, transport="ipc")
     assert head.choose().opens == 2
     links = head._make_links({URL: sglang(2, "b")})
@@ -182,7 +183,7 @@ def test_a_pause_that_an_engine_cannot_keep_is_refused_before_anything_moves():
         ((2, 2), ["g0", "g1", "g2", "g3"], False),
     ],
 )
-def test_engines_that_do_not_say_where_they_run_are_colocated_only_where_there_is_no_doubt(sizes, places, fine):
+def test_engines_that_do_not_report_their_gpus_are_colocated_only_if_the_order_is_clear(sizes, places, fine):
     engines = {
         f"http://e{number}": msgspec.structs.replace(
             info("sglang"),

@@ -51,7 +51,7 @@ def test_an_update_equals_the_models_own_loading(place, tp_size, dtype):
         model, wanted = loaded(OLD, **kwargs), state(loaded(NEW, **kwargs))
         assert differing(model, wanted)
         loader = make(model, place)
-        assert loader.can_stage
+        assert not loader.unstaged_because()
         update(loader, NEW)
         assert differing(model, wanted) == []
 
@@ -265,7 +265,7 @@ def test_computed_weights_go_through_the_models_own_loader():
         model.load_weights(OLD.items())
     loader = make(model, "none")
     assert loader.computed == {"norm.weight"}
-    assert not loader.can_stage
+    assert loader.unstaged_because()
     assert loader.not_updated == ("embed", "requests_served")
     with pytest.raises(ConfigError, match=r"norm\.weight: norm gets values computed"):
         loader.stage("device")
@@ -377,7 +377,7 @@ def test_memory_that_is_shared_is_never_torn_apart(how):
     model = Tied(how)
     weights = {"w": torch.randn(4, 3)}
     loader = Loader(model, load_weights=model.load_weights, expected=specs_of(weights))
-    if loader.can_stage:
+    if not loader.unstaged_because():
         loader.stage("device")
     update(loader, weights)
     assert torch.equal(model.embed, weights["w"])

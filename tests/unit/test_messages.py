@@ -94,7 +94,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_is_encoded_is_decoded(name):
+def test_decoded_message_equals_the_encoded_one(name):
     message = EXAMPLES[name]
     again = decode(encode(message))
     assert again == message
@@ -147,7 +147,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
-def test_answers_go_round_too(answer):
+def test_decoded_answer_equals_the_encoded_one(answer):
     assert msgspec.json.decode(encode(answer), type=type(answer)) == answer
 
 
@@ -226,7 +226,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("message", "changes"), BOUNDS, ids=lambda value: str(value)[:60])
-def test_every_bound_is_kept(message, changes):
+def test_values_outside_the_bounds_are_refused(message, changes):
     with pytest.raises(WireError):
         decode(changed(message, **changes))
 
@@ -244,7 +244,7 @@ def test_unknown_fields_and_tags_are_refused(name):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_no_beginning_of_a_message_is_a_message(name):
+def test_truncated_message_is_refused(name):
     data = encode(EXAMPLES[name])
     for end in range(len(data)):
         with pytest.raises(WireError):
@@ -253,7 +253,7 @@ def test_no_beginning_of_a_message_is_a_message(name):
         decode(data + b"}")
 
 
-def test_a_message_has_a_largest_size(monkeypatch):
+def test_message_over_the_size_limit_is_refused(monkeypatch):
     data = encode(OPEN)
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", len(data))
     assert decode(data) == OPEN
@@ -324,7 +324,7 @@ def test_messages_with_other_values_are_refused_or_fine(data):
     _decodes_or_refuses(json.dumps(whole).encode())
 
 
-def test_no_class_is_looked_into_when_first_used():
+def test_decoders_inspect_all_classes_at_import():
     # msgspec crashes the process when two threads do so at once, and many engines are asked at once.
     code = """
 import msgspec._utils as inside
@@ -346,7 +346,7 @@ assert decode_info(encode(info)) == info
 @given(st.binary(max_size=200))
 @example(b"[" * 100_000)
 @example(b'{"ok":"yes"}')
-def test_what_is_no_answer_is_refused(data):
+def test_malformed_answer_is_refused(data):
     for read in (decode_ack, decode_info, decode_rank_ack):
         with pytest.raises(WireError):
             read(data)

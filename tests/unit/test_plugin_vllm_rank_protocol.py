@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from weightcast.errors import Refused
-from weightcast.plugins.vllm.endpoints import tables_of
-from weightcast.plugins.vllm.rank_protocol import Hello, draft_of
+from weightcast.plugins.rank_sockets import Hello, tables_of
+from weightcast.plugins.vllm.rank_protocol import draft_of
 from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.wire.layout import TensorSpec
 

@@ -15,9 +15,9 @@ from fastapi import HTTPException
 
 from tests.unit.echo import Echo
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
-from weightcast.plugins.vllm import rank_sockets as meeting
+from weightcast.plugins import rank_sockets as module_of_sockets
+from weightcast.plugins.rank_sockets import Hello, socket_path
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
-from weightcast.plugins.vllm.rank_protocol import Hello, socket_path
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver import executor as module
@@ -172,7 +172,7 @@ def test_after_the_end_nothing_is_asked(workers):
     ("manner", "words"), [("rude", "rank 1 is gone during its greeting"), ("mute", "rank 1 did not give its greeting")]
 )
 def test_connections_are_closed_when_a_rank_does_not_greet(workers, monkeypatch, manner, words):
-    monkeypatch.setattr(meeting, "_MEET_S", 3.0)
+    monkeypatch.setattr(module_of_sockets, "_GREETING_S", 3.0)
     made = workers(manner)
     with pytest.raises(EngineFailure, match=words) as caught:
         meet(made)

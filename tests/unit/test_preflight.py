@@ -21,7 +21,7 @@ def link(required: list[TensorSpec], optional: list[TensorSpec]) -> Any:
     return SimpleNamespace(url="http://e", info=info, adapter=SimpleNamespace(specs=lambda: tuple(required)))
 
 
-def test_an_optional_tensor_may_come_or_stay_away() -> None:
+def test_update_may_contain_or_omit_an_optional_tensor() -> None:
     engine = link([spec("w", 2)], [spec("mtp", 3)])
     check_fits(engine, [spec("w", 2)])
     check_fits(engine, [spec("w", 2), spec("mtp", 3)])

@@ -52,7 +52,7 @@ def eventually(is_so) -> None:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_as_many_as_allowed_in_order(in_flight):
+def test_pump_sends_in_order_and_keeps_the_limit_on_buckets_in_flight(in_flight):
     way = Way()
     pump = Pump(way.send, in_flight=in_flight)
 
@@ -93,7 +93,7 @@ def test_put_returns_when_the_bucket_before_may_be_filled_again():
     pump.close()
 
 
-def test_of_two_failures_the_first_bucket_s_is_raised_and_the_other_is_waited_for():
+def test_pump_raises_the_first_buckets_failure_and_waits_for_the_second():
     way = Way()
     way.failing = {0: ValueError("first"), 1: ValueError("second")}
     pump = Pump(way.send, in_flight=2)

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from tests.procs import wait_until_gone
 from tests.raycluster import cluster  # noqa: F401  a fixture
 from tests.unit.echo import Echo
 from tests.unit.test_executor import (
+    broken_stays_broken,
     test_an_unforeseen_error_is_an_answer_and_the_rank_stays,  # noqa: F401  run here too, with the `two` of this module
     test_every_rank_answers_in_its_place,  # noqa: F401
     test_work_goes_on_while_a_message_is_under_way_and_an_interrupt_ends_it,  # noqa: F401
@@ -19,7 +19,7 @@ from weightcast.errors import EngineFailure
 from weightcast.ray import RayExecutor
 from weightcast.ray import executor as module
 from weightcast.receiver import executor as shared
-from weightcast.wire.messages import Leave, Readback
+from weightcast.wire.messages import Leave
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -37,21 +37,6 @@ def short(monkeypatch):
     for home in (module, shared):
         monkeypatch.setattr(home, "_GRACE_S", 0.5)
         monkeypatch.setattr(home, "_STOP_S", 0.5)
-
-
-def broken_stays_broken(executor: RayExecutor, words: str) -> None:
-    for ask in (lambda: executor.apply(Readback(), timeout_s=1), lambda: executor.run(b"step")):
-        with pytest.raises(EngineFailure, match=words) as caught:
-            ask()
-        assert caught.value.ranks == (1,)
-        assert caught.value.hint == "restart the engine"
-    executor.interrupt("nobody hears")
-    pids = executor.pids()
-    executor.close()
-    executor.close()
-    wait_until_gone(pids)
-    with pytest.raises(EngineFailure, match="shutting down"):
-        executor.apply(Readback(), timeout_s=1)
 
 
 def run_on(executor: RayExecutor) -> None:

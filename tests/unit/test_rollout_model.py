@@ -87,7 +87,12 @@ def greedy_by_ranks(worker, chosen, rows, count):
     """Runs one rank's side of a batch; `chosen` gives rank 0's choices to the others."""
     zeros = [0.0] * len(rows)
     order = commands.Sampling(
-        temperature=zeros, top_k=[0] * len(rows), top_p=[1.0] * len(rows), uniform=zeros, top_logprobs=[0] * len(rows)
+        temperature=zeros,
+        top_k=[0] * len(rows),
+        top_p=[1.0] * len(rows),
+        min_p=zeros,
+        uniform=zeros,
+        top_logprobs=[0] * len(rows),
     )
     command = commands.Prefill(moves=[], first_slot=0, rows=rows, twins=[], sampling=order)
     for step in range(count):

@@ -13,13 +13,15 @@ from weightcast.rollout.sampling import choose
 VOCAB = 1500
 
 
-def sampling(rows, *, temperature=1.0, top_k=0, top_p=1.0, uniform=None, top_logprobs=0):
+def sampling(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=None, top_logprobs=0, shifts=()):
     return Sampling(
         temperature=[temperature] * rows,
         top_k=[top_k] * rows,
         top_p=[top_p] * rows,
+        min_p=[min_p] * rows,
         uniform=uniform or [(row + 0.5) / rows for row in range(rows)],
         top_logprobs=[top_logprobs] * rows,
+        shifts=list(shifts),
     )
 
 
@@ -101,6 +103,7 @@ def test_rows_of_one_batch_do_not_disturb_each_other():
         temperature=[0.0, 1.0, 0.7, 1.3],
         top_k=[0, 0, 5, 0],
         top_p=[1.0, 1.0, 1.0, 0.8],
+        min_p=[0.0, 0.0, 0.0, 0.1],
         uniform=[0.1, 0.9, 0.4, 0.6],
         top_logprobs=[0, 2, 0, 3],
     )
@@ -112,6 +115,7 @@ def test_rows_of_one_batch_do_not_disturb_each_other():
                 temperature=mixed.temperature[i : i + 1],
                 top_k=mixed.top_k[i : i + 1],
                 top_p=mixed.top_p[i : i + 1],
+                min_p=mixed.min_p[i : i + 1],
                 uniform=mixed.uniform[i : i + 1],
                 top_logprobs=mixed.top_logprobs[i : i + 1],
             ),

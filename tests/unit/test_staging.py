@@ -72,7 +72,7 @@ def write(stage: Staging, names) -> dict[str, bytes]:
     return bits(new)
 
 
-def test_writes_stay_out_of_sight_until_the_flip(place):
+def test_live_parameters_do_not_change_before_the_flip(place):
     live = residents()
     objects = {name: id(tensor) for name, tensor in live.items()}
     old = bits(live)
@@ -87,7 +87,7 @@ def test_writes_stay_out_of_sight_until_the_flip(place):
     assert live["half"].requires_grad
 
 
-def test_an_undo_brings_the_old_version_back_bit_for_bit_and_a_second_one_does_nothing(make):
+def test_undo_restores_the_old_version_bit_for_bit_and_a_second_one_does_nothing(make):
     live = residents()
     old = bits(live)
     stage = make(live)
@@ -153,7 +153,7 @@ def test_an_undo_that_failed_can_be_repeated(make):
     assert bits(live) == old
 
 
-def test_what_lies_between_the_elements_of_a_parameter_is_nobodys_to_move(make):
+def test_flip_does_not_touch_memory_between_a_parameters_elements(make):
     whole = torch.arange(90.0)
     live = {"with gaps": whole[:81].view(9, 9)[2:7, 1:6]}
     others = torch.ones(90, dtype=torch.bool)
@@ -180,7 +180,7 @@ def test_a_flip_and_its_undo_allocate_nothing(make):
     assert {name.removeprefix("aten.").removesuffix(".default") for name in operations.seen} <= {"copy_", *views}
 
 
-def test_what_it_frees_on_the_device_comes_back_with_allocate():
+def test_allocate_restores_freed_device_memory():
     live = residents()
     stage = Staging(live, "host")
     stage.free()
@@ -190,7 +190,7 @@ def test_what_it_frees_on_the_device_comes_back_with_allocate():
     assert bits(live) == new
 
 
-def test_many_updates_in_turn(place):
+def test_staging_works_over_many_updates(place):
     live = residents()
     stage = Staging(live, place)
     for _ in range(4):
@@ -199,7 +199,7 @@ def test_many_updates_in_turn(place):
         assert bits(live) == new
 
 
-def test_what_an_update_leaves_out_keeps_its_value(place):
+def test_elements_that_no_update_writes_keep_their_values(place):
     # The padding of a vocabulary: rows that no source has.
     live = {"padded": torch.arange(12.0).view(4, 3)}
     stage = Staging(live, place)
@@ -210,7 +210,7 @@ def test_what_an_update_leaves_out_keeps_its_value(place):
         assert live["padded"][:3].unique().tolist() == [version]
 
 
-def test_without_staging_the_live_ones_are_written():
+def test_without_staging_updates_write_to_the_live_set():
     live = residents()
     stage = Staging(live, "none")
     assert not stage.staged
@@ -220,7 +220,7 @@ def test_without_staging_the_live_ones_are_written():
     assert bits(live) == old
 
 
-def test_a_place_is_chosen_by_what_is_free(monkeypatch):
+def test_place_is_chosen_by_free_memory(monkeypatch):
     assert choose_place("none", size_bytes=1 << 60, device=CPU) == "none"
     monkeypatch.setattr(staging, "free_host_bytes", lambda: 1000)
     assert choose_place("auto", size_bytes=100, device=CPU) == "device"

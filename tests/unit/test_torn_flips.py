@@ -63,7 +63,7 @@ def heal(made: Bench) -> None:
 
 @pytest.mark.parametrize("made", PLACES, indirect=True)
 @pytest.mark.parametrize("after", [0, 1, 4])
-def test_parameters_that_were_switched_go_back_and_no_others(made, after):
+def test_undo_restores_only_the_parameters_that_were_switched(made, after):
     digest = made.engine.info().digest
     sender = ready(made)
     cut = tear(made.ranks.receivers[-1].loader.staging, after=after)
@@ -98,7 +98,7 @@ def test_a_copy_that_fails_anywhere_in_a_commit_leaves_the_old_version(made, hal
 
 
 @pytest.mark.parametrize("made", PLACES, indirect=True)
-def test_an_undo_that_fails_as_well_quarantines(made):
+def test_failed_undo_quarantines_the_engine(made):
     sender = ready(made)
     cut = tear(made.ranks.receivers[-1].loader.staging, after=3, times=2)
     ack = made.engine.apply(sender.commit(as_received=True))
@@ -111,7 +111,7 @@ def test_an_undo_that_fails_as_well_quarantines(made):
 
 
 @pytest.mark.parametrize("made", COPIED, indirect=True)
-def test_a_copy_that_fails_in_the_undo_quarantines(made):
+def test_failed_copy_in_the_undo_quarantines_the_engine(made):
     sender = ready(made)
     with FailingCopy(20, times=1 << 30):
         ack = made.engine.apply(sender.commit(as_received=True))
@@ -121,7 +121,7 @@ def test_a_copy_that_fails_in_the_undo_quarantines(made):
 
 
 @pytest.mark.parametrize("made", PLACES, indirect=True)
-def test_what_is_not_the_old_version_after_the_undo_quarantines(made):
+def test_undo_that_does_not_restore_the_old_version_quarantines_the_engine(made):
     sender = ready(made)
     receiver = made.ranks.receivers[-1]
     tear(receiver.loader.staging, after=3)
@@ -157,19 +157,19 @@ def test_a_first_update_is_undone_with_proof_as_well(made):
 
 
 @pytest.mark.parametrize("made", COPIED, indirect=True)
-def test_without_proof_nobody_knows_whether_contents_came_back(made):
+def test_undo_of_copied_contents_without_proof_quarantines_the_engine(made):
     for receiver in made.ranks.receivers:
         receiver.loader.known = None
     sender = ready(made, verify="none")
     tear(made.ranks.receivers[-1].loader.staging, after=3)
     ack = made.engine.apply(sender.commit())
     assert (ack.ok, ack.state) == (False, "quarantined")
-    check_quarantined(made, "nothing was known of the digests before it")
+    check_quarantined(made, "the old weights had no digests")
     heal(made)
 
 
 @pytest.mark.parametrize("made", PLACES[:1], indirect=True)
-def test_without_proof_storage_that_came_back_is_enough(made):
+def test_undo_of_exchanged_storage_needs_no_proof(made):
     for receiver in made.ranks.receivers:
         receiver.loader.known = None
     sender = ready(made, verify="none")
@@ -218,7 +218,7 @@ def test_a_finisher_that_raises_in_the_undo_quarantines(made):
 
 
 @pytest.mark.parametrize("made", PLACES, indirect=True)
-def test_finishers_do_not_run_when_the_flip_never_got_to_them(made):
+def test_finishers_do_not_run_after_a_flip_that_failed(made):
     receiver = made.ranks.receivers[-1]
     runs: list[int] = []
     receiver.loader._finishers = (lambda: runs.append(1),)

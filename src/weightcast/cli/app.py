@@ -1,8 +1,7 @@
 """The command line: registers the commands, prints errors and sets the exit code.
 
 An error is one line, with a hint where there is a remedy.  A stack is shown for ``--traceback`` and for unexpected
-exceptions.  Exit codes: 0 success, 1 failure, 2 wrong usage.  ``verify`` follows ``cmp``: 1 means that the weights
-differ, 2 that they could not be compared.
+exceptions.  ``exit_codes.py`` has the exit codes.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from weightcast.cli import bench, demo, doctor, plan, push, serve, status, verify
+from weightcast.cli import bench, demo, doctor, plan, push, serve, status, trace, verify
+from weightcast.cli.exit_codes import FAILURE, INTERRUPTED, USAGE, code_of
 from weightcast.cli.options import JSON_KEY, STACK_KEY
 from weightcast.cli.render import note, say, show_error
 from weightcast.errors import WeightcastError
 from weightcast.version import __version__
-
-_USAGE = 2
-_INTERRUPTED = 130
-_FAILURE = {"verify": 2}
 
 # Some versions of typer contain click, others depend on it; the base of its usage errors is public in neither.
 _ClickError: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -36,15 +32,15 @@ class _Group(TyperGroup):
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except (KeyboardInterrupt, typer.Abort):
-            code = _INTERRUPTED
+            code = INTERRUPTED
         except BrokenPipeError:
             # The reader closed our output. Without this the interpreter complains when it flushes.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
+            sys.exit(FAILURE)
         except _ClickError as error:
             self._show_usage_error(error)
-            sys.exit(_USAGE)
-        if code == _INTERRUPTED:
+            sys.exit(USAGE)
+        if code == INTERRUPTED:
             note("interrupted")
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -56,7 +52,7 @@ class _Group(TyperGroup):
             if isinstance(error, BrokenPipeError):
                 raise
             show_error(error, as_json=ctx.meta.get(JSON_KEY, False), with_stack=ctx.meta.get(STACK_KEY, False))
-            raise typer.Exit(_FAILURE.get(ctx.invoked_subcommand or "", 1)) from error
+            raise typer.Exit(code_of(error)) from error
 
     def _show_usage_error(self, error: Any) -> None:
         context = getattr(error, "ctx", None)
@@ -98,11 +94,11 @@ def _root(
     Prove that it has them:            weightcast verify ./step-7 --at http://127.0.0.1:8000
 
     Results go to stdout, logs and progress to stderr. With --json the result is one JSON document. The exit code is
-    0 only on success.
+    0 only on success: 1 is a failure, 2 wrong usage, 3 says that weights differ (verify).
     """
     if context.invoked_subcommand is None:
         note(context.get_help())
-        raise typer.Exit(_USAGE)
+        raise typer.Exit(USAGE)
 
 
 app.command(short_help="Train a small model and update two engines after every step")(demo.demo)
@@ -112,6 +108,7 @@ app.command(short_help="Compare an engine's weights with a checkpoint")(verify.v
 app.command(short_help="Estimate the buckets, memory and time of an update")(plan.plan)
 app.command(short_help="Check whether engines can be updated from here, and say what to fix")(doctor.doctor)
 app.command(short_help="Show the state and weight version of each engine")(status.status)
+app.command(short_help="Show what every rank did in saved updates: a trace, a page or a table")(trace.trace)
 app.add_typer(bench.bench, name="bench", short_help="Measure updates, or stress them with faults")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import (
     ApiKeys,
     BucketBytes,
@@ -34,16 +35,15 @@ from weightcast.errors import (
     TargetUnreachable,
     WeightcastError,
 )
-from weightcast.report import format_bytes
+from weightcast.report import count_of, format_bytes
 from weightcast.runtime.free_memory import free_host_bytes
 
 if TYPE_CHECKING:
     from weightcast.comm.http import Client
+    from weightcast.protocols import Delivery
     from weightcast.wire.messages import EngineInfo
 
 Level = Literal["ok", "warn", "fail"]
-_OURS = ("ipc", "broadcast")
-_BUCKETS_HELD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def doctor(
                 say()
             _show(result)
     if not ok:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: float) -> Diagnosis:
@@ -118,7 +118,7 @@ def _examine(target: Target, *, size_bytes: int, host: str | None, timeout_s: fl
         if info is not None:
             checks += [_state(info), *(_sharing(info) if _has_receiver(info) else _check_stock(info))]
             checks += [_staging(info), *([_memory(info, size_bytes)] if info.specs else [])]
-            if _has_receiver(info) and "broadcast" in info.transports:
+            if _has_receiver(info) and _transports_by("group", info):
                 checks += _rendezvous(client, info, host=host, timeout_s=timeout_s)
             if _has_receiver(info):
                 checks.append(_transports(checks, info))
@@ -164,6 +164,13 @@ def _has_receiver(info: EngineInfo) -> bool:
     return info.kind == "native"
 
 
+def _transports_by(delivery: Delivery, info: EngineInfo) -> list[str]:
+    """Names of the engine's transports that deliver the weights in this way."""
+    from weightcast.transports.registry import TRANSPORTS
+
+    return [spec.name for spec in TRANSPORTS if spec.delivery == delivery and spec.name in info.transports]
+
+
 def _check_stock(info: EngineInfo) -> Iterator[Check]:
     """Checks an engine without our receiver: the transports it was started for, and what its adapter advises."""
     ways = ", ".join(info.transports)
@@ -173,11 +180,14 @@ def _check_stock(info: EngineInfo) -> Iterator[Check]:
         text=f"as it was started, it takes {ways or 'no update'}; not tried",
         hint=info.message or None,
     )
-    if "ipc" in info.transports and "cuda" in info.devices:
+    by_memory = _transports_by("memory", info)
+    if by_memory and "cuda" in info.devices:
+        via = by_memory[0]
         yield Check(
-            name="ipc",
+            name=via,
             level="ok",
-            text="the engine does not report its GPUs: ask for ipc with --via ipc, from trainer ranks on the same GPUs",
+            text=f"the engine does not report its GPUs: ask for {via} with --via {via}, from trainer ranks on the same "
+            "GPUs",
         )
     elif set(info.devices) != {"cpu"}:
         yield Check(name="gpus", level="ok", text="its ranks are on " + ", ".join(info.devices))
@@ -240,7 +250,7 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
             hint="include it in CUDA_VISIBLE_DEVICES (or give the container all GPUs), or use --via broadcast",
         )
         return
-    where = "shared memory" if set(devices) == {"cpu"} else f"CUDA IPC on {len(devices)} GPUs"
+    where = "shared memory" if set(devices) == {"cpu"} else f"CUDA IPC on {count_of(len(devices), 'GPU')}"
     yield Check(name="ipc", level="ok", text=f"possible, by {where}")
 
 
@@ -250,7 +260,7 @@ def _staging(info: EngineInfo) -> Check:
             name="staging",
             level="warn",
             text="none, and no proof of the weights it keeps: an update that fails half way quarantines it",
-            hint='install the plug-in where there is one (docs/engines), or prove with verify="behaviour"',
+            hint='install the plug-in for vLLM (docs/engines/vllm.md), or prove with verify="behaviour"',
         )
     if info.staging == "none":
         return Check(
@@ -267,26 +277,27 @@ def _staging(info: EngineInfo) -> Check:
 
 
 def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
-    """Checks that two buckets fit into this machine's memory and the largest row into one bucket."""
+    """Checks that the tensors fit into buckets, and the buckets into this machine's memory; the estimate is plan's."""
+    from weightcast.adapters.registry import adapter_for
+    from weightcast.exporters.memory_estimate import peak_bytes
     from weightcast.wire.layout import total_bytes
 
-    model = f"{len(info.specs)} tensors, {format_bytes(total_bytes(info.specs))}"
-    row = max(info.specs, key=lambda spec: spec.row_bytes, default=None)
-    if row is not None and row.row_bytes > bucket_bytes:
+    model = f"{count_of(len(info.specs), 'tensor')}, {format_bytes(total_bytes(info.specs))}"
+    try:
+        need = peak_bytes(info.specs, bucket_bytes=bucket_bytes, packing=adapter_for(info).packing, world_size=1)
+    except ConfigError as error:
         return Check(
             name="memory",
             level="fail",
-            text=f"one row of {row.name} has {format_bytes(row.row_bytes)} and does not fit into a bucket of "
-            f"{format_bytes(bucket_bytes)}",
-            hint=f"use --bucket-bytes {row.row_bytes} or more",
+            text=one_line(str(error)),
+            hint=error.hint or f"use larger buckets than --bucket-bytes {bucket_bytes}",
         )
-    need = _BUCKETS_HELD * min(bucket_bytes, max(total_bytes(info.specs), 1))
     free = free_host_bytes() or None
     if free is not None and free < need:
         return Check(
             name="memory",
             level="fail",
-            text=f"{format_bytes(free)} free here, two buckets need {format_bytes(need)}",
+            text=f"{format_bytes(free)} free here, an update needs {format_bytes(need)}",
             hint="use smaller buckets: --bucket-bytes 64MiB",
         )
     room = "" if free is None else f", {format_bytes(free)} free"
@@ -320,8 +331,13 @@ def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s
     except WeightcastError as error:
         hint = f"allow TCP from {client.target.host} to this machine at {address}, or pass --rendezvous HOST"
         return [Check(name="rendezvous", level="fail", text=one_line(str(error)), hint=error.hint or hint)]
-    members = f"{info.tp_size} {'rank' if info.tp_size == 1 else 'ranks'}"
-    return [Check(name="rendezvous", level="ok", text=f"{members} joined this process at {address} and left again")]
+    return [
+        Check(
+            name="rendezvous",
+            level="ok",
+            text=f"{count_of(info.tp_size, 'rank')} joined this process at {address} and left again",
+        )
+    ]
 
 
 def _listen_on(address: str) -> None:
@@ -381,18 +397,22 @@ def _join_group(client: Client, info: EngineInfo, *, address: str, timeout_s: fl
 
 def _transports(checks: list[Check], info: EngineInfo) -> Check:
     """Sums up which transports an update can use."""
+    from weightcast.transports.registry import TRANSPORTS
+
     level = {check.name: check.level for check in checks}
-    both = [way for way in _OURS if way in info.transports]
-    usable = [
-        way
-        for way in both
-        if (way == "ipc" and level.get("ipc") == "ok") or (way == "broadcast" and level.get("rendezvous") != "fail")
-    ]
+    possible: dict[Delivery, bool] = {
+        "memory": level.get("ipc") == "ok",
+        "group": level.get("rendezvous") != "fail",
+    }
+    ours = [spec for spec in TRANSPORTS if spec.delivery in possible]
+    both = [spec.name for spec in ours if spec.name in info.transports]
+    usable = [spec.name for spec in ours if spec.name in both and possible[spec.delivery]]
     if not both:
         return Check(
             name="transports",
             level="fail",
-            text=f"the engine accepts {', '.join(info.transports) or 'none'}, this process has {', '.join(_OURS)}",
+            text=f"the engine accepts {', '.join(info.transports) or 'none'}, "
+            f"this process has {', '.join(spec.name for spec in ours)}",
             hint="install the same version of weightcast on both sides",
         )
     if not usable:

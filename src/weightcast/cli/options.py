@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,11 @@ from weightcast.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+# Files that a command writes beside its result.
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Also write a self-contained page with plots."),
+]
 JSON_KEY = "weightcast.json"
 STACK_KEY = "weightcast.traceback"
 
@@ -157,3 +163,18 @@ def targets(
 
 def _is_https(url: str) -> bool:
     return url.lower().startswith("https://")
+
+
+def check_writable(path: Path) -> None:
+    """Checks that a file can be written, before anything long begins.
+
+    Raises:
+        ConfigError: Its folder does not exist, or the file or folder is not writable.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", hint="name a file in it")
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write {path}: {folder} is no folder", hint="make it first, or name another file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"cannot write {path}: permission denied", hint="name another file")

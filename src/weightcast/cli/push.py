@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import (
     ApiKeys,
     BucketBytes,
@@ -14,21 +16,25 @@ from weightcast.cli.options import (
     CertFile,
     Checkpoint,
     EngineKind,
+    HtmlFile,
     Json,
     KeyFile,
     Traceback,
     WireDtype,
+    check_writable,
     targets,
     torch_dtype,
 )
 from weightcast.cli.render import note, parse_size, progress, say, say_json
 from weightcast.config import Target
-from weightcast.errors import ConfigError, WeightcastError
+from weightcast.errors import ConfigError, UpdateFailed, WeightcastError
+from weightcast.report import count_of
 
 if TYPE_CHECKING:
     import torch
 
     from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseMode, TransportName, VerifyLevel
+    from weightcast.report import UpdateReport
     from weightcast.wire.messages import EngineInfo
 
 
@@ -69,6 +75,14 @@ def push(
             "parameters. behaviour: needs a trainer's forward pass, so push cannot provide it.",
         ),
     ] = "resident",
+    require: Annotated[
+        str,
+        typer.Option(
+            metavar="none|received|resident",
+            help="Lowest level of proof that counts as success. An engine that cannot reach it is refused before "
+            "anything is sent; one that does not reach it makes the exit code 1.",
+        ),
+    ] = "none",
     min_proven_share: Annotated[
         float,
         typer.Option(
@@ -77,6 +91,14 @@ def push(
             "tensor while loading cannot prove it.",
         ),
     ] = 1.0,
+    check_finite: Annotated[
+        bool | None,
+        typer.Option(
+            "--check-finite/--no-check-finite",
+            help="Refuse weights that are NaN or infinite. By default where it costs nothing: on CPUs, with proof.",
+            show_default=False,
+        ),
+    ] = None,
     digest: Annotated[str, typer.Option(metavar="fast|sha256", help="Digest of the data sent.")] = "fast",
     timeout: Annotated[float, typer.Option(metavar="S", help="Deadline of each single wait, in seconds.")] = 120.0,
     on_failure: Annotated[
@@ -115,23 +137,32 @@ def push(
             "run as another user need group or all.",
         ),
     ] = "user",
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write what every rank did, as a trace for https://ui.perfetto.dev."),
+    ] = None,
+    html: HtmlFile = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
     """Sends a safetensors checkpoint to running engines, proves that it arrived, and makes it live.
 
     An update is a transaction: if it fails before the switch, an engine with staging keeps serving the old version.
-    The exit code is 0 only if every engine serves the new one.
+    The exit code is 0 only if every engine serves the new one, with the proof that --require asks for.
 
     \b
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --to http://10.0.3.8:8000 --version 412 --via broadcast
+    weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412 --trace trace.json --html update.html
     weightcast push runs/step-90 --to http://127.0.0.1:8000 --version 90 --allow-older --pause wait --json
     """
     size_bytes = parse_size(bucket_bytes)
     found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:
         raise ConfigError(f"--version {version} is negative")
+    for path in (trace, html):
+        if path is not None:
+            check_writable(path)
 
     from weightcast.exporters.checkpoint import CheckpointExporter
     from weightcast.update.updater import WeightUpdater
@@ -151,6 +182,9 @@ def push(
             pause=cast("PauseMode", pause),
             verify=cast("VerifyLevel", verify),
             min_proven_share=min_proven_share,
+            require=cast("VerifyLevel", require),
+            first_version=version,
+            check_finite=check_finite,
             digest=cast("DigestKind", digest),
             timeout_s=timeout,
             on_failure=cast("OnFailure", on_failure),
@@ -162,16 +196,33 @@ def push(
         )
         try:
             report = updater.update(version=version)
+        except UpdateFailed as error:
+            _write(error.report, trace, html)
+            raise
         finally:
             updater.close()
+    _write(report, trace, html)
     if as_json:
         say_json(report)
     else:
         say(str(report))
     if not report.ok:
         failed = sum(row.status != "serving" or row.version_after != version for row in report.targets)
-        note(f"error: {failed} of {len(report.targets)} engines do not serve version {version}")
-        raise typer.Exit(1)
+        note(f"error: {failed} of {count_of(len(report.targets), 'engine')} do not serve version {version}")
+        raise typer.Exit(FAILURE)
+    short = report.short_of(require)
+    if short:
+        names = ", ".join(f"{row.url} ({row.proof})" for row in short)
+        note(f"error: the new version serves, but its proof is below --require {require} on {names}")
+        raise typer.Exit(FAILURE)
+
+
+def _write(report: UpdateReport, trace: Path | None, html: Path | None) -> None:
+    """Writes the files that were asked for."""
+    if trace is not None:
+        note(f"{report.to_perfetto(trace)}: open it at https://ui.perfetto.dev")
+    if html is not None:
+        note(f"{report.to_html(html)}: open it in a browser")
 
 
 def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s: float) -> torch.device:
@@ -199,7 +250,7 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
     used = list(dict.fromkeys(rank.device for info in infos for rank in info.ranks if rank.device != "cpu"))
     if not used:
         return torch.device("cpu")
-    if via != "broadcast" and all(info.host_id == host_id() for info in infos):
+    if not _needs_group(via) and all(info.host_id == host_id() for info in infos):
         return next((found for found in map(device_of, used) if found is not None), torch.device("cpu"))
     free = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [device for device in free if device_uuid(device) not in used]
@@ -209,6 +260,13 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
             hint="run this on their host with --via ipc, or on a machine with a free GPU",
         )
     return free[0]
+
+
+def _needs_group(via: str) -> bool:
+    """True if trainer and engines join one group, in which no two ranks may use the same GPU."""
+    from weightcast.transports.registry import TRANSPORTS
+
+    return any(spec.name == via and spec.delivery == "group" for spec in TRANSPORTS)
 
 
 def _named_device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -18,6 +19,8 @@ from weightcast.report import format_bytes
 
 Advance = Callable[[int, int], None]
 _PLAIN_INTERVAL_S = 2.0
+_LINE = 100
+_INNERMOST = re.compile(r"\[\n[^\[\]{}]*\]")
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
@@ -55,7 +58,15 @@ def note(text: str) -> None:
 
 def say_json(document: Any) -> None:
     """Prints plain data or msgspec structs as the JSON document of a command."""
-    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    print(_INNERMOST.sub(_on_one_line, text))
+
+
+def _on_one_line(array: re.Match[str]) -> str:
+    """Puts a short array of numbers and words on one line; in JSON, line ends never belong to a text."""
+    line = re.sub(r"\n *", " ", array[0].replace("[\n", "[", 1)).strip()
+    line = re.sub(r"^\[ +", "[", re.sub(r" +\]$", "]", line))
+    return line if len(line) <= _LINE else array[0]
 
 
 def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None:
@@ -72,7 +83,7 @@ def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None
             fields["report"] = report
         say_json({"error": fields})
     elif report is not None:
-        say(str(report))
+        say(report.text(told=str(error)))
     sys.stdout.flush()
     if with_stack:
         note("".join(traceback.format_exception(error)).rstrip())
@@ -115,10 +126,10 @@ def progress(what: str) -> Generator[Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(what, total=None)
+        task = bars.add_task(what, total=None, visible=False)  # there is no bar before the total is known
 
         def advance(done_bytes: int, total_bytes: int) -> None:
-            bars.update(task, completed=done_bytes, total=total_bytes)
+            bars.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
         yield advance
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -143,6 +144,7 @@ def serve(
         version=version,
         threads=threads,
     )
+    _check_files(Path(model))
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("weightcast").setLevel(logging.INFO)
     on_ready = _say_where if as_json else None
@@ -163,6 +165,16 @@ def serve(
         code = launch.serve(config, on_ready=on_ready, extra_routes=extra_routes)
     if code:
         raise typer.Exit(code)
+
+
+def _check_files(model: Path) -> None:
+    """Refuses broken weight files with the words of `push`, before any process starts."""
+    from weightcast.exporters.safetensors_file import SafetensorsFile
+    from weightcast.rollout.checkpoint import weight_files
+
+    if (model / "config.json").is_file():
+        for path in weight_files(model):
+            SafetensorsFile(path).close()
 
 
 def _say_where(url: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import ApiKeys, CaFile, CertFile, EngineKind, Json, KeyFile, Traceback, Urls, targets
 from weightcast.cli.render import note, one_line, say, say_json, table
 from weightcast.config import Target
@@ -27,21 +28,40 @@ def status(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait for an answer, in seconds.")] = 10.0,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            "-w",
+            help="Show a live table until Ctrl-C; where stdout is no terminal, a line for each change. With --json, "
+            "each line is a JSON document.",
+        ),
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="S", help="For --watch: pause between two looks, in seconds.", min=0.05)
+    ] = 1.0,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
     """Shows each engine's kind, model, weight version, digest and state (serving, paused, updating, quarantined).
 
-    The exit code is 0 if every engine answers and is serving, else 1.
+    The exit code is 0 if every engine answers and serves, also while an update of it is under way, else 1. With
+    --watch it is 0 after Ctrl-C.
 
     \b
     weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000
     weightcast status http://10.0.3.7:8000 --json | jq .engines[0].version
+    weightcast status http://10.0.3.7:8000 http://10.0.3.8:8000 --watch
     """
     found = targets(urls, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
+    if watch:
+        from weightcast.cli.status_watch import watch as watch_engines
+
+        watch_engines(found, interval_s=interval, timeout_s=timeout, as_json=as_json)
+        return
     with ThreadPoolExecutor(max_workers=min(16, len(found))) as pool:
         answers = list(pool.map(_ask, found, [timeout] * len(found)))
-    ok = all(not isinstance(answer, WeightcastError) and _state(answer) == "serving" for answer in answers)
+    ok = all(not isinstance(answer, WeightcastError) and _serves(answer) for answer in answers)
     if as_json:
         say_json(
             {"ok": ok, "engines": [_fields(target, answer) for target, answer in zip(found, answers, strict=True)]}
@@ -54,9 +74,10 @@ def status(
             elif answer.message:
                 note(f"{target.url}: {one_line(answer.message)}")
     if not ok:
-        if not as_json:
+        broken = any(isinstance(answer, WeightcastError) or answer.state == "quarantined" for answer in answers)
+        if broken and not as_json:
             note("\nhint: `weightcast doctor URL` says what to fix")
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 def _ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
@@ -70,6 +91,11 @@ def _ask(target: Target, timeout_s: float) -> EngineInfo | WeightcastError:
         return error
     finally:
         client.close()
+
+
+def _serves(info: EngineInfo) -> bool:
+    """True if it generates: an engine that stages an update serves the version before it."""
+    return info.state in ("serving", "updating") and not info.paused
 
 
 def _state(info: EngineInfo) -> str:
@@ -103,6 +129,7 @@ def _fields(target: Target, answer: EngineInfo | WeightcastError) -> dict[str, A
         "engine": answer.engine,
         "model": answer.model,
         "state": _state(answer),
+        "serves": _serves(answer),
         "version": answer.version,
         "digest": answer.digest,
         "tp": answer.tp_size,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from weightcast.cli.exit_codes import DIFFERS, FAILURE, SUCCESS
 from weightcast.cli.options import (
     CaFile,
     CertFile,
@@ -22,7 +23,7 @@ from weightcast.cli.options import (
 )
 from weightcast.cli.render import Advance, names, progress, say, say_json, table
 from weightcast.errors import WireError
-from weightcast.report import format_bytes
+from weightcast.report import count_of, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +85,8 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 if all are equal, 1 if one differs, 3 if none differs and some could not be read."""
-        return 1 if self.differences else 3 if self.unreadable else 0
+        """``DIFFERS`` if a tensor differs, else ``FAILURE`` if some could not be read."""
+        return DIFFERS if self.differences else FAILURE if self.unreadable else SUCCESS
 
 
 def verify(
@@ -105,8 +106,8 @@ def verify(
     """Compares the weights that an engine keeps with a checkpoint, tensor by tensor. Nothing is changed.
 
     Both sides compute a digest of every tensor in the engine's dtype; the engine digests its live parameters. The exit
-    code is 0 if all tensors are equal, 1 if one differs, and 2 if they could not be compared. It is 3 if no tensor
-    differs but the engine cannot read some back.
+    code is 0 if all tensors are equal and 3 if one differs. It is 1 if they could not all be compared: the engine does
+    not answer, or cannot read some tensors back.
 
     \b
     weightcast verify runs/step-412 --at http://10.0.3.7:8000
@@ -259,6 +260,7 @@ def _show(result: Comparison) -> None:
 
 def _show_others(result: Comparison) -> None:
     if result.unreadable:
-        say(f"{len(result.unreadable)} tensors cannot be read back: {names(result.unreadable)}")
+        say(f"{count_of(len(result.unreadable), 'tensor')} cannot be read back: {names(result.unreadable)}")
     if result.not_kept:
-        say(f"{len(result.not_kept)} tensors are not kept by this engine: {names(result.not_kept)}")
+        verb = "is" if len(result.not_kept) == 1 else "are"
+        say(f"{count_of(len(result.not_kept), 'tensor')} {verb} not kept by this engine: {names(result.not_kept)}")

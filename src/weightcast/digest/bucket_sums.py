@@ -26,8 +26,9 @@ def sums_of_slots(bucket: Bucket, repeated: RepeatedSums) -> torch.Tensor:
     if bucket.sums is not None:
         return bucket.sums
     layout, data = bucket.layout, bucket.data
+    lent = tuple((name, memory.data_ptr()) for name, memory in bucket.lent.items())
     return repeated.sums(
-        (layout.index, data.data_ptr()),
+        (layout.index, data.data_ptr(), lent),
         layout,
         data.device,
         lambda: [piece_of(slot, view, slot.first_row) for slot, view in bucket.views()],

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightcast.digest import on_cpu
 from weightcast.digest.coefficients import MASK, SPAN, A, B, signed, splitmix64, splitmix64_
 from weightcast.digest.copies import flat_bytes
 from weightcast.digest.pieces import Grid, Piece, check_piece, grid_of, merge_levels, resolved
@@ -51,6 +52,7 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
 
     On CUDA the work is queued on the current stream and the host does not wait. A CUDA piece whose rows are not runs
     of adjacent bytes (a transposed view, say) is first copied; on the CPU nothing is copied but blocks of 2 MiB.
+    CPU tensors are summed by compiled code (`weightcast.digest.on_cpu`) where that is installed.
 
     Raises:
         ValueError: pieces on different devices or on one that is neither CPU nor CUDA, a box that lies outside its
@@ -69,6 +71,13 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
         return kernel.partial_sums(pieces)
     if device.type != "cpu":
         raise ValueError(f"digests are computed on cpu and cuda, not on {device}")
+    if on_cpu.worth_it(pieces) and all(map(on_cpu.takes, pieces)):
+        return on_cpu.sums_of(pieces).launch()
+    return _sums_by_torch(pieces)
+
+
+def _sums_by_torch(pieces: Sequence[Piece]) -> torch.Tensor:
+    """As `partial_sums`, for checked pieces on the CPU, with the means of torch."""
     sums = torch.zeros(len(pieces), dtype=torch.int64)
     scratch = torch.empty(min(_BLOCK_WORDS, max(map(_num_words, pieces))), dtype=torch.int64)
     for index, piece in enumerate(pieces):
@@ -79,7 +88,7 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
 class RepeatedSums:
     """`partial_sums` of pieces that come again and again in the same places.
 
-    On CUDA a launch is worked out once for each place; later calls need no pieces. It keeps no memory alive.
+    A launch is worked out once for each place; later calls need no pieces. It keeps no memory alive.
     One thread at a time.
     """
 
@@ -87,6 +96,7 @@ class RepeatedSums:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[object, LaunchKey]] = {}
+        self._on_cpu: dict[Hashable, tuple[object, on_cpu.Launches]] = {}
 
     def sums(
         self, place: Hashable, what: object, device: torch.device, pieces: Callable[[], Sequence[Piece]]
@@ -99,6 +109,8 @@ class RepeatedSums:
             device: device of the pieces.
             pieces: makes the pieces.
         """
+        if device.type == "cpu":
+            return self._sums_on_cpu(place, what, pieces)
         if device.type != "cuda":
             return partial_sums(pieces())
         from weightcast.digest import kernel
@@ -115,6 +127,20 @@ class RepeatedSums:
                 self._known.clear()
             self._known[place] = what, kernel.launch_key(made)
         return out
+
+    def _sums_on_cpu(self, place: Hashable, what: object, pieces: Callable[[], Sequence[Piece]]) -> torch.Tensor:
+        known = self._on_cpu.get(place)
+        if known is not None and known[0] == what:
+            return known[1].launch()
+        made = pieces()
+        for index, piece in enumerate(made):
+            check_piece(piece, index)
+        if not made or not on_cpu.worth_it(made) or not all(map(on_cpu.takes, made)):
+            return partial_sums(made)
+        if len(self._on_cpu) >= self._MAX_PLACES:
+            self._on_cpu.clear()
+        self._on_cpu[place] = what, on_cpu.sums_of(made)
+        return self._on_cpu[place][1].launch()
 
 
 def as_unsigned(value: int) -> int:

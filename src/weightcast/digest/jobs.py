@@ -1,13 +1,13 @@
-"""The work of one launch of `weightcast.digest.kernel`, worked out on the host.
+"""The work of one launch of `weightcast.digest.kernel` or `weightcast.digest.cpu_kernel`, worked out on the host.
 
 Pieces become *jobs*. A job is a matrix of words in memory, the place of its rows and columns in the full tensor and,
-for a copy, its destination. A job is cut into tiles, one program each. Nothing here needs a GPU or Triton.
+for a copy, its destination. A job is cut into tiles, on a GPU one program each. Nothing here needs a GPU or Triton.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,7 +23,33 @@ ROWS = 64
 NARROW_COLS = 64
 NARROW_WORDS = 1 << 14
 
+# On a CPU, the coefficients of a tile's columns are 128 KiB, and a tile is 512 KiB of 16-bit words.
+CPU_COLS = 1 << 14
+CPU_WORDS = 1 << 18
+
 NARROW, WIDE, ALIGNED = 0, 1, 2
+
+
+class Tiling(NamedTuple):
+    """How jobs are cut into tiles.
+
+    `cols`: columns of a tile. `rows`: rows of a tile, given the columns of its job.
+    """
+
+    cols: int
+    rows: Callable[[int], int]
+
+
+def _rows_on_gpu(cols: int) -> int:
+    return ROWS if cols >= NARROW_COLS else max(1, NARROW_WORDS // cols)
+
+
+def _rows_on_cpu(cols: int) -> int:
+    return max(4, CPU_WORDS // min(cols, CPU_COLS))
+
+
+GPU_TILING = Tiling(COLS, _rows_on_gpu)
+CPU_TILING = Tiling(CPU_COLS, _rows_on_cpu)
 
 
 class Job(NamedTuple):
@@ -86,36 +112,36 @@ def is_rows_of_runs(words: torch.Tensor) -> bool:
     return words.numel() == 0 or not trailing or (len(trailing) == 1 and trailing[0][1] == 1)
 
 
-def plans_of(grids: Sequence[Grid]) -> list[Plan]:
-    """The work on some grids of `rows_of_runs`, on the CPU: one plan for each word size that occurs."""
+def plans_of(grids: Sequence[Grid], tiling: Tiling = GPU_TILING) -> list[Plan]:
+    """The work on some grids of `rows_of_runs`, as tables on the CPU: one plan for each word size that occurs."""
     plans: list[Plan] = []
     for word_bytes in (1, 2):
         jobs = [
             job
             for index, grid in enumerate(grids)
             if grid.words.itemsize == word_bytes and grid.words.numel()
-            for job in _jobs(grid, index, None)
+            for job in _jobs(grid, index, None, tiling)
         ]
         if jobs:
-            plans.append(_plan_of(jobs, word_bytes))
+            plans.append(_plan_of(jobs, word_bytes, tiling))
     return plans
 
 
-def plans_of_transfers(transfers: Sequence[Transfer]) -> list[Plan]:
+def plans_of_transfers(transfers: Sequence[Transfer], tiling: Tiling = GPU_TILING) -> list[Plan]:
     """The work on some transfers for which `can_transfer` is true, likewise."""
     jobs: dict[int, list[Job]] = {1: [], 2: []}
     for transfer in transfers:
         tensor = transfer.piece.tensor
         if tensor.numel():
             index = -1 if transfer.total is None else transfer.total
-            jobs[1 if tensor.itemsize == 1 else 2] += _jobs_of(transfer.piece, index, transfer.target)
-    return [_plan_of(some, word_bytes) for word_bytes, some in jobs.items() if some]
+            jobs[1 if tensor.itemsize == 1 else 2] += _jobs_of(transfer.piece, index, transfer.target, tiling)
+    return [_plan_of(some, word_bytes, tiling) for word_bytes, some in jobs.items() if some]
 
 
-def _plan_of(jobs: Sequence[Job], word_bytes: int) -> Plan:
+def _plan_of(jobs: Sequence[Job], word_bytes: int, tiling: Tiling) -> Plan:
     table = torch.tensor(jobs, dtype=torch.int64)
     rows, cols, tile_rows = (table[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
-    counts = (rows + tile_rows - 1) // tile_rows * ((cols + COLS - 1) // COLS)
+    counts = (rows + tile_rows - 1) // tile_rows * ((cols + tiling.cols - 1) // tiling.cols)
     job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
     first_tile = counts.cumsum(0) - counts
     tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
@@ -123,13 +149,13 @@ def _plan_of(jobs: Sequence[Job], word_bytes: int) -> Plan:
     return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=tiles.to(torch.int32))
 
 
-def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None) -> Iterator[Job]:
+def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None, tiling: Tiling) -> Iterator[Job]:
     """The jobs of a piece. Most are whole rows in one run, and there may be very many: those take a shorter way."""
     tensor, full, box = piece.tensor, piece.full_shape, piece.box
     plain = tensor.is_contiguous() and (target is None or target.is_contiguous())
     if not plain or (box is not None and box.shape[1:] != full[1:]) or (box is not None and len(full) < 2):
         words = None if target is None else words_of(target)
-        yield from _jobs(grid_of(piece), index, words)
+        yield from _jobs(grid_of(piece), index, words, tiling)
         return
     rows = tensor.shape[0] if len(full) > 1 else 1
     word_bytes = 1 if tensor.itemsize == 1 else 2
@@ -138,7 +164,6 @@ def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None) -> Iterator[
     unaligned = (tensor.data_ptr() | goal | cols * word_bytes) % 16
     first_row = box.offset[0] if box is not None else 0
     goal_stride = cols if goal else 0
-    kind, tile_rows = _reading(cols, unaligned)
     yield Job(
         address=tensor.data_ptr(),
         rows=rows,
@@ -149,14 +174,14 @@ def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None) -> Iterator[
         run=cols,
         run_stride=cols,
         total=index,
-        kind=kind,
-        tile_rows=tile_rows,
+        kind=_kind(cols, unaligned),
+        tile_rows=tiling.rows(cols),
         goal=goal,
         goal_stride=goal_stride,
     )
 
 
-def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[Job]:
+def _jobs(grid: Grid, index: int, target: torch.Tensor | None, tiling: Tiling) -> Iterator[Job]:
     """One row of `Plan.jobs` for every part of a grid whose columns are evenly spaced runs of the full columns."""
     words, word_bytes = grid.words, grid.words.itemsize
     levels = merge_levels(words.shape[1:], grid.column_strides)
@@ -171,7 +196,6 @@ def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[Job]:
         strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
         unaligned = (address | goal_address | cols * word_bytes | strides) % 16
         column = first + sum(at * stride for at, (_, stride) in zip(outer, levels, strict=True))
-        kind, tile_rows = _reading(cols, unaligned)
         yield Job(
             address=address,
             rows=rows,
@@ -182,15 +206,15 @@ def _jobs(grid: Grid, index: int, target: torch.Tensor | None) -> Iterator[Job]:
             run=run,
             run_stride=run_stride,
             total=index,
-            kind=kind,
-            tile_rows=tile_rows,
+            kind=_kind(cols, unaligned),
+            tile_rows=tiling.rows(cols),
             goal=goal_address,
             goal_stride=goal_stride,
         )
 
 
-def _reading(cols: int, unaligned: int) -> tuple[int, int]:
-    """`Job.kind` and `Job.tile_rows`; `unaligned` is not 0 if a row on either side starts beside 16 bytes."""
+def _kind(cols: int, unaligned: int) -> int:
+    """`Job.kind`; `unaligned` is not 0 if a row on either side starts beside 16 bytes."""
     if cols < NARROW_COLS:
-        return NARROW, max(1, NARROW_WORDS // cols)
-    return (WIDE if unaligned else ALIGNED), ROWS
+        return NARROW
+    return WIDE if unaligned else ALIGNED

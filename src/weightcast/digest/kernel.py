@@ -129,8 +129,12 @@ class Launches:
         with torch.cuda.device(device):
             self._plans = tuple(plan.to(device) for plan in plans_of_transfers(transfers))
 
-    def launch(self) -> torch.Tensor | None:
-        """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet."""
+    def launch(self, *, summed: bool = True) -> torch.Tensor | None:
+        """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet.
+
+        Args:
+            summed: ignored, since the sums cost next to nothing here.
+        """
         if torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             return None
         return _sums(self._plans, self._count, self._device)

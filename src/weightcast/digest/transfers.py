@@ -1,7 +1,8 @@
 """Copies that come again in the same places, with the digest sums of what is copied.
 
-On CUDA all copies of a bucket are one launch, worked out once.  Digests are summed while the bytes pass, so proof costs
-no pass of its own.  Elsewhere a copy and a digest are two passes: see ``transfers_on``.
+All copies of a bucket are one launch, worked out once.  Digests are summed while the bytes pass, so proof costs no
+pass of its own.  That goes for CUDA, and for CPUs where numba is installed; elsewhere a copy and a digest are two
+passes: see ``transfers_on``.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightcast.digest.definition import partial_sums
+from weightcast.digest import on_cpu
 from weightcast.digest.jobs import is_rows_of_runs
 from weightcast.digest.pieces import Transfer, words_of
 
 if TYPE_CHECKING:
     from weightcast.digest.kernel import Launches
 
-_DEVICES = {"cuda"}
 _MAX_PLACES = 1 << 12
 
 
 def transfers_on(device: torch.device) -> bool:
-    """True where copying and summing at once is worth it."""
-    return device.type in _DEVICES
+    """True where copying and summing at once is worth it.
+
+    On a CPU the first call compiles, or loads what was compiled: whoever has time to wait calls it early.
+    """
+    return device.type == "cuda" or (device.type == "cpu" and on_cpu.available())
 
 
 def can_transfer(transfer: Transfer) -> bool:
@@ -42,7 +45,7 @@ class RepeatedTransfers:
     """Runs transfers that come again in the same places.  It keeps no memory alive.  One thread at a time."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[object, Launches]] = {}
+        self._known: dict[Hashable, tuple[object, Launches | on_cpu.Launches]] = {}
 
     def run(
         self,
@@ -51,42 +54,39 @@ class RepeatedTransfers:
         device: torch.device,
         count: int,
         transfers: Callable[[], Sequence[Transfer]],
+        *,
+        summed: bool = True,
     ) -> torch.Tensor:
         """Copies and sums.  Enqueued on the current stream of a GPU, done on a CPU.
 
         Args:
             place: A key for the memory of sources and targets; one key stands for one memory at a time.
             what: A value that changes whenever that memory needs other transfers.
-            device: Device of all memory.
+            device: Device of all memory; ``transfers_on`` is true for it.
             count: Number of sums.
             transfers: Makes the transfers; for each ``can_transfer`` is true.
+            summed: False if nobody needs the sums, which a CPU then does not take.
 
         Returns:
-            int64 ``[count]`` on the device, to be read mod 2**64.
+            int64 ``[count]`` on the device, to be read mod 2**64; of no meaning unless ``summed``.
         """
-        if device.type != "cuda":
-            return _plainly(transfers(), count)
         known = self._known.get(place)
         if known is not None and known[0] == what:
-            again = known[1].launch()
+            again = known[1].launch(summed=summed)
             if again is not None:
                 return again
-        from weightcast.digest.kernel import Launches
-
-        made = Launches(transfers(), count, device)
+        made = _launches(transfers(), count, device)
         if len(self._known) >= _MAX_PLACES:
             self._known.clear()
         self._known[place] = what, made
-        sums = made.launch()
+        sums = made.launch(summed=summed)
         assert sums is not None, "it was made for the current stream"
         return sums
 
 
-def _plainly(transfers: Sequence[Transfer], count: int) -> torch.Tensor:
-    totals = torch.zeros(count, dtype=torch.int64)
-    for transfer in transfers:
-        if transfer.target is not None:
-            transfer.target.copy_(transfer.piece.tensor)
-        if transfer.total is not None:
-            totals[transfer.total] += partial_sums([transfer.piece])[0]
-    return totals
+def _launches(transfers: Sequence[Transfer], count: int, device: torch.device) -> Launches | on_cpu.Launches:
+    if device.type == "cpu":
+        return on_cpu.Launches(transfers, count)
+    from weightcast.digest.kernel import Launches
+
+    return Launches(transfers, count, device)

@@ -29,17 +29,6 @@ def qkv_rows(config: Any) -> tuple[int, int, int]:
     return heads * width, kv_heads * width, kv_heads * width
 
 
-def qkv_rows_of_a_group(config: Any) -> tuple[int, int, int]:
-    """Rows of the queries that share one key-value head, of its keys and of its values, in Megatron's order."""
-    heads, kv_heads, width = _heads(config)
-    return heads // kv_heads * width, width, width
-
-
-def kv_heads(config: Any) -> int:
-    """Number of groups for ``qkv_rows_of_a_group``."""
-    return _heads(config)[1]
-
-
 def _takes_hidden_first(shape: tuple[int, ...], config: Any) -> bool:
     """True for [experts, hidden, 2 x width], the layout of checkpoints and transformers 4; False if transposed."""
     return _lies_at(1, shape, config)

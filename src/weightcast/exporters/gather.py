@@ -19,7 +19,7 @@ from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.digest.copies import flat_bytes
 from weightcast.digest.definition import RepeatedSums, partial_sums
 from weightcast.digest.source_sums import Folded, SourceSums, Taker
-from weightcast.digest.transfers import RepeatedTransfers
+from weightcast.digest.transfers import RepeatedTransfers, transfers_on
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, is_contiguous, plan_gather
 from weightcast.exporters.held_parts import Held, HeldParts, Local, Look, is_ready, region, slices, to_sum
@@ -62,6 +62,7 @@ class Gatherer:
         """
         if self._group is group:
             return
+        transfers_on(group.device)  # compiles now, while nobody waits
         self._parts = exchange(self._specs, self._held.local, group)
         self._plans.clear()
         self._group = group
@@ -90,7 +91,7 @@ class Gatherer:
             sources: Takes the sums of this rank's parts, as ``fold`` reads them; None for no sums.
 
         Returns:
-            ``Bucket.sums``, where this rank copied all of the bucket on a GPU and nothing was cast or computed.
+            ``Bucket.sums``, where this rank copied all of the bucket itself and nothing was cast or computed.
 
         Raises:
             ConfigError: The layout is not of these tensors, or the model has changed since it was prepared.

@@ -84,10 +84,6 @@ class ComposedExporter:
         """The parts' tensors, one part after the other."""
         return self._specs
 
-    def part_of(self, name: str) -> str:
-        """Name of the part that a tensor belongs to."""
-        return self._inner[name][0]
-
     def shards(self) -> Iterator[Shard]:
         """This rank's shards.  No communication."""
         for part in self.parts.values():

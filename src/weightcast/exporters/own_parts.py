@@ -16,6 +16,7 @@ from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.source_sums import Taker
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
 from weightcast.exporters.held_parts import Held, HeldParts, InMemory, region, slices, to_sum
+from weightcast.runtime.scratch import Scratch
 from weightcast.wire.box import Box, split
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot
@@ -158,12 +159,14 @@ class OwnParts:
         if steps is None or changed or any(found[source][0] != look for source, look in steps.looks.items()):
             steps = self._copying = self._plan_copies(bucket)
             found = self._held.look_at(list(steps.looks))
-        sums = self._copy_and_sum(steps, found, bucket) if steps.summed else None
+        # Of some slots there would be no sum: then all parts are summed where they lie.
+        summed = taker is not None and not steps.lent and not steps.copies and not steps.rest
+        sums = self._copy_and_sum(steps, found, bucket, summed=summed) if steps.summed else None
         if not steps.copies and not steps.rest:
-            if sums is None or steps.lent:
+            if sums is None or not summed:
                 return None
-            if taker is not None:
-                taker.add([own.place for own in self._parts if own.place is not None], sums)
+            assert taker is not None
+            taker.add([own.place for own in self._parts if own.place is not None], sums)
             return self._by_slot(sums)
         _copy_plainly(steps.copies, found, bucket)
         for own in steps.rest:
@@ -187,8 +190,9 @@ class OwnParts:
             found = self._held.look_at(list(steps.looks))
         if steps.views and not summed_on_the_way:
             self._sum_views(steps, found, taker)
+        scratch = Scratch()
         for own in steps.rest:
-            self._sum_one(own, taker, summed_on_the_way=summed_on_the_way)
+            self._sum_one(own, taker, scratch, summed_on_the_way=summed_on_the_way)
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of slots from those of own parts."""
@@ -201,7 +205,7 @@ class OwnParts:
         )
 
     def _copy_and_sum(
-        self, steps: _CopySteps, found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket
+        self, steps: _CopySteps, found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket, *, summed: bool
     ) -> torch.Tensor:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
 
@@ -213,7 +217,7 @@ class OwnParts:
         place = self._layout.index, bucket.data.data_ptr()
         # ``steps`` is in the key because the same memory may be read otherwise than before.
         what = self._layout, where, steps
-        return self._transfers.run(place, what, bucket.data.device, len(self._parts), transfers)
+        return self._transfers.run(place, what, bucket.data.device, len(self._parts), transfers, summed=summed)
 
     def _plan_copies(self, bucket: Bucket) -> _CopySteps:
         steps = _CopySteps({}, [], [], [], frozenset(bucket.lent))
@@ -289,7 +293,7 @@ class OwnParts:
             sums = self._sums.sums((self._layout.index, device), (where, steps), device, pieces)
             taker.add([place for place, _ in views], sums)
 
-    def _sum_one(self, own: OwnPart, taker: Taker, *, summed_on_the_way: bool) -> None:
+    def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch, *, summed_on_the_way: bool) -> None:
         held = self._held.find(own.slot.spec.name, own.box)
         memory = held.memory
         if own.origin is not None:
@@ -299,7 +303,7 @@ class OwnParts:
             return
         part, dtype = memory.detach()[slices(own.box, held.box.offset)], own.slot.spec.torch_dtype
         for box in split(own.box, max(_CAST_BYTES // dtype.itemsize, 1)):
-            values = part[slices(box, own.box.offset)].to(dtype)
+            values = scratch.cast(part[slices(box, own.box.offset)], dtype)
             taker.add([own.place], partial_sums([to_sum(own.slot, box, values)]))
 
 

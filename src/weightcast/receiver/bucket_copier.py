@@ -1,4 +1,4 @@
-"""Copies of buckets into the set of weights that is written, with the digest sums of what passes on a GPU."""
+"""Copies of buckets into the set of weights that is written, with the digest sums of what passes."""
 
 from __future__ import annotations
 
@@ -48,19 +48,21 @@ class BucketCopier:
         flags = [torch.stack(some).any().item() for some in self._overflows.values()]
         return [name for name, flag in zip(self._overflows, flags, strict=True) if flag]
 
-    def copy(self, bucket: Bucket, plan: BucketPlan, staging: Staging) -> torch.Tensor | None:
+    def copy(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool = True) -> torch.Tensor | None:
         """Copies a bucket into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
         Args:
             bucket: The filled bucket; lent slots lie where they belong already.
             plan: Its copies.
             staging: The set of weights that is written.
+            summed: False if nobody needs the sums.
 
         Returns:
             ``Bucket.sums`` where they were taken on the way.
         """
         if transfers_on(bucket.data.device):
-            return self._copy_and_sum(bucket, plan, staging)
+            sums = self._copy_and_sum(bucket, plan, staging, summed=summed)
+            return sums if summed else None
         lent = bucket.lent
         copies = [(slot, copy) for slot, copies in plan.table if slot.spec.name not in lent for copy in copies]
         self._copy(bucket, copies, staging)
@@ -86,7 +88,7 @@ class BucketCopier:
                 self._overflows.setdefault(slot.spec.name, []).append(overflows(source))
         copy_all(targets, sources)
 
-    def _copy_and_sum(self, bucket: Bucket, plan: BucketPlan, staging: Staging) -> torch.Tensor:
+    def _copy_and_sum(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool) -> torch.Tensor:
         """One launch for all copies, except those that cast or that come from another device."""
         targets = list(map(staging.target, plan.parameters))
         now = (
@@ -94,14 +96,14 @@ class BucketCopier:
             tuple(map(torch.Tensor.data_ptr, targets)),
             tuple(target.dtype for target in targets),
         )
-        place = bucket.data.data_ptr(), self._places.setdefault(now, len(self._places))
+        place = bucket.data.data_ptr(), self._places.setdefault(now, len(self._places)), frozenset(bucket.lent)
 
         def transfers() -> list[Transfer]:
             found, rest = _transfers_of(bucket, plan, staging)
             self._rests[place] = rest
             return found
 
-        sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(plan.table), transfers)
+        sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(plan.table), transfers, summed=summed)
         self._copy(bucket, self._rests[place], staging)
         return sums
 
@@ -125,6 +127,9 @@ def _transfers_of(
     rest: list[tuple[TensorSlot, Copy]] = []
     for number, (slot, copies) in enumerate(plan.table):
         whole = Transfer(piece=piece_of(slot, bucket.view(slot), slot.first_row), total=number)
+        if slot.spec.name in bucket.lent:  # lies where it belongs already
+            transfers.append(whole)
+            continue
         if len(copies) == 1 and copies[0].shape == slot.shape:
             both = replace(whole, target=target_of(copies[0], staging))
             if can_transfer(both):

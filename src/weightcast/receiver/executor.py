@@ -34,7 +34,7 @@ _SEND_S = 15  # whole seconds; a rank reads its messages at once, unless it is s
 _STOP_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
-_APPLY, _INTERRUPT, _CLOSE = b"A", b"I", b"C"
+_APPLY, _INTERRUPT, _CLOSE, _NOTE = b"A", b"I", b"C", b"N"
 _OK, _FAILED = b"+", b"-"
 
 
@@ -222,6 +222,10 @@ class ConnectedRanks(FarRanks):
             what = f"the answer to {type(message).__name__}"
             replies = self._replies(self._control, timeout_s + _GRACE_S, what)
         return [decode_rank_ack(reply) for reply in replies]
+
+    def _note(self, note: bytes) -> None:
+        """Sends a note to every rank; it overtakes the message that the rank is carrying out."""
+        self._shout(_NOTE + note)
 
     def _shout(self, frame: bytes) -> None:
         """Sends a frame to every rank, also after one that is gone."""
@@ -432,10 +436,19 @@ class Messenger(Protocol):
         ...
 
 
-def serve_messages(control: Connection, worker: Messenger, *, rank: int) -> bool:
-    """Answer weight messages that come over a connection, in order, while interrupts overtake them.
+def serve_messages(
+    control: Connection, worker: Messenger, *, rank: int, on_note: Callable[[bytes], None] | None = None
+) -> bool:
+    """Answers weight messages that come over a connection, in order, while interrupts and notes overtake them.
 
-    Returns when the other end goes: True if it asked for the end, False if it is gone.
+    Args:
+        control: Connection to the process that sends the messages.
+        worker: Carries out the messages.
+        rank: Number of this rank, for answers that the worker did not give.
+        on_note: Called with the bytes of each note, on the thread that reads.
+
+    Returns:
+        True if the other end asked for the end, False if it is gone.
     """
     messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
@@ -455,6 +468,8 @@ def serve_messages(control: Connection, worker: Messenger, *, rank: int) -> bool
             if frame[:1] == _INTERRUPT:
                 with suppress(RuntimeError, OSError):
                     worker.interrupt(frame[1:].decode())
+            elif frame[:1] == _NOTE and on_note is not None:
+                on_note(frame[1:])
             elif frame[:1] == _CLOSE:
                 return True
             else:

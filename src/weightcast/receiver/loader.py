@@ -1,11 +1,11 @@
-"""Loads buckets into parameters: replays the model's own copies, counts arrivals, reads back what is resident.
+"""Loads buckets into parameters: replays the model's own copies, and reads back what is resident.
 
 The loader watches the model's ``load_weights`` once (``recorder``).  From then on an update replays its copies into the
 staging set.  Sources that the model computes with stay with ``load_weights``: they go into the live parameters
 directly, and their place cannot be read back.
 
-Neighbours: ``bucket_plan`` and ``bucket_copier`` copy, ``resident_sums`` reads back.  Sessions, groups and versions
-belong to ``rank``.
+Neighbours: ``arrivals`` counts rows, ``bucket_plan`` and ``bucket_copier`` copy, ``resident_sums`` reads back.
+Sessions, groups and versions belong to ``rank``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from weightcast.digest.copies import flat_bytes
 from weightcast.errors import ConfigError, EngineFailure, Refused
+from weightcast.receiver.arrivals import Arrivals
 from weightcast.receiver.bucket_copier import BucketCopier, target_of
 from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
@@ -102,24 +103,16 @@ class Loader:
         self._shared = _sharing(model)
         self.staging = Staging(self.residents, "none")
         self._sums = ResidentSums()
-        self._arrived: dict[str, int] = {}
-        self._whole: dict[str, torch.Tensor] = {}
+        self._arrivals = Arrivals()
         self._plans: dict[int, BucketPlan] = {}
-        self._abandoned = False
         self._copier = BucketCopier()
-        # Caches for the tables that were announced last, which are the same in every update.
+        # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
-        self._all_rows: tuple[Sequence[TensorSpec], dict[str, int]] | None = None
         # Sums of what is live, route by route; None if it was not read back since it was last written.
         self.known: list[int] | None = None
         self._before: list[int] | None = None
         self._finishing = False
         self.touched = False
-
-    @property
-    def can_stage(self) -> bool:
-        """False if a new version of this model cannot be staged in any way."""
-        return not self.unstaged_because()
 
     def unstaged_because(self, *, keep_storage: bool = False) -> str:
         """The reason why a new version cannot wait in a second set of weights; empty if it can.
@@ -142,6 +135,19 @@ class Loader:
     def size_bytes(self) -> int:
         """Bytes of one set of parameters and buffers on this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.residents.values())
+
+    @property
+    def placed(self) -> list[str]:
+        """Names of the expected tensors that this rank keeps a part of, or computes with."""
+        return [name for name in self.expected if self.routes.get(name) or name in self.computed]
+
+    def expect_kept_dtypes(self) -> None:
+        """Expects every routed tensor in the dtype that this rank keeps, instead of that of the checkpoint's file."""
+        for name, routes in self.routes.items():
+            if routes:
+                spec = self.expected[name]
+                kept = self.residents[routes[0].parameter].dtype
+                self.expected[name] = TensorSpec.of(name, torch.empty(spec.shape, device="meta"), dtype=kept)
 
     def partly_written(self) -> list[str]:
         """Names of the parameters and buffers that a full update leaves as they are, wholly or in part."""
@@ -212,11 +218,9 @@ class Loader:
     def begin(self) -> None:
         """Forgets what an earlier update left."""
         self._copier.begin(len(self._plans))
-        if self._abandoned:
+        if self._arrivals.abandoned:
             self.staging.allocate()
-            self._abandoned = False
-        self._arrived.clear()
-        self._whole.clear()
+        self._arrivals.begin()
         self.touched = False
 
     def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -234,7 +238,7 @@ class Loader:
         """
         places: dict[str, torch.Tensor] = {}
         for slot, copy in self._straight(self._plan(layout), runs):
-            self._check_turn(slot)  # before anything is overwritten
+            self._arrivals.check(slot)  # before anything is overwritten
             places[slot.spec.name] = flat_bytes(target_of(copy, self.staging))
         return places
 
@@ -248,13 +252,14 @@ class Loader:
     def abandon(self) -> None:
         """Gives up this update while a broadcast may still write to ``places``; the next one gets other memory."""
         self.staging.abandon()
-        self._abandoned = True
+        self._arrivals.abandon()
 
-    def load(self, bucket: Bucket) -> torch.Tensor | None:
+    def load(self, bucket: Bucket, *, summed: bool = True) -> torch.Tensor | None:
         """Copies the bucket's tensors into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
         Args:
             bucket: The bucket; slots that came straight to their ``places`` are lent.
+            summed: False if nobody needs the sums.
 
         Returns:
             ``Bucket.sums`` if they were taken on the way; else None.
@@ -265,7 +270,7 @@ class Loader:
         plan = self._plan(bucket.layout)
         self._take_over(bucket, plan)
         self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
-        return self._copier.copy(bucket, plan, self.staging)
+        return self._copier.copy(bucket, plan, self.staging, summed=summed)
 
     def _straight(self, plan: BucketPlan, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, Copy]]:
         """The slots that can be received into their destination directly."""
@@ -282,28 +287,16 @@ class Loader:
 
     def _take_over(self, bucket: Bucket, plan: BucketPlan) -> None:
         """Counts the bucket's rows and hands computed sources to the model's own loader."""
-        if plan.rows and not self._abandoned and self._arrived.keys().isdisjoint(plan.rows):
-            self._arrived.update(plan.rows)  # in one step: there may be thousands
+        if self._arrivals.take_all(plan.rows):
             return
         for slot, _ in plan.table:
-            self._check_turn(slot)
-            self._arrived[slot.spec.name] = slot.first_row + slot.num_rows
+            self._arrivals.take(slot)
             if slot.spec.name in self.computed:
                 self._hand_over(slot, bucket.view(slot))
 
-    def _check_turn(self, slot: TensorSlot) -> None:
-        if self._abandoned:
-            raise Refused("a bucket of this update was given up half way", hint="open another session")
-        arrived = self._arrived.get(slot.spec.name)
-        if slot.first_row != (arrived or 0) or (slot.whole and arrived is not None):
-            raise Refused(f"{slot.spec.name}: rows from {slot.first_row} arrived after {arrived or 0} rows")
-
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
-        if self._all_rows is None or self._all_rows[0] is not specs:
-            self._all_rows = specs, {spec.name: spec.num_rows for spec in specs}
-        rows = self._all_rows[1]
-        return [] if self._arrived == rows else [name for name in rows if self._arrived.get(name, -1) != rows[name]]
+        return self._arrivals.missing(specs)
 
     def check_copies(self, received: Mapping[str, str]) -> None:
         """Compares tensors that the loader skips as copies (``copies``) with their originals.
@@ -340,7 +333,7 @@ class Loader:
         self.finish()
 
     def undo(self) -> None:
-        """Brings back the weights that the last ``commit`` replaced, and proves it.
+        """Restores the weights that the last ``commit`` replaced, and proves it.
 
         If the commit came as far as the finishers, they run again for the old weights.  The proof compares sums taken
         before the commit.  If there are none, it is enough that nothing failed, or that only pointers moved.
@@ -358,8 +351,8 @@ class Loader:
         if before is None:
             if torn:
                 raise EngineFailure(
-                    "the copies of a switch failed half way, and nothing was known of the digests before it",
-                    hint="verify resident takes them; a full update heals",
+                    "a copy failed during the switch, and the old weights had no digests to compare with after it",
+                    hint='send a full update; verify="resident" takes these digests before each switch',
                 )
             return
         found = self.held()
@@ -367,7 +360,8 @@ class Loader:
             self.known = None
             names = [held.spec.name for held, total in zip(found, before, strict=True) if held.total != total]
             raise EngineFailure(
-                f"after going back, digests are not those from before in {_some(list(dict.fromkeys(names)))}"
+                f"the undo did not restore these tensors: {_some(list(dict.fromkeys(names)))}",
+                hint="send a full update",
             )
 
     def finish(self) -> None:
@@ -397,18 +391,12 @@ class Loader:
 
         The loader gets a copy: it may change its source in place, and the bucket is the trainer's memory.
         """
-        name = slot.spec.name
-        if slot.whole:
-            view = view.clone()
-        else:
-            whole = self._whole.setdefault(name, torch.empty(slot.spec.shape, dtype=view.dtype, device=view.device))
-            whole.narrow(0, slot.first_row, slot.num_rows).copy_(view)
-            if self._arrived[name] < slot.spec.num_rows:
-                return
-            view = self._whole.pop(name)
+        whole = self._arrivals.whole(slot, view)
+        if whole is None:
+            return
         self.touched = True
         with torch.no_grad():
-            self._load_weights([(name, view)])
+            self._load_weights([(slot.spec.name, whole)])
 
 
 def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

@@ -19,13 +19,13 @@ class OpenSession:
         deadline: Monotonic time at which the lease ends.
         buckets: Number of buckets that have arrived.
         closed: True once every rank has said that everything arrived.
-        failed: Why a message failed; empty if none did.
-        group_failed: True if it failed because the process group did.
-        ending: Why the session is being ended; empty if it is not.
+        failed: Reason why a message failed; empty if none did.
+        group_failed: True if a message failed because the process group did.
+        ending: Reason why the session is being ended; empty if it is not.
         paused_at: Monotonic time of the pause; None before it.
         not_updated: Parameters that no tensor of the update writes, by name.
         unproven: Tensors whose place cannot be read back, by name.
-        groups: Process groups that its buckets come by.
+        groups: Names of the process groups that broadcast its buckets.
     """
 
     open: Open
@@ -42,7 +42,7 @@ class OpenSession:
 
 
 class Announced:
-    """The tensors that were announced at Open.  Layouts that passed the check are remembered across updates."""
+    """The tensors that were announced at Open.  Layouts that passed the check are cached across updates."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
@@ -60,7 +60,7 @@ class Announced:
 
 
 def check_message(message: Message, current: OpenSession | None, committed: str) -> None:
-    """Refuses a message that does not fit the session that is open, or that none is.
+    """Refuses a message that does not fit the open session, or does not fit because no session is open.
 
     Args:
         message: The message.
@@ -89,7 +89,7 @@ def check_message(message: Message, current: OpenSession | None, committed: str)
 
 
 def check_idle(current: OpenSession | None) -> None:
-    """Refuses while an update is under way."""
+    """Refuses while a session is open."""
     if current is not None:
         raise Refused(f"being updated by {owner(current.open)}", hint="wait for it to finish, or end it")
 

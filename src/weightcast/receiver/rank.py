@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from weightcast.comm.update_group import GroupFailed
-from weightcast.digest.bucket_sums import RepeatedTotals, sums_of_slots
-from weightcast.digest.definition import RepeatedSums, sha256_digest
+from weightcast.digest.transfers import transfers_on
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import Finisher, Loader, residents_of
+from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
@@ -51,6 +51,7 @@ Check = Callable[[], object]
 _READ_BACK = ("resident", "behaviour")
 
 
+# Over 350 lines: each message is one method, and all of them read and change the state of the open session.
 class WeightReceiver:
     """Receives updates for one rank's model.
 
@@ -72,6 +73,7 @@ class WeightReceiver:
         residents: Mapping[str, torch.Tensor] | None = None,
         checks: Sequence[Check] = (),
         keep_storage: bool = False,
+        between_steps: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Learns the model's loader and allocates the staging set.
 
@@ -88,6 +90,8 @@ class WeightReceiver:
             residents: Tensors that ``load_weights`` writes, for an engine that packs its weights; see ``Loader``.
             checks: Called before weights are read back; each raises if the model computes with other memory.
             keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
+            between_steps: Runs what it is given while the engine generates nothing, and returns when it is done; for an
+                engine that generates while messages are answered.  It gets the exchange of weights and the finishers.
 
         Raises:
             ConfigError: The staging asked for is not possible, or the loader writes a parameter twice.
@@ -105,12 +109,14 @@ class WeightReceiver:
             model, load_weights=load_weights, expected=expected, finishers=finishers, residents=residents
         )
         self._checks = tuple(checks)
+        self._between_steps = between_steps if between_steps is not None else _at_once
         why = self.loader.unstaged_because(keep_storage=keep_storage)
         place = "none" if staging == "auto" and why else staging
         place = choose_place(place, size_bytes=self.loader.size_bytes, device=self.device)
         self.staging_note = _staging_note(place, why, self.loader.size_bytes) if staging == "auto" else ""
         self.loader.stage(place, keep_storage=keep_storage)
         self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
+        transfers_on(self.device)  # compiles now, while nobody waits
         self._memory = SharedMemorySource(self.device)
         self._interrupted = threading.Event()
         self._broadcast = BroadcastSource(self.device, self._interrupted)
@@ -119,11 +125,7 @@ class WeightReceiver:
         self._committed = ""
         self._asleep = ""
         self._set_aside: dict[str, torch.Tensor] = {}
-        self._received: list[tuple[BucketLayout, torch.Tensor]] = []
-        self._copies: list[tuple[BucketLayout, torch.Tensor]] = []
-        self._repeated = RepeatedSums()
-        self._totals = RepeatedTotals()
-        self._hashed: dict[str, str] = {}
+        self._received = ReceivedSums()
         self._peak: PeakMemory | None = None
         self._measuring = False
         self._load_s = self._verify_s = 0.0
@@ -245,12 +247,12 @@ class WeightReceiver:
         if self._interrupted.is_set():
             raise Refused("interrupted")
         arrived = time.monotonic()
-        sums = self.loader.load(bucket)
+        sums = self.loader.load(bucket, summed=session.verify != "none" or bool(self.loader.copies))
         loaded = time.monotonic()
         if self.loader.copies:
-            self._sum_copies(replace(bucket, sums=sums))
+            self._received.add_copies(replace(bucket, sums=sums), self.loader.copies)
         if session.verify != "none":
-            self._digest(replace(bucket, sums=sums), session)
+            self._received.add(replace(bucket, sums=sums), session)
         digested = time.monotonic()
         if isinstance(message.source, IpcSource):
             # The trainer may overwrite its buffer as soon as it has our answer.  Digests are summed on the GPU of the
@@ -295,19 +297,6 @@ class WeightReceiver:
                 self.loader.abandon()
             raise
 
-    def _digest(self, bucket: Bucket, session: Open) -> None:
-        """Digests a bucket.  The sums go to the host without a wait, which would stop the stream."""
-        if session.digest == "sha256":
-            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
-        if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
-            self._received.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
-
-    def _sum_copies(self, bucket: Bucket) -> None:
-        """Sums a bucket with a tensor that must equal another one, also without proof."""
-        names = {*self.loader.copies, *self.loader.copies.values()}
-        if any(slot.spec.name in names for slot in bucket.layout.slots):
-            self._copies.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
-
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)
         missing = self.loader.missing(session.specs)
@@ -317,12 +306,11 @@ class WeightReceiver:
         started = time.monotonic()
         # The commit may run on another thread, whose stream does not wait for this one's copies.
         wait_for_streams(self.device)
-        if self._copies:
-            self.loader.check_copies(RepeatedTotals().totals(self._copies).by_name())
+        self.loader.check_copies(self._received.of_copies())
         if session.verify in _READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
-        received = self._arrived() if message.by_name else {}
-        of_all = "" if message.by_name else self._totals.totals(self._received).of_all()
+        received = self._received.by_name() if message.by_name else {}
+        of_all = "" if message.by_name else self._received.of_all()
         self._verify_s = self._did("verify", started)
         return self._ack(received=received, received_all=of_all)
 
@@ -335,10 +323,6 @@ class WeightReceiver:
                 hint="serve the model in bfloat16",
             )
 
-    def _arrived(self) -> dict[str, str]:
-        """The digest of each tensor that has arrived, by name."""
-        return self._totals.totals(self._received).by_name() | self._hashed
-
     def _commit(self, message: Commit) -> RankAck:
         session = self._session(message.session)
         if self.loader.missing(session.specs):
@@ -347,20 +331,26 @@ class WeightReceiver:
         if self._committed == session.session:
             raise Refused("this session was committed before")
         started = time.monotonic()
-        self._committed = session.session  # from here on an abort has something to undo
-        self.loader.commit()
+        self._between_steps(self._switch)
         wait_for_streams(self.device)
         self._load_s = self._did("switch", started)
         self._measured()
-        received = self._arrived() if message.as_received and self.rank == 0 else {}  # all ranks have said the same
+        received = (
+            self._received.by_name() if message.as_received and self.rank == 0 else {}
+        )  # all ranks have said the same
         return self._ack(held=session.verify in _READ_BACK, received=received)
+
+    def _switch(self) -> None:
+        if self._open is not None:
+            self._committed = self._open.session  # from here on an abort has something to undo
+        self.loader.commit()
 
     def _revert(self, message: Revert) -> RankAck:
         if self._committed != message.session or not self.loader.staging.staged:
             raise Refused("the weights before that session are not kept here any more")
         self._committed = ""
         started = time.monotonic()
-        self.loader.undo()
+        self._between_steps(self.loader.undo)
         wait_for_streams(self.device)
         self._did("switch", started)
         return self._ack(held=True)
@@ -373,7 +363,7 @@ class WeightReceiver:
         if self._committed == message.session and self.loader.staging.staged:
             self._committed = ""
             try:
-                self.loader.undo()
+                self._between_steps(self.loader.undo)
                 wait_for_streams(self.device)
             except Exception as error:  # noqa: BLE001  finishers are other people's code
                 problem = f"the old version could not be switched back: {_text(error)}"
@@ -388,8 +378,6 @@ class WeightReceiver:
         self._open = None
         self._broadcast.expect_nothing()
         self._received.clear()
-        self._copies.clear()
-        self._hashed.clear()
         self._measured()
 
     def _unmap(self) -> None:
@@ -450,11 +438,8 @@ class WeightReceiver:
         return self._steps[-1].seconds
 
 
-def _to_host(sums: torch.Tensor) -> torch.Tensor:
-    """Copies sums to the host without a wait; they are valid once the current stream has come so far."""
-    if sums.device.type != "cuda":
-        return sums
-    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+def _at_once(do: Callable[[], None]) -> None:
+    do()
 
 
 def _staging_note(place: Place, why: str, size_bytes: int) -> str:

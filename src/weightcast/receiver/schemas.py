@@ -1,6 +1,6 @@
-"""The wire's classes as JSON schemas, for the OpenAPI document of whoever mounts the weight routes.
+"""JSON schemas of the wire's classes, for the OpenAPI document of the application that mounts the weight routes.
 
-Each schema stands by itself: the document belongs to another application, whose components are not ours to fill.
+Each schema is complete, without references: the document's components belong to that application.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _PREFIX = "#/components/schemas/"
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """JSON schema of a msgspec type, without references."""
+    """Returns the JSON schema of a msgspec type, without references."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template=_PREFIX + "{name}")
     found: dict[str, Any] = _inline(schema, components)
     return found
 
 
 def json_content(description: str, *kinds: Any) -> dict[str, Any]:
-    """An OpenAPI response or request body that carries one of the types."""
+    """Returns an OpenAPI response or request body whose content is one of the types."""
     schemas = [schema_of(kind) for kind in kinds]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
@@ -37,6 +37,6 @@ def _inline(part: Any, components: dict[str, Any]) -> Any:
     found: dict[str, Any] = {key: _inline(value, components) for key, value in part.items() if key != "discriminator"}
     pattern = found.get("pattern")
     if isinstance(pattern, str):
-        # Python's end of a string; JSON schema has ECMA's expressions, where $ means the same.
+        # JSON schema has ECMAScript's regular expressions, in which $ means Python's \Z.
         found["pattern"] = pattern.replace(r"\Z", "$")
     return found

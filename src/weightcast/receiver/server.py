@@ -1,4 +1,4 @@
-"""Routes: parse, hand on, render.  What a message means is decided further down."""
+"""The HTTP routes of our receiver: they decode messages, pass them to the session handler and encode its answers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from weightcast.wire.messages import (
     decode,
     encode,
 )
+from weightcast.wire.status import EngineStatus
 
 HEARTBEAT_S = 1.0
 MAX_SCORED_TOKENS = 4096
 MAX_SCORE_BYTES = 1 << 20
-# Of a message, beside the tensors that it names: handles of many trainer ranks, say.
-_SPARE_BYTES = 8 << 20
+_SPARE_BYTES = 8 << 20  # of a message, for everything but the tensors that it names, such as handles of trainer ranks
 _TIMES_THE_TABLE = 4
 _DECODED_AT_ONCE_BYTES = 64 << 10
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -60,7 +60,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was refused."""
+    """The reason of a refusal."""
 
     message: str
 
@@ -73,15 +73,15 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 NOT_FOR_YOU: dict[int | str, dict[str, Any]] = {
     401: {"description": "The key is wrong or missing"},
-    403: {"description": "A web page asked"},
+    403: {"description": "The request came from a web page"},
 }
 
 
 async def no_browsers(request: Request) -> None:
-    """A dependency for routes that no web page has any business with.
+    """Refuses requests from web pages; a dependency of routes.
 
-    A page anywhere can make its reader's browser send a request to this machine.  Browsers say so.
-    Not a plain function: FastAPI would ask a thread of its pool for each request, which takes longer than the answer.
+    Any web page can make its reader's browser send a request to this machine.  Browsers mark such requests.
+    The function is async because FastAPI runs a plain one in a thread, which takes longer than the answer.
     """
     if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise HTTPException(403, "web pages may not use this route")
@@ -92,6 +92,10 @@ class Answers(Protocol):
 
     def info(self) -> EngineInfo:
         """As ``SessionHandler.info``."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """As ``SessionHandler.status``."""
         ...
 
     def apply(self, message: Message) -> Ack:
@@ -108,20 +112,27 @@ class Answers(Protocol):
 
 
 def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
-    """The native session over HTTP.
+    """Returns the routes of an update.
 
     Args:
-        engine: Whom to hand messages to.
-        score: Log-probability of each token but the first given those before it, under the live weights.
+        engine: The session handler that carries out the messages.
+        score: Returns the log-probability of each token but the first, given those before it, under the live weights;
+            None if the engine cannot.
     """
     router = APIRouter(
         prefix="/weightcast", tags=["weights"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU
     )
     limit = _MessageLimit(engine)
 
-    @router.get("/info", summary="What this engine is and serves", responses={200: _INFO}, response_class=Response)
+    @router.get("/info", summary="The engine's description and state", responses={200: _INFO}, response_class=Response)
     async def info() -> Response:
         return _json(engine.info())
+
+    @router.get(
+        "/status", summary="State, version and last update, in short", responses={200: _STATUS}, response_class=Response
+    )
+    async def status() -> Response:
+        return _json(engine.status())
 
     @router.post(
         "/apply",
@@ -150,7 +161,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
         if isinstance(message, Response):
             return message
         if not isinstance(message, Open):
-            return _refusal(400, "only Open is understood here; the rest goes to /weightcast/apply")
+            return _refusal(400, "this route takes only Open; other messages go to /weightcast/apply")
         ack = await run_in_threadpool(engine.apply, message)
         if not ack.ok:
             return _answer(ack)
@@ -158,7 +169,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
 
     @router.get(
         "/digests",
-        summary="Digest of what is live, by tensor",
+        summary="Digest of each live tensor",
         response_class=Response,
         responses={200: _ACK, **_FAILURES},
     )
@@ -194,10 +205,10 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
 
 
 class _LeaseResponse(StreamingResponse):
-    """The answer as one frame, then a heartbeat until the session is over or the trainer is gone.
+    """The answer to Open: an ``Ack`` as one frame, then heartbeats until the session is over or the trainer is gone.
 
-    Ends the session when it ends itself, whether the trainer closed it, died (the kernel closes its sockets) or had
-    gone before the first byte was sent.
+    The end of this answer ends the session.  The trainer may have closed the connection, have died (the kernel closes
+    its sockets), or have been gone before the first byte was sent.
     """
 
     def __init__(self, engine: Answers, message: Open, ack: Ack) -> None:
@@ -220,9 +231,9 @@ class _LeaseResponse(StreamingResponse):
 
 
 class _MessageLimit:
-    """How many bytes a message to this engine can have: a few times its own table of tensors.
+    """Limit on the bytes of a message: a few times the engine's own table of tensors.
 
-    Nobody can make an engine hold more than that by talking to it, whatever the schema's own bounds allow.
+    A message cannot make the engine allocate more than that, although the schema's own bounds would allow more.
     """
 
     def __init__(self, engine: Answers) -> None:
@@ -244,7 +255,7 @@ async def _message(request: Request, limit: _MessageLimit) -> Message | Response
     if isinstance(body, Response):
         return body
     try:
-        if len(body) <= _DECODED_AT_ONCE_BYTES:  # on its way to a thread and back it would take longer
+        if len(body) <= _DECODED_AT_ONCE_BYTES:  # a switch to another thread takes longer
             return decode(body)
         return await run_in_threadpool(decode, body)
     except WireError as error:
@@ -252,8 +263,8 @@ async def _message(request: Request, limit: _MessageLimit) -> Message | Response
 
 
 async def _body(request: Request, limit_bytes: int) -> bytes | Response:
-    """The body, refused as soon as it is known to be too large: by its header, or by what has come of it."""
-    too_large = _refusal(413, f"more than {limit_bytes} bytes")
+    """Returns the body, or a refusal as soon as its header or the bytes so far show that it is too large."""
+    too_large = _refusal(413, f"the body has more than {limit_bytes} bytes, the limit for this engine")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit_bytes:
         return too_large
@@ -281,11 +292,12 @@ def _refusal(status: int, text: str) -> Response:
     return _json(Refusal(error=Words(message=text)), status)
 
 
-_INFO = json_content("What the engine is, and every tensor that an update must contain", EngineInfo)
+_INFO = json_content("The engine's description, with every tensor that an update must contain", EngineInfo)
+_STATUS = json_content("State, version and last update", EngineStatus)
 _ACK = json_content("Done", Ack)
-_LOGPROBS = json_content("One for each token but the first", Logprobs)
+_LOGPROBS = json_content("One log-probability for each token but the first", Logprobs)
 _REFUSED = json_content("Refused; nothing changed", Refusal)
-_NOT_NOW = json_content("Refused, or failed; the answer says which state is left", Ack, Refusal)
+_NOT_NOW = json_content("Refused or failed; the answer has the engine's state", Ack, Refusal)
 _LEASE = {
     "description": "A length (4 bytes, big endian) and an Ack, then heartbeats until the session is over",
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},

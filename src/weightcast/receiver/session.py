@@ -44,6 +44,7 @@ from weightcast.wire.messages import (
     State,
     shown,
 )
+from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.receiver")
 
@@ -97,6 +98,10 @@ class SessionHandler:
         """The engine's description of itself, with its state and version."""
         session = self._session
         return self._engine.info(None if session is None else owner(session.open))
+
+    def status(self) -> EngineStatus:
+        """The engine's state and its last update, in short."""
+        return self._events.status()
 
     def apply(self, message: Message) -> Ack:
         """Carries out a message.  An answer with ``ok=False`` says why it failed and which state is left."""
@@ -207,7 +212,7 @@ class SessionHandler:
             self._abort(Abort(session=self._session.open.session, reason=self._session.ending))
         if self._engine.version is not None and message.version < self._engine.version and not message.allow_older:
             raise Refused(
-                f"version {message.version} is older than {self._engine.version}, which is served",
+                f"version {message.version} is older than {self._engine.version}, which the engine serves",
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
         last, self._last = self._last, None  # from here on ranks write into the set that a Revert needs

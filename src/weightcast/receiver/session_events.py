@@ -8,6 +8,7 @@ import msgspec
 
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.last_commit import LastCommit
+from weightcast.receiver.last_update import LastUpdate
 from weightcast.receiver.open_session import OpenSession, owner
 from weightcast.watch.events import (
     Answered,
@@ -20,19 +21,36 @@ from weightcast.watch.events import (
     short,
 )
 from weightcast.wire.messages import Ack, Announce, BroadcastSource, Message, shown
+from weightcast.wire.status import EngineStatus
 
 
 class SessionEvents:
     """Emits what changed since it looked last.  The session's lock guards it, except ``refused``."""
 
     def __init__(self, events: Events, state: EngineState) -> None:
-        self._events = events
+        self._last_update = LastUpdate()
+        self._events = Events([self._last_update, events.emit])
         self._engine = state
         self._open: OpenSession | None = None
         self._reverted = ""
         self._told: tuple[str, int | None, str] = state.state, state.version, ""
         self._steps: list[Step] = []
         self.look(None, None)
+
+    def status(self) -> EngineStatus:
+        """The engine's state and its last update, in short."""
+        engine = self._engine
+        return EngineStatus(
+            engine=engine.facts.engine,
+            model=engine.facts.model,
+            state=engine.state,
+            version=engine.version,
+            digest=engine.digest,
+            paused=engine.hooks.paused,
+            message=engine.message or engine.facts.note,
+            since_s=self._last_update.since_s,
+            update=self._last_update.status(),
+        )
 
     def did(self, phase: str, began: float) -> None:
         """Notes a step of the engine's server that ends now; the next answer tells of it."""

@@ -1,8 +1,8 @@
 """The staging set: a second set of parameters, on the device or on the host, that holds a version until its commit.
 
-The receiver allocates the set when it is made, and not during an update.  So an update needs no more memory
-than its buckets, and a model whose second set does not fit is known at the start and not in the middle.
-A flip allocates nothing on a device.  After a flip the second set holds the old version, which a rollback needs.
+The receiver allocates the set at start, not during an update.  So an update needs no more memory than its buckets, and
+a second set that does not fit is found at start.  A flip allocates nothing on a device.  After a flip the second set
+holds the old version, which ``undo`` restores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
     """Chooses the place of a staging set of ``size_bytes``.
 
     Raises:
-        ConfigError: The place asked for has not enough free memory.
+        ConfigError: The place asked for has too little free memory.
     """
     if asked == "none":
         return "none"
@@ -36,7 +36,7 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
     if asked != "auto":
         if not fits[asked]:
             raise ConfigError(
-                f"a second set of weights needs {size_bytes} bytes on the {asked}, which are not free",
+                f"a second set of weights needs {size_bytes} bytes on the {asked}, and fewer are free",
                 hint="use staging none: an update that fails half way then quarantines the engine",
             )
         return asked
@@ -52,31 +52,32 @@ class Staging:
         """Allocates the set.
 
         Args:
-            residents: Live parameters and buffers by name; each once, none a view of another.  What an update leaves
-                out of one of them keeps its value.
-            place: ``device``, ``host`` (pinned where there is a GPU) or ``none`` (writes go to the live ones).
-            keep_storage: A flip moves contents also on the device, for engines that remember addresses (captured
-                graphs, packed views).
+            residents: Live parameters and buffers by name; each once, none a view of another.  Elements that no update
+                writes keep their values.
+            place: ``device``, ``host`` (pinned memory if the model is on a GPU) or ``none`` (updates write to the live
+                set).
+            keep_storage: True if a flip copies contents on the device too, for engines that hold addresses of
+                parameters (captured graphs, packed views).
         """
         self.place: Place = place
         self._keep_storage = keep_storage
         self._live = dict(residents)
         self._waiting: dict[str, torch.Tensor] = {}
         self._scratch: dict[torch.device, torch.Tensor] = {}
-        # How far a flip has come: so many steps are done, and of the next one the scratch memory has the old contents.
+        # Progress of a flip: the number of steps done, and whether the scratch memory has the old contents of the next.
         self._done = 0
         self._torn = False
         self._in_scratch = False
         self.allocate()
 
     def allocate(self) -> None:
-        """Allocates what is missing of the second set and of the scratch memory of a flip."""
+        """Allocates the parts of the second set, and of a flip's scratch memory, that do not exist."""
         for name, tensor in self._live.items():
             if self.place == "none" or name in self._waiting:
                 continue
             if self.place == "device" or not _is_dense(tensor):
-                # Between a GPU and the host, torch copies memory with gaps through memory that it allocates: so the
-                # copy of such a parameter waits on the device.
+                # Torch copies memory with gaps between GPU and host by way of memory that it allocates.  So the second
+                # copy of such a parameter is on the device.
                 waiting = torch.empty_strided(
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
@@ -97,7 +98,7 @@ class Staging:
 
     def free(self) -> None:
         """Frees the set's memory on the device; call ``allocate`` before the next update."""
-        self._forget_flip()
+        self._reset_progress()
         self._scratch.clear()
         if self.place == "device":
             self._waiting.clear()
@@ -109,7 +110,7 @@ class Staging:
 
         The broadcast must keep its memory alive.
         """
-        self._forget_flip()
+        self._reset_progress()
         self._waiting.clear()
 
     @property
@@ -123,16 +124,16 @@ class Staging:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._live.values()) if self.staged else 0
 
     def target(self, name: str) -> torch.Tensor:
-        """The tensor that takes the new values of a parameter."""
+        """Returns the tensor that takes the new values of a parameter."""
         return self._waiting[name] if self.staged else self._live[name]
 
     def live(self, name: str) -> torch.Tensor:
-        """The live parameter."""
+        """Returns the live parameter."""
         return self._live[name]
 
     @property
     def moves_contents(self) -> bool:
-        """True if a flip copies bytes; False if it moves pointers, or nothing."""
+        """True if a flip copies contents; False if it exchanges pointers, or does nothing."""
         return self.place == "host" or (self.place == "device" and self._keep_storage)
 
     @property
@@ -141,15 +142,15 @@ class Staging:
         return self._torn
 
     def flip(self) -> None:
-        """Exchanges the waiting set and the live one.  Allocates nothing on a device.
+        """Exchanges the staging set and the live one.  Allocates nothing on a device.
 
-        On the device only pointers move: the parameter objects stay, their storage changes, so captured graphs must be
-        captured again (a finisher's task).  On the host, or if storage is to be kept, contents move, chunk by chunk.
+        A set on the device exchanges pointers: the parameter objects stay, but their storage changes, so a finisher
+        must capture graphs again.  A set on the host, and one with ``keep_storage``, exchanges contents chunk by chunk.
 
         Raises:
             Exception: A copy failed, in torch's words.  The live set is then a mixture until ``undo``.
         """
-        self._forget_flip()
+        self._reset_progress()
         self._torn = True
         if self.moves_contents:
             for live, waiting in self._chunks():
@@ -167,23 +168,23 @@ class Staging:
         self._torn = False
 
     def undo(self) -> None:
-        """Brings back what the last flip has moved.  A second call does nothing.
+        """Undoes the last flip.  A second call does nothing.
 
-        Where contents moved, both sets hold the old version afterwards.  One that failed can be repeated.
+        If contents were copied, both sets hold the old version afterwards.  A call that failed can be repeated.
 
         Raises:
             Exception: A copy failed, in torch's words.  The live set is then still a mixture.
         """
         if self.moves_contents:
             if self._done or self._in_scratch:
-                self._torn = True  # until it is through
+                self._torn = True  # until all chunks are undone
                 self._undo_chunks()
         elif self._done:
             self._torn = True
             for name, tensor in list(self._live.items())[self._done - 1 :: -1]:
                 self._swap(name, tensor)
                 self._done -= 1
-        self._forget_flip()
+        self._reset_progress()
 
     def _undo_chunks(self) -> None:
         for number, (live, waiting) in enumerate(self._chunks()):
@@ -202,12 +203,12 @@ class Staging:
         tensor.data = waiting
         self._waiting[name] = old
 
-    def _forget_flip(self) -> None:
+    def _reset_progress(self) -> None:
         self._done = 0
         self._torn = self._in_scratch = False
 
     def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Live and waiting memory, piece by piece, in an order that is always the same."""
+        """Yields chunks of live and staged memory, always in the same order."""
         for name, tensor in self._live.items():
             yield from _chunks_of(bits(tensor.data), bits(self._waiting[name]), _elements_at_once(tensor))
 
@@ -221,7 +222,7 @@ def _elements_at_once(tensor: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements lie in one run of memory without gaps, in whatever order."""
+    """True if the elements fill one run of memory without gaps, in any order of dimensions."""
     run = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
         if size == 1:
@@ -233,7 +234,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _chunks_of(live: torch.Tensor, waiting: torch.Tensor, elements: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of at most so many elements of two tensors with the same strides; flat where there are no gaps."""
+    """Yields views of at most ``elements`` elements of two tensors with the same strides; flat if there are no gaps."""
     if not live.numel():
         return
     if live.dim() != 1 and _is_dense(live):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from weightcast.errors import ConfigError, Refused
-from weightcast.rollout.commands import Chosen, Decode, Move, Prefill, Sampling
+from weightcast.rollout.commands import Chosen, Decode, Move, Prefill, Sampling, Shift
 from weightcast.rollout.requests import FinishReason, Generation, GenerationRequest
 
 Ended = list[tuple["TokenSequence", FinishReason, str | None]]
@@ -45,21 +45,35 @@ class Limits:
             )
         if request.max_tokens is not None and request.max_tokens < 1:
             raise ConfigError(f"max_tokens is {request.max_tokens}; at least 1 can be generated")
+        room = self.max_len - len(request.prompt)
+        if request.max_tokens is not None and request.max_tokens > room:
+            raise ConfigError(
+                f"max_tokens is {request.max_tokens}; the context holds {self.max_len} tokens, of which the prompt "
+                f"takes {len(request.prompt)} and leaves {room}"
+            )
         check_tokens(request.prompt, vocab_size=vocab_size)
+        check_tokens(request.logit_bias, vocab_size=vocab_size, what="logit_bias: ")
+        if request.allowed_token_ids is not None:
+            if not request.allowed_token_ids:
+                raise ConfigError("allowed_token_ids is empty, so no token could be chosen")
+            check_tokens(request.allowed_token_ids, vocab_size=vocab_size, what="allowed_token_ids: ")
 
 
 class TokenSequence:
     """One request in the batch: its tokens, and the number of them in the cache."""
 
-    __slots__ = ("cached", "generation", "limit", "random", "stop", "tokens")
+    __slots__ = ("cached", "generation", "limit", "random", "stop", "stops_text", "tokens")
 
-    def __init__(self, generation: Generation, *, limit: int, stop: frozenset[int]) -> None:
+    def __init__(
+        self, generation: Generation, *, limit: int, stop: frozenset[int], stops_text: Callable[[int], bool]
+    ) -> None:
         request = generation.request
         self.generation = generation
         self.tokens = list(request.prompt)
         self.cached = 0
         self.limit = limit
         self.stop = stop
+        self.stops_text = stops_text
         self.random = random.Random(request.seed)
 
 
@@ -83,12 +97,13 @@ class Batch:
         self._limits = limits
         self._moves: list[Move] = []
 
-    def add(self, generation: Generation, *, stop: frozenset[int]) -> None:
+    def add(self, generation: Generation, *, stop: frozenset[int], stops_text: Callable[[int], bool]) -> None:
         """Queues a request.
 
         Args:
             generation: The request and its answer, which grows.
             stop: Token ids that end it.
+            stops_text: Function that takes each new token and tells whether its text ends the request.
 
         Raises:
             Refused: Too many requests wait already.
@@ -96,9 +111,9 @@ class Batch:
         if len(self.waiting) >= self._limits.max_waiting:
             raise Refused(f"{len(self.waiting)} requests are waiting already", hint="send fewer requests at once")
         request = generation.request
-        room = self._limits.max_len - len(request.prompt)
-        limit = len(request.prompt) + min(room, request.max_tokens if request.max_tokens is not None else room)
-        self.waiting.append(TokenSequence(generation, limit=limit, stop=stop))
+        most = self._limits.max_len
+        limit = most if request.max_tokens is None else min(most, len(request.prompt) + request.max_tokens)
+        self.waiting.append(TokenSequence(generation, limit=limit, stop=stop, stops_text=stops_text))
 
     def admit(self) -> list[TokenSequence]:
         """Takes requests off the queue, oldest first, as many as fit into the batch and into one prefill step."""
@@ -170,7 +185,7 @@ class Batch:
                 continue
             sequence.tokens.append(token)
             sequence.generation.add(token, logprob, top, version=version)
-            if token in sequence.stop:
+            if sequence.stops_text(token) or token in sequence.stop:
                 ended.append((sequence, "stop", None))
             elif len(sequence.tokens) >= sequence.limit:
                 ended.append((sequence, "length", None))
@@ -229,11 +244,10 @@ class Batch:
         sequence.generation.finish(reason, version=version, error=error)
 
 
-def check_tokens(tokens: Iterable[int], *, vocab_size: int) -> None:
-    """Raises ``ConfigError`` unless all token ids are the model's."""
-    found = list(tokens)
-    if min(found) < 0 or max(found) >= vocab_size:
-        raise ConfigError(f"token ids go from 0 to {vocab_size - 1}")
+def check_tokens(tokens: Iterable[int], *, vocab_size: int, what: str = "") -> None:
+    """Raises ``ConfigError`` unless all token ids are the model's; its text starts with `what`."""
+    if any(not 0 <= token < vocab_size for token in tokens):
+        raise ConfigError(f"{what}token ids go from 0 to {vocab_size - 1}")
 
 
 def _sampling(sequences: Sequence[TokenSequence]) -> Sampling:
@@ -242,6 +256,27 @@ def _sampling(sequences: Sequence[TokenSequence]) -> Sampling:
         temperature=[request.temperature for request in requests],
         top_k=[request.top_k for request in requests],
         top_p=[request.top_p for request in requests],
+        min_p=[request.min_p for request in requests],
         uniform=[sequence.random.random() for sequence in sequences],
         top_logprobs=[request.top_logprobs for request in requests],
+        shifts=[shift for row, sequence in enumerate(sequences) if (shift := _shift(row, sequence)) is not None],
+    )
+
+
+def _shift(row: int, sequence: TokenSequence) -> Shift | None:
+    """The changes of a request's logits, or None if it asks for none."""
+    request = sequence.generation.request
+    repetition = request.repetition_penalty
+    penalised = repetition != 1 or request.frequency_penalty != 0 or request.presence_penalty != 0
+    if not penalised and not request.logit_bias and request.allowed_token_ids is None:
+        return None
+    return Shift(
+        row=row,
+        prompt=list(request.prompt) if repetition != 1 else [],
+        output=sequence.tokens[len(request.prompt) :] if penalised else [],
+        repetition=repetition,
+        frequency=request.frequency_penalty,
+        presence=request.presence_penalty,
+        bias=dict(request.logit_bias),
+        allowed=None if request.allowed_token_ids is None else sorted(request.allowed_token_ids),
     )

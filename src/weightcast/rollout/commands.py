@@ -14,23 +14,51 @@ from weightcast.receiver.staging import Place
 from weightcast.wire.layout import TensorSpec
 
 
+class Shift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Changes of one row's logits before a token is chosen.
+
+    Attributes:
+        row: The row.
+        prompt: Token ids of the prompt; empty without a repetition penalty.
+        output: Token ids generated so far; empty without penalties.
+        repetition: Divisor of positive logits, and factor of negative ones, of tokens in prompt or output.
+        frequency: Amount off a token's logit for each time that it is in the output.
+        presence: Amount off a token's logit if it is in the output.
+        bias: Amount to add to a token's logit, by token id.
+        allowed: The only token ids that may be chosen; None for all.
+    """
+
+    row: int
+    prompt: list[int] = []
+    output: list[int] = []
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    bias: dict[int, float] = {}
+    allowed: list[int] | None = None
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of each row; every list has one entry per row.
+    """Sampling settings of each row; every list but the last has one entry per row.
 
     Attributes:
         temperature: Sampling temperature; 0 takes the likeliest token.
         top_k: Number of the likeliest tokens to choose from; 0 for all.
         top_p: Probability mass of the likeliest tokens to choose from; 1 for all.
+        min_p: Least probability to choose from, as a share of the likeliest token's; 0 for all.
         uniform: Random number in [0, 1), the point of the cumulative distribution to choose.  It belongs to the
             request, so that a request's tokens do not depend on the rest of the batch.
         top_logprobs: Number of alternatives to report; 0 for none.
+        shifts: Changes of logits, for the rows that have any.
     """
 
     temperature: list[float]
     top_k: list[int]
     top_p: list[float]
+    min_p: list[float]
     uniform: list[float]
     top_logprobs: list[int]
+    shifts: list[Shift] = []
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +162,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         staging_bytes: Size of the staging set on rank 0.
         specs: Every tensor of a complete update.
         dtype: Dtype of the weights.
-        weight_bytes: Size of rank 0's weights.
         cache_bytes: Memory that rank 0 reserves for keys and values.
     """
 
@@ -144,7 +171,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int
     specs: list[TensorSpec]
     dtype: str
-    weight_bytes: int
     cache_bytes: int
 
 

@@ -1,44 +1,86 @@
 """OpenAI's requests and responses as data, with fields for reinforcement learning.
 
-Fields beyond OpenAI's: `top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids` in requests; `weight_version`,
-`weight_versions` and `token_ids` in responses.  Unknown fields are ignored, as OpenAI does.
+Fields beyond OpenAI's: `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `stop_token_ids`, `ignore_eos`,
+`return_token_ids` in requests; `weight_version`, `weight_versions` and `token_ids` in responses.  Other fields are
+refused, unless they ask for nothing (`neutral.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator, model_validator
 
+from weightcast.rollout.neutral import without_neutral
 from weightcast.rollout.requests import Answer
 from weightcast.rollout.text import Text
 
 MAX_PROMPTS = 1024
 _MOST = (1 << 31) - 1  # largest count of tokens and largest token id; the ranks' commands have 64-bit integers
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0, le=_MOST)]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
 
 
 class Sampled(BaseModel):
     """The fields that both kinds of request have."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     n: int = Field(default=1, ge=1, le=128)
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, ge=0.0, le=1.0)
     top_k: int = Field(default=0, ge=-1, le=_MOST)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
 
-    @field_validator("n", "temperature", "top_p", "top_k", "ignore_eos", "stream", "return_token_ids", mode="before")
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_nothing(cls, body: object) -> object:
+        return without_neutral(cast("dict[str, Any]", body)) if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+    @field_validator(
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "ignore_eos",
+        "stream",
+        "return_token_ids",
+        mode="before",
+    )
     @classmethod
     def _null_is_default(cls, value: object, info: Any) -> object:
         return cls.model_fields[info.field_name].default if value is None else value
@@ -53,7 +95,7 @@ class Sampled(BaseModel):
     @property
     def include_usage(self) -> bool:
         """True if a stream should end with its token counts."""
-        return bool((self.stream_options or {}).get("include_usage"))
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionRequest(Sampled):
@@ -65,7 +107,7 @@ class CompletionRequest(Sampled):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: int | None = Field(default=16, ge=1, le=1 << 24)
+    max_tokens: int | None = Field(default=16, ge=1, le=1 << 24)  # the default is cut where the context ends
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = False
 
@@ -85,7 +127,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str
+    role: Role
     content: str | list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -108,9 +150,17 @@ class ChatRequest(Sampled):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
 
 class PauseRequest(BaseModel):
     """Body of POST /pause and /sleep."""
+
+    model_config = ConfigDict(extra="forbid")
 
     mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
     timeout_s: float = Field(default=60.0, gt=0, le=86400)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,10 +24,17 @@ class GenerationRequest:
     Attributes:
         request_id: Identifier, unique among the requests under way.
         prompt: Token ids, at least one.
-        max_tokens: Largest number of tokens to generate; None generates until the context is full.
+        max_tokens: Largest number of tokens to generate, at most what the context holds beside the prompt; None
+            generates until the context is full.
         temperature: Sampling temperature; 0 takes the likeliest token each time.
         top_p: Probability mass of the likeliest tokens to choose from; 1 for all.
         top_k: Number of the likeliest tokens to choose from; 0 for all.
+        min_p: Least probability to choose from, as a share of the likeliest token's; 0 for all.
+        frequency_penalty: Amount off a token's logit for each time that it was generated.
+        presence_penalty: Amount off a token's logit if it was generated.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in prompt or answer.
+        logit_bias: Amount to add to a token's logit, by token id.
+        allowed_token_ids: The only tokens to choose from; None for all.
         seed: Seed of the random numbers.  The same seed, prompt and weights give the same tokens, independent of the
             rest of the batch.  None for fresh randomness.
         stop_token_ids: Tokens that end the answer and are part of it.
@@ -41,6 +48,12 @@ class GenerationRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    allowed_token_ids: frozenset[int] | None = None
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False

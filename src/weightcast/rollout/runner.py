@@ -45,7 +45,6 @@ class Runner:
         self._model = model
         self._device = device
         self._dtype = dtype
-        self._max_batch = max_batch
         self._cache = SlotCache(
             num_layers=int(config.num_hidden_layers),
             num_slots=max_batch,

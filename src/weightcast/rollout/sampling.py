@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from weightcast.rollout.commands import Chosen, Sampling
+from weightcast.rollout.penalties import shifted
 
 _NUCLEUS = 1024  # candidates that are tried before the whole vocabulary is sorted for top_p
 _BLOCK = 256
@@ -30,6 +31,9 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
     logprobs = logits.log_softmax(dim=-1)
     # A nan or inf makes the whole row of log-probabilities nan; minus infinity does not, and is never chosen.
     finite = logprobs[:, :_BLOCK].sum(dim=-1).isnan().logical_not().tolist()
+    logits = shifted(logits, sampling.shifts)
+    for shift in sampling.shifts:  # a request may leave nothing to choose from
+        finite[shift.row] = finite[shift.row] and bool(logits[shift.row].max().isfinite())
 
     greedy: list[int] = []
     plain: list[int] = []
@@ -37,7 +41,7 @@ def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
     for row, temperature in enumerate(sampling.temperature):
         if temperature < _COLDEST or not finite[row]:
             greedy.append(row)
-        elif 0 < sampling.top_k[row] < size or sampling.top_p[row] < 1:
+        elif 0 < sampling.top_k[row] < size or sampling.top_p[row] < 1 or sampling.min_p[row] > 0:
             filtered.append(row)
         else:
             plain.append(row)
@@ -105,7 +109,7 @@ def _search(weights: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tenso
 def _pick_filtered(
     logits: torch.Tensor, sampling: Sampling, rows: list[int], tokens: torch.Tensor, *, width: int
 ) -> None:
-    """Sets the tokens of rows with top_k or top_p from the `width` likeliest, or from all if those are too few."""
+    """Sets the tokens of filtered rows from the `width` likeliest, or from all if those are too few."""
     size = logits.shape[1]
     width = min(width, size)
     top_k = [sampling.top_k[row] if 0 < sampling.top_k[row] < size else size for row in rows]
@@ -113,13 +117,16 @@ def _pick_filtered(
     limit = torch.tensor(top_k, device=logits.device)[:, None]
     values, order = _probabilities(logits, sampling, rows).topk(min(width, max(top_k)), dim=-1)
     rank = torch.arange(values.shape[1], device=logits.device)
-    values = values.masked_fill(rank >= limit, 0.0)
+    least = values[:, :1] * _column(sampling.min_p, rows, logits)
+    cut = (values[:, -1:] < least) & (least > 0)  # min_p keeps none beyond `values`
+    values = values.masked_fill((rank >= limit) | (values < least), 0.0)
     found = values.sum(dim=-1, keepdim=True)
-    # top_p is a share of the mass that top_k keeps; without top_k, of the whole distribution, beyond `values` too.
-    share = values / torch.where(limit < size, found, torch.ones_like(found))
+    # top_p is a share of the mass that min_p and top_k keep; without them, of the whole distribution.
+    share = values / torch.where((limit < size) | (least > 0), found, torch.ones_like(found))
     values = values.masked_fill((share.cumsum(dim=-1) - share >= top_p) & (rank > 0), 0.0)
-    # If top_k reaches further than `values`, its whole mass is not known.
-    enough = ((limit <= values.shape[1]) | ((limit >= size) & (found >= top_p)))[:, 0].tolist()
+    # If top_k or min_p reaches further than `values`, the whole mass is not known.
+    whole = (limit >= size) & (least == 0) & (found >= top_p)
+    enough = ((limit <= values.shape[1]) | cut | whole)[:, 0].tolist()
     drawn = order.gather(1, _draw(values, _column(sampling.uniform, rows, logits))[:, None])[:, 0]
     tokens[rows] = drawn
     rest = [row for row, ok in zip(rows, enough, strict=True) if not ok]

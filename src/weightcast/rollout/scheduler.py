@@ -34,6 +34,10 @@ Answered = TypeVar("Answered", Chosen, Scores, Done)
 _HEARTBEAT_S = 1.0
 
 
+def _never(_: int) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Counters since the start, and the present state."""
@@ -48,6 +52,7 @@ class Stats:
     finished: dict[str, int]
 
 
+# Over 350 lines: one condition guards the batch, the pauses and the jobs, and the loop reads all three in one step.
 class Scheduler:
     """Generates for many requests at once.  Every public method is thread-safe.
 
@@ -87,8 +92,13 @@ class Scheduler:
 
     # -- requests
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, request: GenerationRequest, *, stops_text: Callable[[int], bool] = _never) -> Generation:
         """Queues a request; while the engine is paused the request waits.
+
+        Args:
+            request: The request.
+            stops_text: Function that takes each token of the answer, in order and in the scheduler's thread, and
+                returns True if the answer ends with it.
 
         Raises:
             ConfigError: This engine cannot serve the request; the text says why.
@@ -100,7 +110,7 @@ class Scheduler:
         generation = Generation(request)
         with self._changed:
             self._check_alive()
-            self._batch.add(generation, stop=stop)
+            self._batch.add(generation, stop=stop, stops_text=stops_text)
             self._changed.notify_all()
         return generation
 

@@ -26,6 +26,7 @@ from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.server import NOT_FOR_YOU, no_browsers, weight_routes
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.metrics import CONTENT_TYPE, Metrics
+from weightcast.rollout.neutral import refusal
 from weightcast.rollout.openai import (
     ChatRequest,
     Choice,
@@ -51,7 +52,7 @@ _WHOLE_OR_STREAM: dict[str, Any] = {
 }
 # OpenAI answers 400 where FastAPI would answer 422.
 _REFUSALS: dict[int | str, dict[str, Any]] = {code: _REFUSED for code in (400, 409, 413, 422, 503, 504)}
-
+_PARAMETERS = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *PauseRequest.model_fields]
 
 ExtraRoutes = Callable[[FastAPI, RolloutEngine], None]
 
@@ -85,8 +86,8 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes
 def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
     created = int(time.time())
 
-    async def models() -> Response:
-        entry = {
+    def entry() -> dict[str, Any]:
+        return {
             "id": engine.model,
             "object": "model",
             "created": created,
@@ -94,11 +95,20 @@ def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
             "max_model_len": engine.scheduler.limits.max_len,
             "weight_version": engine.scheduler.version,
         }
-        return _json({"object": "list", "data": [entry]})
+
+    async def models() -> Response:
+        return _json({"object": "list", "data": [entry()]})
+
+    async def model(name: str) -> Response:
+        _check_model(engine, name)
+        return _json(entry())
 
     async def completions(body: CompletionRequest, request: Request) -> Response:
         prompts = [_prompt_ids(engine, prompt) for prompt in body.prompts]
-        call = _Call(engine, body, prompts, top_logprobs=body.logprobs or 0, max_tokens=body.max_tokens)
+        asked = "max_tokens" in body.model_fields_set
+        call = _Call(
+            engine, body, prompts, top_logprobs=body.logprobs or 0, max_tokens=body.max_tokens, cut_to_fit=not asked
+        )
         return await call.answer(request, _CompletionShape(engine, body))
 
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -114,6 +124,7 @@ def _openai_routes(app: FastAPI, engine: RolloutEngine) -> None:
         return await call.answer(request, _ChatShape(engine, body))
 
     app.get("/v1/models", summary="The model that is served")(models)
+    app.get("/v1/models/{name:path}", summary="The model of this name", responses={404: _REFUSED})(model)
     answers: dict[int | str, dict[str, Any]] = {200: _WHOLE_OR_STREAM, 404: _REFUSED, **_REFUSALS}
     app.post("/v1/completions", summary="Continue prompts", responses=answers)(completions)
     app.post("/v1/chat/completions", summary="Answer a conversation", responses=answers)(chat)
@@ -181,6 +192,11 @@ def _control_routes(app: FastAPI, engine: RolloutEngine) -> None:
     app.include_router(ours)
 
 
+def _check_model(engine: RolloutEngine, name: str) -> None:
+    if name != engine.model:
+        raise HTTPException(404, f"this engine does not serve the model {name!r}; it serves {engine.model!r}")
+
+
 def _prompt_ids(engine: RolloutEngine, prompt: str | list[int]) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
@@ -203,9 +219,10 @@ class _Call:
         *,
         top_logprobs: int,
         max_tokens: int | None,
+        cut_to_fit: bool = False,
     ) -> None:
-        if body.model is not None and body.model != engine.model:
-            raise HTTPException(404, f"this engine does not serve the model {body.model!r}; it serves {engine.model!r}")
+        if body.model is not None:
+            _check_model(engine, body.model)
         if body.stops and engine.text is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none", hint="use stop_token_ids")
         self._engine = engine
@@ -213,24 +230,45 @@ class _Call:
         self.prompt_tokens = sum(map(len, prompts))
         self.id = uuid.uuid4().hex
         self._generations: list[Generation] = []
+        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
         try:
             for index in range(len(prompts) * body.n):
+                prompt = prompts[index // body.n]
+                room = engine.scheduler.limits.max_len - len(prompt)
                 request = GenerationRequest(
                     request_id=f"{self.id}-{index}",
-                    prompt=tuple(prompts[index // body.n]),
-                    max_tokens=max_tokens,
+                    prompt=tuple(prompt),
+                    max_tokens=max(1, min(max_tokens, room)) if max_tokens and cut_to_fit else max_tokens,
                     temperature=body.temperature,
                     top_p=body.top_p,
                     top_k=max(body.top_k, 0),
+                    min_p=body.min_p,
+                    frequency_penalty=body.frequency_penalty,
+                    presence_penalty=body.presence_penalty,
+                    repetition_penalty=body.repetition_penalty,
+                    logit_bias=body.logit_bias or {},
+                    allowed_token_ids=allowed,
                     seed=None if body.seed is None else body.seed + index % body.n,
                     stop_token_ids=frozenset(body.stop_token_ids or ()),
                     ignore_eos=body.ignore_eos,
                     top_logprobs=top_logprobs,
                 )
-                self._generations.append(engine.scheduler.submit(request))
+                self._generations.append(engine.scheduler.submit(request, stops_text=self._stops_text()))
         except WeightcastError:
             self._abort()  # one was refused, so the whole call fails
             raise
+
+    def _stops_text(self) -> Callable[[int], bool]:
+        """Tells the scheduler where stop strings end one answer, so that it generates nothing beyond them."""
+        if not self._body.stops or self._engine.text is None:
+            return lambda _: False
+        stream = TextStream(self._engine.text, self._body.stops)
+
+        def stops(token: int) -> bool:
+            stream.feed([token])
+            return stream.stopped
+
+        return stops
 
     async def answer(self, request: Request, shape: _Shape) -> Response:
         """The response, whole or as a stream."""
@@ -553,9 +591,14 @@ class _BodyLimit:
 def _error_handlers(app: FastAPI) -> None:
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{place}: {first['msg']}" if place else str(first["msg"])
+        errors = error.errors()
+        unknown = [_place(entry) for entry in errors if entry["type"] == "extra_forbidden"]
+        place = unknown[0] if unknown else _place(errors[0])
+        if unknown:
+            message = refusal(unknown, _PARAMETERS)
+        else:
+            words = str(errors[0]["msg"]).removeprefix("Value error, ")
+            message = f"{place}: {words}" if place else words
         return _json(error_body(message, param=place.split(".")[0] or None), 400)
 
     async def http(_: Request, error: Exception) -> Response:
@@ -575,6 +618,10 @@ def _error_handlers(app: FastAPI) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _place(entry: dict[str, Any]) -> str:
+    return ".".join(str(part) for part in entry["loc"] if part != "body")
 
 
 def _meaning(error: WeightcastError) -> tuple[int, str]:

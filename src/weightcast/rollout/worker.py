@@ -147,7 +147,6 @@ class RolloutWorker:
             staging_bytes=self._receiver.loader.staging.size_bytes,
             specs=self._model.expected_weights(),
             dtype=dtype_name(parameters[0].dtype),
-            weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             cache_bytes=self._runner.cache_bytes,
         )
 

@@ -2,8 +2,8 @@
 
 The receiver is ``receiver/sources/broadcast.py``.
 
-Engines of one kind meet in one group (``channel.py``); where kinds that meet in different ways are updated at once,
-each has a group of its own and the groups run side by side.  Other trainer ranks only gather and are in no group.
+Engines with the same kind of rendezvous share one group (``channel.py``).  Engines with different kinds have separate
+groups, to which the head broadcasts at the same time.  Other trainer ranks only gather and are in no group.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from weightcast.wire.bucket import Bucket
 
 
 class BroadcastTransport(Pumped):
-    """Groups across both worlds: nccl on GPUs, gloo on CPUs."""
+    """Broadcasts in groups of the head and the engine ranks: nccl on GPUs, gloo on CPUs."""
 
     name = "broadcast"
 
     def __init__(
         self, links: Sequence[Link], *, device: torch.device, host: str, bucket_bytes: int, timeout_s: float
     ) -> None:
-        """Nothing is created yet.
+        """Creates no group yet.
 
         Args:
             links: The targets.
-            device: Where the buckets are.
+            device: Device of the buckets.
             host: Address of this process that engines can reach.
-            bucket_bytes: No bucket is larger.
+            bucket_bytes: Size of the largest bucket, in bytes.
             timeout_s: Deadline of each wait, in seconds.
 
         Raises:
@@ -63,15 +63,15 @@ class BroadcastTransport(Pumped):
         self._pool = ThreadPoolExecutor(
             max_workers=in_flight * len(self._channels), thread_name_prefix="weightcast-channel"
         )
-        self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is on its way
+        self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is sent
         self._closed = False
 
     def connect(self) -> None:
-        """Make the groups that are not there.
+        """Makes the groups that do not exist.
 
         Raises:
-            TargetError: Targets could not join or did not come; they are named, with their own words if they have any.
-            DeadlineExceeded: They did not all come, and it is not known who stayed away.
+            TargetError: Targets could not join, or did not try to.  The error names them and has their own words.
+            DeadlineExceeded: Not all targets joined, and it is not known which ones are missing.
         """
         self._each(Channel.connect)
 
@@ -113,7 +113,7 @@ class BroadcastTransport(Pumped):
         self._each(lambda channel: channel.send(bucket, filled))
 
     def _each(self, do: Callable[[Channel], None]) -> None:
-        """Does the same on every channel at once; raises after all have ended, and names every engine that failed."""
+        """Calls ``do`` for all channels at once, and waits for all; the error names every engine that failed."""
         if len(self._channels) == 1:
             do(self._channels[0])
             return
@@ -137,15 +137,17 @@ def _check(placement: Placement) -> None:
     unlike = [device for device in placement.devices if (device != "cpu") != on_gpu]
     if unlike:
         raise ConfigError(
-            "broadcast needs weights of one kind of device; "
-            f"the trainer's are on {placement.device}, an engine's on {unlike[0]}",
-            hint='use ipc on one host (transport="ipc", --via ipc), or weights on the engines\' kind of device',
+            "broadcast needs trainer and engines on the same type of device: the trainer's weights are on "
+            f"{placement.device}, an engine's are on {unlike[0]}",
+            hint='use ipc on one host (transport="ipc", --via ipc), or put the weights on the engines\' type of device',
         )
     if on_gpu and placement.places[0] in placement.devices:
         raise ConfigError(
-            f"trainer and engine share GPU {placement.places[0]}, and nccl wants a GPU for each rank",
+            f"trainer and engine share GPU {placement.places[0]}, and NCCL needs a GPU for each rank",
             hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
         )
 
 
-SPEC = TransportSpec(name="broadcast", zero_copy=True, suits=lambda _: True, build=_build, check=_check)
+SPEC = TransportSpec(
+    name="broadcast", delivery="group", zero_copy=True, suits=lambda _: True, build=_build, check=_check
+)

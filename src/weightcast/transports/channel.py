@@ -205,9 +205,11 @@ class Channel:
             if filled is not None:
                 filled.synchronize()
             with self._in_turn(index, group):
+                began = time.monotonic()
                 works = [group.start_broadcast(run) for run in bucket.runs() if run.numel()]
             for work in works:
                 group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
+            self._links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
         except BaseException as error:
             self._await_refusals(error, posts)
             answered = _answered(posts)

@@ -1,9 +1,9 @@
-"""A checkpoint folder that the engines load: for engines that cannot be reached in any other way.
+"""Weights by a checkpoint folder, for engines that take them in no other way.
 
-Buckets are written one behind the other into one safetensors file, so the model is never whole in memory; the folder
-gets its name when the file is complete, and goes away when the engines have answered.  Trainer and engines must see it
-under the same path.  Only the trainer's user may read it, unless the caller says otherwise.  What a killed trainer left
-is removed by the next one.
+The transport writes the buckets one after the other into one safetensors file, so the model is never whole in memory.
+The folder gets its final name when the file is complete, and is deleted when the engines have answered.  Trainer and
+engines must see it under the same path.  Only the trainer's user may read it, unless the caller says otherwise.  A
+trainer also deletes the folders that killed trainers of the same user have left.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OURS = re.compile(r"weightcast-[0-9a-f]{16}|\.weightcast-[0-9a-f]{16}\.part")
 
 
 class DiskTransport(Pumped):
-    """One folder for all targets."""
+    """Sends weights through one folder, which all targets load."""
 
     name = "disk"
 
@@ -71,17 +71,18 @@ class DiskTransport(Pumped):
         timeout_s: float,
         readers: DiskReaders = "user",
     ) -> None:
-        """Nothing is written yet; what killed trainers of this user left in the folder is removed.
+        """Deletes the folders that killed trainers of this user have left.  Writes nothing yet.
 
         Args:
             links: The targets; their adapters are ``FromFolder``.
-            specs: What will be sent, in order.
-            folder: Where, as trainer and engines see it; None takes the folder for temporary files.
+            specs: The tensors that will be sent, in order.
+            folder: Parent of the checkpoint folder, under its path for trainer and engines; None takes the folder for
+                temporary files.
             timeout_s: Deadline of a target's answer, in seconds.
             readers: Users that may read the weights.
 
         Raises:
-            ConfigError: It is no folder, or there is not enough room in it.
+            ConfigError: The path is no folder, or has too little free space.
         """
         super().__init__(self._write)
         self._links = list(links)
@@ -96,7 +97,7 @@ class DiskTransport(Pumped):
             raise ConfigError(f"{self._root}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
         if free_bytes < total_bytes(specs):
             raise ConfigError(
-                f"{self._root} has {free_bytes} bytes left, the weights have {total_bytes(specs)}",
+                f"{self._root} has {free_bytes} bytes of free space, and the weights need {total_bytes(specs)}",
                 hint="choose another folder: disk_folder, --disk-folder",
             )
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
@@ -105,14 +106,14 @@ class DiskTransport(Pumped):
         self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is written
         self._file: BinaryIO | None = None
         self._left_bytes = 0
-        self._staged = bytearray()  # torch gives no plain bytes of a tensor, least of all of one on a GPU
+        self._staged = bytearray()  # host copy of a bucket: a file is written from host memory
         self._closed = False
 
     def connect(self) -> None:
-        """Begin a new file.
+        """Begins a new file.
 
         Raises:
-            ConfigError: It cannot be written.
+            ConfigError: The file cannot be written.
         """
         self._discard()
         header = _header(self._specs)
@@ -120,10 +121,10 @@ class DiskTransport(Pumped):
         folder = self._root / f".weightcast-{secrets.token_hex(8)}.part"
         try:
             with self._lock:
-                self._folder = OwnedFolder(folder)  # from here on it is ours to remove
+                self._folder = OwnedFolder(folder)  # from here on ``_discard`` deletes it
                 file = folder / "model.safetensors"
                 self._file = file.open("wb")
-                # In this order: until the second line nobody else comes as far as the file.
+                # In this order: until the second line no other user can reach the file.
                 file.chmod(self._file_mode)
                 folder.chmod(self._folder_mode)
                 self._file.write(header)
@@ -132,17 +133,18 @@ class DiskTransport(Pumped):
             raise ConfigError(f"{folder}: {error.strerror or error}", hint="disk_folder, --disk-folder") from error
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``; the caller's stream fills the bucket."""
+        """As ``Transport.send``.  The caller's current stream fills the bucket."""
         if bucket.data.is_cuda:
             event = self._filled[bucket.layout.index] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(bucket.data.device))
         self._pump.put(bucket, ())
 
     def drain(self) -> None:
-        """Finish the file, have it loaded by every target, and remove it.
+        """Completes the file, asks every target to load it, and deletes it.
 
         Raises:
-            TargetError: As ``transports.link.tell``, after all targets have answered; it names every one that failed.
+            TargetError: As ``transports.link.tell``, after all targets have answered.  The error names every target
+                that failed.
             ConfigError: The file could not be written.
         """
         super().drain()
@@ -154,7 +156,7 @@ class DiskTransport(Pumped):
             self._discard()
 
     def abort(self, reason: str) -> None:
-        """Nobody waits for a file; what there is of it goes away."""
+        """Deletes the file.  No target waits for it."""
         self._discard()
 
     def close(self) -> None:
@@ -173,7 +175,7 @@ class DiskTransport(Pumped):
         with self._lock:
             file = self._file
             if file is None:
-                return  # given up in the meantime
+                return  # ``abort`` has deleted it in the meantime
             size_bytes = bucket.layout.size_bytes
             if len(self._staged) < size_bytes:
                 self._staged = bytearray(size_bytes)
@@ -190,10 +192,10 @@ class DiskTransport(Pumped):
         with self._lock:
             assert self._file is not None, "connect() comes first"
             assert self._folder is not None
-            assert self._left_bytes == 0, "some of the weights were not sent"
+            assert self._left_bytes == 0, "some weights were not sent"
             try:
                 self._file.flush()
-                os.fsync(self._file.fileno())  # a shared file system shows it elsewhere only after this
+                os.fsync(self._file.fileno())  # other hosts see the data on a shared file system only after this
                 self._file.close()
                 self._file = None
                 self._folder.rename(self._root / self._folder.path.name.removeprefix(".").removesuffix(".part"))
@@ -203,7 +205,7 @@ class DiskTransport(Pumped):
 
     def _load(self, link: Link, folder: str) -> None:
         adapter = link.adapter
-        assert isinstance(adapter, FromFolder), "an engine without this way does not say that it has it"
+        assert isinstance(adapter, FromFolder), "only engines that load folders list this transport"
         tell(link, adapter.load_folder(link.session, folder), what=f"the folder {folder}", timeout_s=self._timeout_s)
 
     def _discard(self) -> None:
@@ -218,7 +220,7 @@ class DiskTransport(Pumped):
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:
-    """The beginning of a safetensors file with these tensors end to end, in this order."""
+    """Returns the beginning of a safetensors file that holds these tensors end to end, in this order."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
@@ -247,9 +249,9 @@ def _build(wiring: Wiring) -> DiskTransport:
 def _check(placement: Placement) -> None:
     if placement.other_host is not None and not placement.shared_folder:
         raise ConfigError(
-            "an engine runs on another host, and would not find a folder among this host's temporary files",
+            f"{placement.other_host} runs on another host and cannot see this host's folder for temporary files",
             hint="name a folder that all hosts see under the same path: disk_folder, --disk-folder",
         )
 
 
-SPEC = TransportSpec(name="disk", build=_build, check=_check)
+SPEC = TransportSpec(name="disk", delivery="folder", build=_build, check=_check)

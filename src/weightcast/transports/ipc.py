@@ -1,7 +1,7 @@
-"""Buckets in memory that the engines on this host map.  The receiver is ``receiver/sources/ipc.py``.
+"""Buckets in memory that engines on this host map.  The receiver is ``receiver/sources/ipc.py``.
 
-A buffer on each GPU that has both a trainer rank and an engine rank; one on the host for CPUs.  The head
-rank gathers the handles and posts them once for each bucket; an engine rank takes the buffer on its own device.
+Each GPU with a trainer rank and an engine rank has buffers of its own; on CPUs the buffers are in shared memory.  The
+head gathers the handles and posts them with each bucket.  An engine rank reads the buffer on its own device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightcast.wire.bucket import Bucket
 
 
 class IpcTransport(Pumped):
-    """Same host: CUDA IPC on GPUs, shared memory on CPUs."""
+    """Shares buckets with engines on the same host: CUDA IPC on GPUs, shared memory on CPUs."""
 
     name = "ipc"
 
@@ -33,14 +33,14 @@ class IpcTransport(Pumped):
         self._closed = False
 
     def connect(self) -> None:
-        """Nothing to create: engines map a buffer when they first hear of it."""
+        """Does nothing: engines map a buffer when they first get its handle."""
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
         self._pump.put(bucket, tuple(shared))
 
     def abort(self, reason: str) -> None:
-        """Posts are bounded by their deadline and ended by the engines' own abort."""
+        """Does nothing: each post has a deadline, and the engines' own abort ends it earlier."""
 
     def close(self) -> None:
         """As ``Transport.close``."""
@@ -53,7 +53,7 @@ class IpcTransport(Pumped):
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         if len(self._links) == 1:
-            self._tell(self._links[0], bucket, shared)  # without another thread's way there and back
+            self._tell(self._links[0], bucket, shared)  # a switch to another thread takes longer than a post
             return
         posts = [self._pool.submit(self._tell, link, bucket, shared) for link in self._links]
         raise_together([post.exception() for post in posts])
@@ -69,16 +69,16 @@ class IpcTransport(Pumped):
 
 
 def _suits(placement: Placement) -> bool:
-    # An engine that does not tell its GPUs ("cuda") may run on others than the trainer; then the caller has to say so.
-    told = "cuda" not in placement.devices
-    all_take_it = all(IpcTransport.name in info.transports for info in placement.infos.values())
-    return placement.other_host is None and told and all_take_it
+    # An engine that does not report its GPUs ("cuda") may run on other GPUs than the trainer, so the caller decides.
+    reported = "cuda" not in placement.devices
+    supported = all(IpcTransport.name in info.transports for info in placement.infos.values())
+    return placement.other_host is None and reported and supported
 
 
 SPEC = TransportSpec(
     name="ipc",
     one_host=True,
-    shares_memory=True,
+    delivery="memory",
     suits=_suits,
     build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s),
 )

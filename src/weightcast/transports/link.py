@@ -1,6 +1,6 @@
-"""One target during one update: its connection, its adapter, its session.
+"""The link to one target: its connection, its adapter and its session.
 
-A request that fails says which target and, after the first bucket, that it may be half updated.
+An error of a request names the target and, after the first bucket, says that the target may be half updated.
 """
 
 from __future__ import annotations
@@ -30,31 +30,35 @@ _MARGIN_S = 5.0
 
 
 def margin_s(timeout_s: float) -> float:
-    """How much later than an engine's own deadline the sender's is, in seconds."""
+    """Returns how much later than the engine's own deadline the sender's deadline is, in seconds."""
     return min(_MARGIN_S, 0.5 + timeout_s / 4)
 
 
 @dataclass(slots=True, kw_only=True)
 class Link:
-    """A target that takes part.
+    """A target that takes part in updates.
 
     Attributes:
-        client: HTTP to it.
-        adapter: Its language.
-        info: What it said of itself when it was probed.
-        group_rank: Rank of its first engine rank in the broadcast group.
-        session: Id of the session that is open there; empty without one.
-        sharing: How buffers are handed to it over ``ipc``.
-        opens: Which of torch's handles to a buffer are this target's.
-        planned: True once what is sent, and how, was checked against this target.
-        sent: Buckets that it has taken over.
-        digest: Model digest of what it committed last; None if nothing was committed or no digest was taken.
-        mixed: True if its live weights may be parts of two versions and it does not know that itself.
-        silent: True once it let a deadline pass.
-        load_s: Seconds that its slowest rank spent copying, so far.
-        verify_s: Likewise on digests.
-        asked: The Commit of this session, from when it is sent.
-        notes: What went wrong beside the update, since ``take_notes`` was called last.
+        client: HTTP connections to the target.
+        adapter: The target's adapter.
+        info: The target's description, from the last probe.
+        group_rank: Group rank of the target's first engine rank.
+        sharing: Form of the handles to a shared buffer.
+        opens: The part of torch's handles to a buffer that belongs to this target.
+        planned: True once the weights and the transport were checked against this target.
+        session: Id of the target's open session; empty without one.
+        load_s: Seconds that the target's slowest rank spent on copies in this session.
+        verify_s: Seconds that the target's slowest rank spent on digests in this session.
+        peak_extra_bytes: Most extra memory of any rank in this session, in bytes.
+        sent: Number of buckets that the target has loaded in this session.
+        silent: True once the target has missed a deadline.
+        mixed: True if the live weights may be parts of two versions and the engine does not know that itself.
+        digest: Model digest of the last commit; None if there was none, or no digest was taken.
+        opened: Answer to this session's Open; None before it.
+        closed: Answer to Close, or to the last bucket if that answers Close too; None before it.
+        committed: Answer to Commit; None before it.
+        asked: The Commit of this session; None before it is sent.
+        notes: Failures that did not fail the update, since ``take_notes`` was last called.
         events: Told of every message.
     """
 
@@ -91,29 +95,29 @@ class Link:
 
     @property
     def stages(self) -> bool:
-        """True if a bucket changes nothing that is live."""
+        """True if the target stages: buckets leave its live weights as they are."""
         return self.info.staging != "none"
 
     @property
     def can_revert(self) -> bool:
-        """True if the engine can go back to what it served, after a commit."""
+        """True if the engine can restore the old weights after a commit."""
         return self.stages and isinstance(self.adapter, Reverting)
 
     def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
-        """The handles that are for this target."""
+        """Returns the handles that this target gets."""
         if self.sharing == "ring":
             return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
         return [Shared(memory=buffer.memory, torch=buffer.torch[self.opens]) for buffer in buffers]
 
     def open(self, message: Open) -> Ack:
-        """Start a session; it ends when this process does, if the engine can tell."""
+        """Starts a session.  A leased engine ends it by itself when this process ends."""
         self.load_s = self.verify_s = 0.0
         self.peak_extra_bytes = self.sent = 0
         self.silent = False
         self._answered_at.clear()
         self.opened = self.closed = self.committed = self.asked = None
         self._check_version(message)
-        # Without a lease nothing tells the engine of the end but we, even if it went wrong half way through opening.
+        # An engine without a lease hears of the session's end from this process alone, also if opening fails half way.
         self.session = "" if self.adapter.leased else message.session
         self._limit_s = message.timeout_s
         traceparent = self.events.traceparent(self.url)
@@ -124,16 +128,17 @@ class Link:
         return self.opened
 
     def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
-        """Send a step's requests and read the answer; its costs are added up.
+        """Sends a step's requests, reads the answer and adds up its costs.
 
-        The engine keeps the deadline itself and answers; ours is a little later, for an engine that cannot.
+        The engine keeps the deadline itself and answers.  The deadline here is a little later, for an engine that
+        cannot answer.
 
         Args:
             kind: Name of the step in events: ``Asked.message``.
             steps: The requests.
             timeout_s: The engine's deadline, in seconds.
-            bucket: Index of the bucket that the step is about.  An engine may hear of it while it still loads the one
-                before, so the clock begins when that one has been answered.
+            bucket: Index of the bucket that the step announces; None for another step.  An engine may get the
+                announcement while it still loads the bucket before, so the deadline counts from the answer to that one.
         """
         limit_s = timeout_s + margin_s(timeout_s)
         if bucket is None:
@@ -144,17 +149,17 @@ class Link:
             self._answered_at[bucket] = time.monotonic()
 
     def _turn_began(self, bucket: int) -> float | None:
-        """When the engine was through with the bucket before; None while it is not."""
+        """Returns the time at which the bucket before was answered (``time.monotonic``); None if it was not yet."""
         if bucket == 0 or self.silent:  # a silent engine is not waited for twice
             return 0.0
         return self._answered_at.get(bucket - 1)
 
     def leave(self, group: str | None) -> None:
-        """Tell the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
+        """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
         try:
-            self._let_go("leave", self.adapter.leave(group), _LEAVE_S)
+            self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
-            what = f"leave the group {group}" if group is not None else "let go of the trainer's buffers"
+            what = f"leave the group {group}" if group is not None else "unmap the trainer's buffers"
             self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
 
     def take_notes(self) -> tuple[str, ...]:
@@ -163,23 +168,23 @@ class Link:
         return notes
 
     def took_over(self, ack: Ack | None = None) -> None:
-        """Counts a bucket that the engine took over; the answer to the last one may say that the session closed."""
+        """Counts a bucket that the engine has loaded.  The answer to the last bucket may answer Close too."""
         with self._adding:
             self.sent += 1
             if ack is not None and ack.closed:
                 self.closed = ack
 
     def touch(self) -> None:
-        """A bucket is on its way: from here on live weights may be parts of two versions."""
+        """Records that a bucket is being sent: the live weights may be parts of two versions from now on."""
         self.mixed = not self.adapter.leased
 
     def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
         """Tells the engine that everything was sent.
 
         Args:
-            buckets: So many.
-            timeout_s: The deadline.
-            by_name: The digest of each tensor is to be answered.
+            buckets: Number of buckets that were sent.
+            timeout_s: The engine's deadline, in seconds.
+            by_name: True to ask for the digest of each tensor.
         """
         message = Close(session=self.session, buckets=buckets, by_name=by_name)
         self.closed = self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
@@ -189,20 +194,20 @@ class Link:
         """Makes the new weights live.
 
         Args:
-            expected: Digest by tensor name of what it is to keep otherwise than it received it.
-            as_received: It is to keep the rest as it received it; without either there is no proof.
-            timeout_s: The deadline.
+            expected: Digest by name of each tensor that the engine keeps in another form than it received.
+            as_received: True if the engine keeps all other tensors as received.  Without either there is no proof.
+            timeout_s: The engine's deadline, in seconds.
         """
         self.asked = Commit(session=self.session, expected=dict(expected), as_received=as_received)
         return self._commit(self.asked, timeout_s)
 
     def commit_again(self, *, timeout_s: float) -> Ack:
-        """Sends the Commit again whose answer was lost.
+        """Sends a Commit again, because its answer was lost.
 
-        An engine with our receiver switches once, and repeats its answer.
+        An engine with our receiver switches once and repeats its answer.
 
         Raises:
-            TargetRejected: It has not committed the session, and will not.
+            TargetRejected: The engine has not committed the session and will not.
         """
         assert self.asked is not None
         return self._commit(self.asked, timeout_s)
@@ -214,7 +219,7 @@ class Link:
         return self.committed
 
     def revert(self, reason: str, *, timeout_s: float) -> Ack:
-        """Go back to what the engine served before the commit.  Said again once, if its answer is lost."""
+        """Restores the weights that the engine served before the commit.  Repeated once if the answer is lost."""
         adapter, asked = self.adapter, self.asked
         assert isinstance(adapter, Reverting)
         assert asked is not None
@@ -227,13 +232,13 @@ class Link:
             return self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
 
     def abort(self, reason: str) -> Ack | None:
-        """End the session if one is open; None if the engine does not answer."""
+        """Ends the session, if one is open.  Returns None if the engine does not answer."""
         if not self.session:
             return None
         session, self.session = self.session, ""
         try:
-            # Without an answer the lease's closing tells the engine too; what became of it is asked later.
-            return self._let_go("abort", self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
+            # Without an answer, the end of the lease ends the session too.  A later probe asks for the engine's state.
+            return self._send_end("abort", self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
         except WeightcastError:
             return None
         finally:
@@ -247,19 +252,19 @@ class Link:
                 self._lease.close()
             self._lease = None
 
-    def _let_go(self, kind: str, steps: Steps, limit_s: float) -> Ack:
-        """Send a step that ends something.
+    def _send_end(self, kind: str, steps: Steps, limit_s: float) -> Ack:
+        """Sends a step that ends a session or a membership.
 
-        An engine that has been silent is not waited for: if it lives, it hears of it.
+        A silent engine gets the request, and its answer is hardly waited for.
         """
         return self._converse(kind, steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
 
     def _check_version(self, message: Open) -> None:
-        """Engines with our receiver refuse this themselves; the others take what comes."""
+        """Refuses an older version in the place of a stock engine, which would accept any version."""
         served = self.info.version
         if not self.adapter.leased and served is not None and message.version < served and not message.allow_older:
             raise TargetRejected(
-                f"{self.url}: version {message.version} is older than {served}, which is served",
+                f"{self.url}: version {message.version} is older than {served}, which the engine serves",
                 url=self.url,
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
@@ -282,7 +287,7 @@ class Link:
             self._asked(kind, bucket, began, error=str(error))
             raise
         self._asked(kind, bucket, began, ack)
-        with self._adding:  # two buckets may be answered at once
+        with self._adding:  # answers to two buckets may arrive at once
             self.load_s += ack.load_s
             self.verify_s += ack.verify_s
             self.peak_extra_bytes = max(self.peak_extra_bytes, ack.peak_extra_bytes)
@@ -313,23 +318,22 @@ class Link:
 
 
 def in_flight_to(links: Sequence[Link]) -> int:
-    """How many buckets all targets may be told of before they have answered the first."""
+    """Returns how many buckets may be announced to all targets before they have answered the first: 1 or 2."""
     return min((link.adapter.in_flight for link in links), default=1)
 
 
 def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int | None = None) -> None:
-    """Tells one target of new weights, a bucket or a folder, and reads its answer.
+    """Announces new weights, a bucket or a folder, to one target and reads the answer.
 
     Args:
         link: The target.
         steps: The requests.
         what: Name of the weights, for the error.
         timeout_s: Deadline of the answer, in seconds.
-        bucket: Index of the bucket, if the weights are one.  Its clock begins when the target has answered to the
-            bucket before.
+        bucket: Index of the bucket; None for a folder.  The deadline counts from the answer to the bucket before.
 
     Raises:
-        TargetRejected, TargetLost: The error names the target and the weights.  It says "half updated" if the engine
+        TargetRejected, TargetLost: The error names the target and the weights, and is ``half_updated`` if the engine
             does not stage.
     """
     half = not link.stages

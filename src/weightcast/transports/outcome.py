@@ -27,18 +27,18 @@ class Outcome:
 
     Attributes:
         info: The target's description when it was probed; None if it did not answer.
-        failed: Why it dropped out, if it did.
-        proof: Highest level reached.
-        digests: Asked for when all is over: at that level, by tensor name.
-        matched: Engine ranks that agree with it.
-        proven: Tensors that were read back and are what was sent.
-        committed: Its answer to the commit.
-        in_doubt: It was told to commit, its answer was lost, and it could not be asked again.
-        reverted: Its answer when it was switched back; None if it was not.
-        ahead: It serves the new version, and others were switched back.
-        peak_extra_bytes: Most extra memory of any of its ranks.
-        message: Anything worth knowing.
-        notes: What went wrong beside the update.
+        failed: The error for which the target dropped out; None if it did not.
+        proof: Highest level of proof that was reached.
+        digests: Returns the digests at that level, by tensor name.  Called when the update is over.
+        matched: Number of engine ranks whose digests agree with ``digests``.
+        proven: Number of tensors that were read back and equal what was sent.
+        committed: The target's answer to Commit; None before it.
+        in_doubt: True if the answer to Commit was lost and the target could not be asked again.
+        reverted: The target's answer to Revert; None if it was not switched back.
+        ahead: True if the target serves the new version although others were switched back.
+        notes: Failures that did not fail the update.
+        peak_extra_bytes: Most extra memory of any engine rank, in bytes.
+        message: Remarks for the report.
     """
 
     info: EngineInfo | None = None
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def answers_otherwise(self) -> bool:
-        """True if the target keeps what was sent, and its log-probabilities differ from the trainer's all the same."""
+        """True if the target keeps what was sent, but its log-probabilities differ from the trainer's."""
         return isinstance(self.failed, VerificationFailed) and self.proof == "resident"
 
     def add(self, words: str) -> None:
@@ -65,26 +65,26 @@ class Outcome:
         self.message = f"{words}; {self.message}" if self.message else words
 
     def received(self, ack: Ack, sent: Sent) -> None:
-        """Notes that the target received exactly what was sent.
+        """Records that the target received exactly what was sent.
 
         Args:
             ack: The target's answer to Close.
-            sent: What was sent.
+            sent: Digests of everything sent.
         """
         self.proof = "received"
         self.matched = ack.received_ranks
         self.digests = lambda: sent.received
 
     def resident(self, link: Link, ack: Ack, expected: Mapping[str, str]) -> None:
-        """Checks that the target keeps what was sent, and notes it.
+        """Checks that the target keeps what was sent, and records it.
 
         Args:
             link: The target.
-            ack: Its answer to Commit.
-            expected: Digest by tensor name, in the dtype that it keeps; empty for no proof.
+            ack: The target's answer to Commit.
+            expected: Digest by tensor name, in the dtype that the target keeps; empty for no proof.
 
         Raises:
-            VerificationFailed: It keeps something else.
+            VerificationFailed: The target keeps something else.
         """
         self.committed = ack
         self.message = ack.message
@@ -104,11 +104,11 @@ class Outcome:
             self.message = f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them"
 
     def row(self, url: str, now: EngineInfo | WeightcastError | None) -> TargetReport:
-        """The target's line in the report.
+        """Returns the target's row in the report.
 
         Args:
             url: The target.
-            now: What it said when it was asked again, for a target that has not committed or has failed.
+            now: Result of another probe, for a target that has not committed or has failed; None for others.
         """
         answer = self.reverted or self.committed
         status: TargetStatus = "serving" if answer is not None and self.reverted is None else "untouched"
@@ -125,9 +125,9 @@ class Outcome:
         if self.failed is not None:
             message = str(self.failed)
         if self.in_doubt:
-            message = f"{message}; whether it has switched is not known: send it a full update"
+            message = f"{message}; it is not known whether the engine has switched: send it a full update"
         if self.ahead or (isinstance(self.failed, VerificationFailed) and self.committed is not None):
-            # It serves something else than was sent, or than the others do, whatever it says of itself.
+            # The engine serves other weights than were sent, or than the other engines do, whatever state it reports.
             status = "quarantined" if self.reverted is None else status
         if self.reverted is not None and self.message and self.message not in message:
             message = f"{self.message}; {message}"
@@ -154,16 +154,16 @@ class Outcome:
 
 
 def check_share(link: Link, count: int, unproven: Sequence[str], least: float) -> None:
-    """Checks that the target can prove enough tensors to be resident.
+    """Checks that the target can prove a sufficient share of tensors to be resident.
 
     Args:
         link: The target.
-        count: How many tensors it is sent.
-        unproven: Names of those that it cannot read back.
+        count: Number of tensors that will be sent.
+        unproven: Names of the tensors that the target cannot read back.
         least: Smallest share of tensors to be proven, from 0 to 1.
 
     Raises:
-        VerificationFailed: It cannot; the text names the first tensors.
+        VerificationFailed: The share is too small.  The text names the first unproven tensors.
     """
     proven = count - len(unproven)
     if proven < least * count:
@@ -183,8 +183,8 @@ def arrived(link: Link, ack: Ack, sent: Sent) -> bool:
 
     Args:
         link: The target.
-        ack: Its answer to Close.
-        sent: What was sent.
+        ack: The target's answer to Close.
+        sent: Digests of everything sent.
     """
     same = ack.received_all == sent.of_all if ack.received_all else not unequal(sent.received, ack.received)
     return same and not ack.mismatched and ack.received_ranks == link.info.tp_size
@@ -195,31 +195,31 @@ def received_otherwise(link: Link, ack: Ack, sent: Sent, *, gathers: bool) -> Ve
 
     Args:
         link: The target.
-        ack: Its answer to Close, by name.
-        sent: What was sent.
-        gathers: Buckets are gathered from several trainer ranks, and nothing says that the fault was not there.
+        ack: The target's answer to Close, by name.
+        sent: Digests of everything sent.
+        gathers: True if buckets are gathered from several trainer ranks, so the gather may be at fault.
     """
     names = unequal(sent.received, ack.received) or list(ack.mismatched)
     what = "the trainer ranks hold" if gathers else "was sent"
-    where = "; the gather among trainer ranks or the way to this engine is at fault" if gathers else ""
+    where = "; the gather among trainer ranks or the transfer to this engine is at fault" if gathers else ""
     return VerificationFailed(
         f"{link.url} received something else than {what}: {', '.join(names[:6])} "
         f"({ack.received_ranks} of {link.info.tp_size} ranks agree){where}",
         url=link.url,
         names=names,
-        hint="nothing was switched; a bit flipped on the way, or a buffer was reused too early",
+        hint="no engine has switched; a bit flipped in the transfer, or a buffer was reused too early",
     )
 
 
 def check_alike(links: Sequence[Link]) -> None:
-    """Engines that held the same weights before, and were sent the same, must hold the same now.
+    """Checks that engines with the same weights before the update have the same weights after it.
 
-    Asks their own checksums, which compare only among themselves.  It finds an engine that has not loaded what its
-    siblings have; it says nothing of what all of them have got wrong alike.
+    It compares the engines' own checksums, which are comparable only among engines of one kind, version and size.  So
+    it finds an engine that has not loaded what the others have, but no error that all of them share.
 
     Raises:
-        VerificationFailed: One holds something else than its siblings.
-        TargetsFailed: Several do.
+        VerificationFailed: An engine's checksum differs from the others'.
+        TargetsFailed: Several engines' checksums do.
     """
     alike: dict[tuple[str, int, str], Link] = {}
     wrong = list[VerificationFailed]()
@@ -231,9 +231,7 @@ def check_alike(links: Sequence[Link]) -> None:
         first = alike.setdefault((link.info.engine, link.info.tp_size, before), link)
         assert first.committed is not None
         if first.committed.checksum != after:
-            words = (
-                f"{link.url} and {first.url} held the same weights and were sent the same, and now hold different ones"
-            )
-            hint = "one of the two is wrong: their own checksums of all weights differ"
+            words = f"{link.url} and {first.url} had the same weights before this update and have different ones now"
+            hint = "one of the two has not loaded what was sent: their own checksums of all weights differ"
             wrong.append(VerificationFailed(words, url=link.url, names=(), hint=hint))
     raise_together(wrong)

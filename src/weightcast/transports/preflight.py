@@ -5,15 +5,19 @@ The checks read the engines' descriptions of themselves.  They send nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
-from weightcast.config import PauseMode, TransportName
+from weightcast.config import PauseMode, TransportName, UpdateConfig, VerifyLevel
 from weightcast.errors import ConfigError
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.casts import why_no_cast
 from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import EngineInfo
+
+log = logging.getLogger("weightcast.transports.preflight")
 
 _SHOWN = 6
 
@@ -57,6 +61,58 @@ def check_pause(link: Link, pause: PauseMode) -> None:
         raise ConfigError(f"{link.url} ({link.info.engine}) cannot be updated with pause={pause!r}: {why}")
 
 
+def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
+    """Checks that a target can prove what the caller requires.
+
+    Args:
+        link: The target.
+        level: Lowest level of proof that is accepted.
+        scores: True if the trainer's model has a forward pass.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if level == "behaviour" and not scores:
+        raise ConfigError(
+            "require='behaviour' needs a forward pass, and this exporter has none",
+            hint="update from a trainer that holds the model, or require resident",
+        )
+    if level in ("received", "resident") and level not in link.adapter.proves:
+        raise ConfigError(
+            f"{link.url} ({link.info.engine}) cannot prove that weights are {level}, which is required",
+            hint='install the plug-in where there is one (docs/engines), or prove with verify="behaviour"',
+        )
+
+
+def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -> None:
+    """Checks the number of the first update against what the engines serve, long before that update.
+
+    Without ``first_version`` a warning says which numbers the engines will refuse.
+
+    Raises:
+        ConfigError: An engine serves a higher version than ``first_version``, and older ones are not allowed; with
+            ``on_failure="quarantine"``, every engine does.
+    """
+    served = [(info.version, url) for url, info in infos.items() if info.version]
+    if not served or config.allow_older:
+        return
+    version, url = max(served)
+    first = config.first_version
+    ahead = [url for number, url in served if first is not None and first < number]
+    if first is None:
+        log.warning(
+            "%s serves version %d: update() counts on from there, and update(version=N) with a lower N is refused "
+            "unless connected with allow_older=True",
+            url,
+            version,
+        )
+    elif len(ahead) == len(infos) or (ahead and config.on_failure == "raise"):
+        raise ConfigError(
+            f"version {first} is older than {version}, which {url} serves",
+            hint="let update() count on by itself, or allow an older version on purpose (allow_older, --allow-older)",
+        )
+
+
 def check_places(transport: TransportSpec, placement: Placement) -> None:
     """Checks that every engine rank finds a buffer on its own GPU.
 
@@ -93,7 +149,8 @@ def choose_transport(asked: TransportName, placement: Placement) -> TransportSpe
         if spec.name not in info.transports:
             raise ConfigError(
                 f"{url} ({info.engine}) takes no update by {spec.name}, only by {', '.join(info.transports) or 'none'}",
-                hint=info.message or "see docs/engines for the flags that it needs; choose a transport with --via",
+                hint=info.message
+                or "docs/engines/matrix.md lists the transports of each engine; choose one with --via",
             )
     if spec.one_host and placement.other_host is not None:
         raise ConfigError(

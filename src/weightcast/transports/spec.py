@@ -14,7 +14,7 @@ import torch
 
 from weightcast.comm.ipc import host_id
 from weightcast.config import TransportName, UpdateConfig
-from weightcast.protocols import Sharing, Transport
+from weightcast.protocols import Delivery, Sharing, Transport
 from weightcast.transports.link import Link
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import EngineInfo
@@ -82,8 +82,8 @@ class TransportSpec:
     Attributes:
         name: The transport's name in ``UpdateConfig.transport``.
         build: Builds the transport; nothing is sent yet.
+        delivery: The steps by which engines get the weights.
         one_host: True if trainer and engines must share a host.
-        shares_memory: True if engine ranks map the trainer's buffers, so each engine GPU needs a buffer of its own.
         zero_copy: True if host tensors can be sent from the model's own memory.
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
@@ -92,9 +92,14 @@ class TransportSpec:
 
     name: TransportName
     build: Callable[[Wiring], Transport]
+    delivery: Delivery
     one_host: bool = False
-    shares_memory: bool = False
     zero_copy: bool = False
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = _never
     check: Callable[[Placement], None] = _accept
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if engine ranks map the trainer's buffers, so each engine GPU needs a buffer of its own."""
+        return self.delivery in ("memory", "handles")

@@ -18,7 +18,15 @@ from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.preflight import check_fits, check_pause, check_places, choose_receivers, choose_transport
+from weightcast.transports.preflight import (
+    check_first_version,
+    check_fits,
+    check_pause,
+    check_places,
+    check_proof,
+    choose_receivers,
+    choose_transport,
+)
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.update.messages import Choice
 from weightcast.watch.events import Events
@@ -89,6 +97,8 @@ class Plan:
         healthy = {url: info for url, info in infos.items() if isinstance(info, EngineInfo)}
         if self._config.on_failure == "raise" or not healthy:
             raise_together([info for info in infos.values() if not isinstance(info, EngineInfo)])
+        if self._roster.current is None:
+            check_first_version(healthy, self._config)
         for link in self.links.values():
             link.planned = False
             link.opens = slice(0, 0)
@@ -112,13 +122,14 @@ class Plan:
         on_host = spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Choice(
-            lends=self._zero_copy,
+            zero_copy=self._zero_copy,
             transport=spec.name,
             receivers=self.receivers,
             packing=self._packing,
             ways=tuple({link.sharing for link in links}) if shares else (),
             opens=opens["torch"] if shares else 0,
             ring_opens=opens["ring"] if shares else 0,
+            served=max((info.version for info in healthy.values() if info.version is not None), default=None),
         )
 
     def kept_links(self, roster: Roster) -> dict[str, Link]:
@@ -129,7 +140,7 @@ class Plan:
         """Asks targets for their description; returns each target's description or error."""
         found = self._roster.look(urls, hasty=hasty, since=since)
         return {
-            url: self._remembered(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
+            url: self._add_break_off(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
         }
 
     def links_for(self, infos: Mapping[str, EngineInfo | WeightcastError]) -> tuple[list[Link], Probed]:
@@ -188,8 +199,9 @@ class Plan:
     def _check(self, link: Link) -> None:
         """Checks that the target can be updated by the chosen transport."""
         check_pause(link, self._config.pause)
+        check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
         spec = self.transport
-        link.adapter.check(self._specs, transport=spec.name, bucket_bytes=self._config.bucket_bytes)
+        link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing
         link.planned = True
 
@@ -213,7 +225,7 @@ class Plan:
                 hint="call retarget() with the targets as they are now",
             )
 
-    def _remembered(self, url: str, info: EngineInfo) -> EngineInfo:
+    def _add_break_off(self, url: str, info: EngineInfo) -> EngineInfo:
         """Adds to an engine's description that an update of it broke off, which a stock engine does not know."""
         link = self.links.get(url)
         if link is None or not _is_same(link.info, info) or not link.mixed:

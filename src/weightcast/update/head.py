@@ -7,12 +7,8 @@ returns an ``AttemptResult``, which ``update/updater.py`` tells to every rank.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -21,25 +17,25 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target, UpdateConfig
 from weightcast.digest.sent import Sent
 from weightcast.digest.source_sums import Folded
-from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, VerificationFailed, WeightcastError
+from weightcast.errors import ConfigError, UpdateFailed, VerificationFailed, WeightcastError
 from weightcast.fleet.roster import Current, Roster
-from weightcast.protocols import Exporter, Transport
+from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport
 from weightcast.transports.blame import engine_of, failures_of, raise_together, run_each, together
-from weightcast.transports.link import Link, in_flight_to
+from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.update.choose import Plan
 from weightcast.update.messages import AttemptResult, Choice, Failure
+from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
 from weightcast.watch.events import AttemptStarted, Events, short
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, total_bytes
-from weightcast.wire.messages import Ack, EngineInfo, Open, Owner
+from weightcast.wire.messages import Ack, EngineInfo, Open
 
 log = logging.getLogger("weightcast.update.head")
 
-LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
 FOLLOW_DEADLINES = 6  # other trainer ranks wait this many deadlines, because they cannot see what the head waits for
 
 
@@ -66,9 +62,7 @@ class Head:
         self._exporter = exporter
         self._bytes = total_bytes(specs)
         self._roster = roster
-        self._transport: Transport | None = None
-        self._signature: tuple[object, ...] = ()
-        self._links: list[Link] = []
+        self._sessions = Sessions(self._plan, roster, config)
         self._excluded: set[str] = set()
         self._attempts = 0
         self._outcomes: dict[str, Outcome] = {}
@@ -76,7 +70,6 @@ class Head:
         self._started = 0.0
         self._version = 0
         self._asked_at: float | None = None
-        self._num_buckets = 0
         self._failure: WeightcastError | None = None
 
     # -- before an attempt
@@ -141,39 +134,31 @@ class Head:
             bucket_runs: Sizes in bytes of the broadcasts of each bucket.
         """
         self._failure = None
-        self._links = []
+        self._sessions.begin()
         self._attempts += 1
-        self._num_buckets = 0
         with self._phase("open"):
             try:
-                self._links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
-                transport = self._renew_transport()
-                message = _open_message(self._config, self._links, version, specs, bucket_runs)
-                urls = tuple(link.url for link in self._links)
-                self._events.emit(
-                    AttemptStarted(
-                        number=self._attempts,
-                        session=short(message.session),
-                        version=version,
-                        targets=urls,
-                        at=time.monotonic(),
-                    )
-                )
-                try:
-                    run_each(lambda link: self._verifier.check_opened(link, link.open(message)), self._links)
-                finally:
-                    for link in self._links:
-                        if link.session:
-                            self._roster.opened(link.url)
-                transport.connect()
+                links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
+                self._sessions.open(links, version, specs, bucket_runs, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 return self._fail(error)
-        return AttemptResult(sums_buckets=self._verifier.open(specs, self._links))
+        return AttemptResult(sums_buckets=self._verifier.open(specs, self._sessions.links))
 
     @property
     def failed(self) -> bool:
         """True once a bucket could not be sent."""
         return self._failure is not None
+
+    def _began(self, message: Open) -> None:
+        self._events.emit(
+            AttemptStarted(
+                number=self._attempts,
+                session=short(message.session),
+                version=message.version,
+                targets=tuple(link.url for link in self._sessions.links),
+                at=time.monotonic(),
+            )
+        )
 
     def add_phase(self, name: str, seconds: float) -> None:
         """Adds to the time of a phase."""
@@ -181,13 +166,11 @@ class Head:
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Digests and sends a bucket; ``finish`` reports a failure."""
-        assert self._transport is not None
         try:
             with self._phase("pack", bucket.layout.index):
                 self._verifier.add(bucket)
             with self._phase("send", bucket.layout.index):
-                self._transport.send(bucket, shared)
-            self._num_buckets += 1
+                self._sessions.send(bucket, shared)
         except WeightcastError as error:
             self._failure = error
 
@@ -201,29 +184,28 @@ class Head:
             self._verifier.release()
 
     def _finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> AttemptResult:
-        assert self._transport is not None
         try:
             if self._failure is not None:
                 raise self._failure
             with self._phase("pack"):
                 sent = self._verifier.finish(sources, buckets)
             with self._phase("send"):
-                self._transport.drain()
+                self._sessions.drain()
             with self._phase("verify"):
                 self._close_all(sent)
             with self._phase("commit"):
                 # No target switches before all targets have received everything and have proven it.
-                run_each(lambda link: self._commit_one(link, sent), self._links)
-                check_alike(self._links)
+                run_each(lambda link: self._commit_one(link, sent), self._sessions.links)
+                check_alike(self._sessions.links)
         except WeightcastError as error:
             return self._fail(error)
-        self._phases["load"] = max(link.load_s for link in self._links)
-        self._phases["verify"] = self._phases.get("verify", 0.0) + max(link.verify_s for link in self._links)
+        self._phases["load"] = max(link.load_s for link in self._sessions.links)
+        self._phases["verify"] = self._phases.get("verify", 0.0) + max(link.verify_s for link in self._sessions.links)
         wants_score = self._config.verify == "behaviour"
         if wants_score and hasattr(self._exporter, "logprobs"):
             return AttemptResult(score=True)
         if wants_score:
-            for link in self._links:
+            for link in self._sessions.links:
                 self._outcomes[link.url].add("this exporter has no forward pass, so behaviour could not be compared")
         return AttemptResult(report=self._report())
 
@@ -236,11 +218,11 @@ class Head:
             why_not: The reason why the trainer has none; empty if it has.
         """
         if why_not:
-            for link in self._links:
+            for link in self._sessions.links:
                 self._outcomes[link.url].add(why_not)
         else:
             compare = self._verifier.compare_scores
-            run_each(lambda link: compare(link, self._outcomes[link.url], tokens, mine), self._links)
+            run_each(lambda link: compare(link, self._outcomes[link.url], tokens, mine), self._sessions.links)
         bad = together(
             outcome.failed for outcome in self._outcomes.values() if isinstance(outcome.failed, VerificationFailed)
         )
@@ -258,17 +240,11 @@ class Head:
 
     def give_up(self, reason: str) -> None:
         """Ends every session, because the trainer or a target failed."""
-        if self._transport is not None:
-            self._transport.abort(reason)
-        _abort_all(self._links, self._roster, reason)
-        if self._transport is not None:
-            self._transport.settle()
+        self._sessions.abort(reason)
 
     def close(self) -> None:
         """Closes the transport on both sides; safe to call twice."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        self._sessions.close()
         for link in self._plan.links.values():
             for note in link.take_notes():  # no report comes after this
                 log.warning("%s: %s", link.url, note)
@@ -278,18 +254,20 @@ class Head:
         self._failure = error
         self.give_up(str(error))
         culprits = (
-            {} if isinstance(error, WeightsChanged) else _culprits(error, self._plan, self._links, self._outcomes)
+            {}
+            if isinstance(error, WeightsChanged)
+            else _culprits(error, self._plan, self._sessions.links, self._outcomes)
         )
         for url, failure in culprits.items():
             self._outcomes[url].failed = failure
-        active = [link.url for link in self._links]
+        active = [link.url for link in self._sessions.links]
         self._excluded |= culprits.keys()
         remaining = [url for url in active if url not in self._excluded]
-        nothing_committed = not any(link.committed for link in self._links)
+        nothing_committed = not any(link.committed for link in self._sessions.links)
         if self._config.on_failure == "quarantine" and culprits and remaining and nothing_committed:
             return AttemptResult(again=True)
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
-        untouched = not self._links and self._attempts <= 1
+        untouched = not self._sessions.links and self._attempts <= 1
         if untouched or isinstance(error, WeightsChanged):
             return AttemptResult(failure=Failure.of(error))
         return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
@@ -299,7 +277,7 @@ class Head:
         words = ""
         if self._config.on_failure == "raise":
             words = switch_back(
-                self._links,
+                self._sessions.links,
                 self._outcomes,
                 version=self._version,
                 reason=str(error),
@@ -331,43 +309,28 @@ class Head:
             raise ConfigError("no target is active")
         return links
 
-    def _renew_transport(self) -> Transport:
-        """Returns the transport; a new one if a target came back as another member of its groups."""
-        signature = tuple((link.url, link.info.incarnation) for link in self._links)
-        shown = all(link.info.shows_restart for link in self._links)
-        if self._transport is not None and shown and signature == self._signature:
-            return self._transport
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = self._plan.build_transport(self._links)
-        self._signature = signature
-        return self._transport
-
     def _close_all(self, sent: Sent) -> None:
         """Tells every target that everything was sent, and compares the digests of what arrived."""
         by_name = self._verifier.asks_by_name(sent)
 
         def close(link: Link) -> None:
             if by_name or link.closed is None:  # a target that knew the number of buckets closed with the last one
-                self._close_one(link, by_name=by_name)
+                self._sessions.close_one(link, by_name=by_name)
 
-        run_each(close, self._links)
+        run_each(close, self._sessions.links)
         self._verifier.compare_received(
             sent,
-            self._links,
+            self._sessions.links,
             self._outcomes,
             version=self._version,
-            close_by_name=lambda link: self._close_one(link, by_name=True),
+            close_by_name=lambda link: self._sessions.close_one(link, by_name=True),
         )
-
-    def _close_one(self, link: Link, *, by_name: bool) -> Ack:
-        return link.close(buckets=self._num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
 
     def _commit_one(self, link: Link, sent: Sent) -> None:
         outcome = self._outcomes[link.url]
 
         def ask_again(lost: WeightcastError) -> Ack:
-            return _ask_again(self._plan, link, outcome, lost, timeout_s=self._config.timeout_s)
+            return self._sessions.commit_again(link, outcome, lost)
 
         self._verifier.commit(link, outcome, sent, ask_again)
 
@@ -383,7 +346,7 @@ class Head:
             outcome.notes += link.take_notes() if link is not None else ()
         rows = tuple(outcome.row(url, now.get(url)) for url, outcome in self._outcomes.items())
         digest = self._verifier.digest
-        for link in self._links:
+        for link in self._sessions.links:
             if link.committed is not None:
                 link.digest = digest
         moved_on = any(row.status == "serving" for row in rows)
@@ -396,8 +359,8 @@ class Head:
         return UpdateReport(
             version=self._version,
             transport=self._plan.transport.name,
-            bytes=self._bytes,
-            buckets=self._num_buckets,
+            bytes=min(self._sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
+            buckets=self._sessions.num_buckets,
             seconds=time.monotonic() - self._started,
             phases=phases,
             peak_extra_bytes=0,
@@ -417,55 +380,6 @@ class Head:
             self._events.step_ended(name, began, ended, bucket=bucket)
 
 
-def _open_message(
-    config: UpdateConfig,
-    links: Sequence[Link],
-    version: int,
-    specs: tuple[TensorSpec, ...],
-    bucket_runs: tuple[tuple[int, ...], ...],
-) -> Open:
-    return Open(
-        session=secrets.token_hex(16),
-        owner=Owner(host=socket.gethostname(), pid=os.getpid()),
-        version=version,
-        allow_older=config.allow_older,
-        timeout_s=config.timeout_s,
-        lease_s=config.timeout_s * LEASE_DEADLINES,
-        pause=config.pause,
-        verify=config.verify,
-        digest=config.digest,
-        specs=specs,
-        # A receiver that knows these sizes may post bucket n+1's receive before it replies to n, so the sender must
-        # not wait for that reply.
-        bucket_runs=bucket_runs if in_flight_to(links) > 1 else (),
-    )
-
-
-def _ask_again(plan: Plan, link: Link, outcome: Outcome, lost: WeightcastError, *, timeout_s: float) -> Ack:
-    """Returns the answer to a Commit whose first answer was lost.
-
-    Raises:
-        WeightcastError: ``lost``, if the engine cannot be asked or does not know; its outcome is in doubt then.
-        TargetRejected: The engine has not switched.
-    """
-    outcome.in_doubt = True
-    if not link.adapter.leased:
-        raise lost  # the engine would take a second Commit for another one
-    now = plan.probe([link.url], hasty=True)[link.url]
-    if not isinstance(now, EngineInfo):
-        raise lost
-    try:
-        ack = link.commit_again(timeout_s=timeout_s)
-    except TargetRejected:
-        outcome.in_doubt = False
-        raise
-    except WeightcastError:
-        raise lost from None
-    outcome.in_doubt = False
-    outcome.notes.append(f"its answer to Commit was lost ({lost}); asked again, it had switched")
-    return ack
-
-
 def _culprits(
     error: WeightcastError, plan: Plan, links: Sequence[Link], outcomes: Mapping[str, Outcome]
 ) -> dict[str, WeightcastError]:
@@ -478,17 +392,3 @@ def _culprits(
     return {
         url: error for url, info in infos.items() if not isinstance(info, EngineInfo) or info.state == "quarantined"
     }
-
-
-def _abort_all(links: Sequence[Link], roster: Roster, reason: str) -> None:
-    """Ends every open session, and tells the roster which targets kept one whole version."""
-    open_links = [link for link in links if link.session]
-    if not open_links:
-        return
-    with ThreadPoolExecutor(max_workers=len(open_links)) as pool:
-        answers = list(pool.map(Link.abort, open_links, [reason] * len(open_links)))
-    for link, answer in zip(open_links, answers, strict=True):
-        if link.silent:
-            roster.fell_silent(link.url, reason)
-        whole = answer is not None and answer.state == "serving" and not link.mixed
-        roster.broke_off(link.url, reason, whole=whole)

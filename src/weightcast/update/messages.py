@@ -66,7 +66,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         ways: The kinds of handles to the buffers, for a transport that shares memory.
         opens: Number of engine processes that open a buffer in torch's way.
         ring_opens: Number of engine processes that open the storage of all buffers.
-        lends: True if large tensors are sent without a copy, from the model's own memory.
+        zero_copy: True if large tensors are sent without a copy, from the model's own memory.
+        served: Highest version that a target serves; None if no target knows its own.
     """
 
     failure: Failure | None = None
@@ -76,7 +77,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     ways: tuple[str, ...] = ()
     opens: int = 0
     ring_opens: int = 0
-    lends: bool = False
+    zero_copy: bool = False
+    served: int | None = None
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):

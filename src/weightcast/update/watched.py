@@ -1,16 +1,70 @@
-"""Emits the beginning and the end of an update, on every trainer rank."""
+"""The beginning and the end of an update on every trainer rank: events, and what each rank tells the head."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import msgspec
+
+from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import UpdateFailed
 from weightcast.fleet.health import TargetHealth
 from weightcast.report import UpdateReport
+from weightcast.timeline.tracks import Timeline
 from weightcast.watch.events import Events, Outcome, TargetNow, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.timeline import RankSteps, TimelineRecorder
 
 Health = Callable[[], Sequence[TargetHealth]]
+
+
+class _RankEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The message of each trainer rank to the head at the end of an update."""
+
+    extra_bytes: int
+    steps: RankSteps
+
+
+_rank_end = msgspec.json.Decoder(_RankEnd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """The end of an update on all trainer ranks.
+
+    Attributes:
+        extra_bytes: Most extra memory of any rank, in bytes.
+        timeline: Makes the timeline of all ranks.
+    """
+
+    extra_bytes: int
+    timeline: Callable[[], Timeline]
+
+
+def gather_ends(
+    group: TrainerGroup, recorder: TimelineRecorder, extra_bytes: int, *, heard: float, asked_at: float
+) -> Ends | None:
+    """Gathers what every rank has to tell at the end of an update; None on ranks other than the head.  Collective.
+
+    Args:
+        group: The trainer ranks.
+        recorder: The steps of this rank.
+        extra_bytes: Most extra memory of this rank, in bytes.
+        heard: Time at which this rank heard that the update is over.
+        asked_at: Time on the head before it told them.
+    """
+    mine = _RankEnd(extra_bytes=extra_bytes, steps=recorder.mine(heard))
+    gathered = group.gather_bytes(msgspec.json.encode(mine))
+    told_at = time.monotonic()
+    if gathered is None:
+        return None
+    ends = [_rank_end.decode(end) for end in gathered]
+    others = [end.steps for end in ends[1:]]
+    return Ends(
+        extra_bytes=max(end.extra_bytes for end in ends),
+        timeline=lambda: recorder.timeline(others, asked_at=asked_at, told_at=told_at),
+    )
 
 
 def run_watched(

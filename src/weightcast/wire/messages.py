@@ -3,12 +3,11 @@
 Trainer to engine: ``Open``, ``Join``, ``Announce``, ``Close``, ``Commit``, ``Revert``, ``Abort``, ``Leave``,
 ``Readback``.
 Engine to trainer: ``EngineInfo`` (its description) and ``Ack`` (the answer to every message).
-Inside an engine each rank answers ``RankAck``; the engine folds them into one ``Ack``.
+Inside an engine each rank answers with a ``RankAck``, and the engine combines them into one ``Ack``.
 
-One update is  Open, Join (when the group changed), Announce for each bucket, Close, Commit.
-``Close`` means "no more buckets, is everything there?"; ``Commit`` makes it live.  They are two
-messages so that no engine switches before all engines have everything.  ``Revert`` undoes a commit while no other
-session has been opened.
+An update is Open, Join (if the group changed), Announce for each bucket, Close, Commit.  ``Close`` asks whether
+everything has arrived, and ``Commit`` makes it live.  They are two messages so that no engine switches before every
+engine has everything.  ``Revert`` undoes a commit until another session is opened.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, Te
 PROTOCOL = 3
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
 MAX_BUCKETS = 1 << 20
-MAX_GROUP = 1 << 14  # ranks in a group: gloo takes memory for every one of them before it has met any
+MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them before it connects to any
 GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
 
 Session = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
-# No control characters: what an engine says of itself is shown on terminals.
+# No control characters: the engine's description is shown on terminals.
 Label = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 Digest = Annotated[str, Meta(max_length=80)]
 Version = Annotated[int, Meta(ge=0, le=2**53)]
@@ -47,8 +46,6 @@ _AnyName = Annotated[str, Meta(max_length=512)]
 TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
 Steps = Annotated[tuple[Step, ...], Meta(max_length=1 << 20)]
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
-
-
 Runs = Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)]
 
 
@@ -56,8 +53,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The trainer process that owns a session, for error messages.
 
     Attributes:
-        host: Its host name.
-        pid: Its process id there.
+        host: Name of the trainer's host.
+        pid: Process id on that host.
     """
 
     host: Text
@@ -70,14 +67,14 @@ class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         kind: ``cuda`` (a CUDA IPC handle) or ``shm`` (an anonymous shared-memory file of the trainer).
         device: For ``cuda``, the UUID of the GPU; for ``shm``, ``"cpu"``.
-        size_bytes: Size of the buffer.
-        token: Random, another for every buffer: one that is freed and allocated again may have the same handle.  For
-            ``shm``, also the name that the file must carry, so that a reused pid cannot be mistaken.
+        size_bytes: Size of the buffer, in bytes.
+        token: Random id of the buffer, because a freed and newly allocated one may have the same handle.  For ``shm``
+            it is also the name of the file, so that the file of a process with a reused pid is not taken for this one.
         pid: For ``shm``, the process that holds the file.
-        fd: For ``shm``, its descriptor there.
+        fd: For ``shm``, the file's descriptor in that process.
         handle: For ``cuda``, the handle of the allocation.
-        offset_bytes: For ``cuda``, where the buffer starts in the allocation.
-        event: For ``cuda``, the handle of the event that says the buffer is filled; empty if it already is.
+        offset_bytes: For ``cuda``, first byte of the buffer in the allocation.
+        event: For ``cuda``, the handle of the event after which the buffer is filled; empty if it is filled already.
     """
 
     kind: Literal["cuda", "shm"]
@@ -92,7 +89,7 @@ class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class IpcSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ipc"):
-    """The bucket lies in memory that this host shares: one handle for each trainer rank that filled one."""
+    """The bucket is in shared memory of this host.  ``handles`` has one for each trainer rank that filled a buffer."""
 
     handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
 
@@ -107,17 +104,18 @@ Source = IpcSource | BroadcastSource
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="open"):
-    """Start an update.  Refused, with nothing changed, if it does not fit the model or the state.
+    """Starts an update.  The engine refuses it, with nothing changed, if it does not fit the model or the state.
 
     Attributes:
-        session: Unguessable id; every later message carries it.
-        owner: Who opens it.
-        version: The version to be; not lower than the one served unless ``allow_older``.
-        timeout_s: Deadline of each wait inside the engine.
-        lease_s: The session ends by itself this long after the last message.
-        pause: What happens to running requests at the switch.
-        verify: Proof wanted.
-        digest: Digest wanted.
+        session: Unguessable id, which every later message has.
+        owner: The trainer process.
+        version: The new version; not lower than the served one unless ``allow_older``.
+        allow_older: True accepts a lower version.
+        timeout_s: Deadline of each wait inside the engine, in seconds.
+        lease_s: Seconds after the last message at which the engine ends the session by itself.
+        pause: Fate of the requests that run at the switch.
+        verify: Level of proof that the trainer wants.
+        digest: Kind of digest that the trainer wants.
         specs: Every tensor that will be sent, in order.
         bucket_runs: Sizes in bytes of each bucket's broadcasts, in order.  They let a receiver enter the broadcast of a
             bucket early; empty if the sender waits for each reply.
@@ -139,19 +137,19 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
-    """Join a process group across both worlds.  The group outlives an update.
+    """Asks the engine to join a process group of the trainer's head and engine ranks.  The group outlives an update.
 
     Attributes:
-        session: The session that needs the group; empty for a rendezvous outside an update, which gets half a minute
-            at most and ends when an update begins.
-        group: Its name.
-        host: Where the trainer's store listens.
-        port: Port of that store.
-        token: Prefix of the store's keys; a stranger's group cannot be joined by accident.
+        group: Name of the group.
+        host: Address of the trainer's store.
+        port: Port of the trainer's store.
+        token: Prefix of the store's keys, so that no rank joins another trainer's group by accident.
         first_rank: Group rank of this engine's rank 0; the others follow in order.
         world_size: Ranks in the group, the trainer's head (rank 0) included.
         backend: ``nccl`` or ``gloo``.
-        timeout_s: Deadline of the rendezvous.
+        timeout_s: Deadline of the rendezvous, in seconds.
+        session: The session that needs the group; empty for a rendezvous outside an update, which lasts half a minute
+            at most and ends when an update begins.
     """
 
     group: GroupName
@@ -166,17 +164,17 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
-    """Leave a group and unmap buffers.  A group that was never joined is no error.
+    """Asks the engine to leave a group and to unmap buffers.  A group that was never joined is no error.
 
     Attributes:
-        group: Its name; None only unmaps buffers.
+        group: Name of the group; None only unmaps buffers.
     """
 
     group: GroupName | None = None
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="announce"):
-    """A bucket is coming: its source and its contents.  Answered when it has been loaded."""
+    """Announces a bucket: its source and its contents.  The engine answers when it has loaded the bucket."""
 
     session: Session
     layout: BucketLayout
@@ -184,13 +182,15 @@ class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
-    """No more buckets.  The answer has a digest of what arrived and names what is missing; it may be asked again.
+    """Says that all buckets were sent.  The answer has a digest of what arrived and names what is missing.
+
+    The trainer may send it again.
 
     Attributes:
         session: The session.
         buckets: Number of buckets that were sent.
-        by_name: True for the digest of each tensor instead of one for all.  Thousands of digests take long while
-            engines wait to switch, and help only where something went wrong.
+        by_name: True asks for the digest of each tensor instead of one for all.  Thousands of digests take time while
+            engines wait to switch, and are needed only to name the tensors of a failure.
     """
 
     session: Session
@@ -199,30 +199,30 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="commit"):
-    """Make the new weights live: pause, switch, run the finishers, prove, stamp the version, resume.
+    """Makes the new weights live: pause, switch, run the finishers, prove, stamp the version, resume.
 
-    A sender that lost the answer sends it again.  Until the next Open the engine then repeats its answer.
+    A trainer that lost the answer sends the message again.  The engine repeats its answer until the next Open.
 
     Attributes:
         session: The session.
         expected: Fast digests that resident tensors must have, by name; empty without proof.
-        as_received: True if all other resident tensors must equal what was received at Close.  It saves thousands of
+        as_received: True if all other resident tensors must equal what was received at Close.  This saves thousands of
             digests on the wire while an engine waits to switch.
     """
 
     session: Session
-    # Not `Name`: its pattern takes longer than all the rest of the message, while engines wait to switch. A name that
-    # no tensor has is a difference like any other.
+    # Not `Name`: its pattern takes longer than the rest of the message, while engines wait to switch.  A name that no
+    # tensor has counts as a difference.
     expected: Annotated[dict[_AnyName, Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)] = {}
     as_received: bool = False
 
 
 class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="revert"):
-    """Go back to the weights and the version that this session's commit replaced.
+    """Restores the weights and the version that this session's commit replaced.
 
-    An engine with a second set of weights can do it until the next Open, and until it sleeps.  It pauses, switches,
-    runs the finishers, compares what it keeps with the digest that it served before, and resumes.  The answer has the
-    old version and the digests of what is kept.  Like ``Commit`` it may be said again.
+    An engine with a second set of weights can do this until the next Open or until it sleeps.  It pauses, switches,
+    runs the finishers, compares its weights with the digest that it served before, and resumes.  The answer has the old
+    version and the digests of the live weights.  Like ``Commit``, it may be sent again.
 
     Attributes:
         session: The session that was committed last.
@@ -234,7 +234,7 @@ class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
-    """End the session without a commit.  Answered when the session has ended.
+    """Ends the session without a commit.  The engine answers when the session has ended.
 
     Attributes:
         session: The session.
@@ -246,7 +246,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="readback"):
-    """Digest the live weights, through the loader's routes.  Changes nothing."""
+    """Asks for digests of the live weights, which the loader's routes lead to.  Changes nothing."""
 
 
 Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback
@@ -258,9 +258,9 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Partial digest of the part of a source tensor that one rank keeps.
 
     Attributes:
-        spec: The whole source tensor, its dtype as the engine keeps it.
-        box_offset: First index kept, for each dimension.
-        box_shape: Extent kept, likewise.
+        spec: The whole source tensor, with the dtype that the engine keeps.
+        box_offset: First index that the rank keeps, for each dimension.
+        box_shape: Number of indices that the rank keeps, for each dimension.
         total: Partial sum (see ``digest.definition``), unsigned 64 bits.
     """
 
@@ -280,20 +280,21 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         rank: Tensor-parallel rank.
-        ok: False if it refused or failed; ``error`` says why.
+        ok: False if the rank refused or failed; ``error`` says why.
         error: The rank's own words.
-        refused: True if it refused before changing anything.
-        group_failed: True if it failed because its process group did: another member is to blame.
-        touched: True if live parameters may have been changed by this session.
-        missing: Source tensors that did not arrive (whole), by name.
-        not_updated: Parameters and buffers that no source tensor writes, by name.
-        received_all: After Close: one digest of all that arrived (``digest.bucket_sums.Totals``).
-        received: Digest by tensor name of what arrived: after Close by name, and rank 0's after Commit "as received".
-        held: What this rank keeps of each source tensor.
-        unproven: Source tensors whose place in the model cannot be read back, by name.
-        load_s: Seconds spent copying since the last answer.
+        refused: True if the rank refused before it changed anything.
+        group_failed: True if the rank failed because its process group did, so another member is to blame.
+        touched: True if this session may have changed live parameters.
+        missing: Names of source tensors that did not arrive whole.
+        not_updated: Names of parameters and buffers that no source tensor writes.
+        received_all: After Close: one digest of everything that arrived (``digest.bucket_sums.Totals``).
+        received: Digest by name of each tensor that arrived; after a Close that asks for it, and from rank 0 after a
+            Commit with ``as_received``.
+        held: The part of each source tensor that this rank keeps.
+        unproven: Names of source tensors whose place in the model cannot be read back.
+        load_s: Seconds spent on copies since the last answer.
         verify_s: Seconds spent on digests since the last answer.
-        peak_extra_bytes: Most extra memory since the session opened, measured.
+        peak_extra_bytes: Most extra memory since the session opened, in bytes, measured.
         steps: What the rank did since the last answer, on the clock of its host.
     """
 
@@ -319,30 +320,30 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Answer of one engine to one message.
 
     Attributes:
-        ok: False if it refused or failed.
-        error: Why it refused or failed.
+        ok: False if the engine refused or failed.
+        error: Reason of the refusal or failure.
         failed_ranks: Engine ranks that failed.
-        group_failed: True if it failed because its process group did: another member may be to blame.
-        state: What the engine does now.
-        version: Version it serves now; None before the first one is known.
-        ranks: How many ranks it has.
-        closed: True after the last bucket that Open announced: this answers Close as well.
-        received_all: After Close: one digest of all that arrived (rank 0's); empty if they were asked for by name.
-        received: After Close, if asked for: digest by tensor name of what arrived, likewise.
-        received_ranks: After Close: how many ranks received exactly that.
-        resident: After Commit, Revert or Readback: finished digest by tensor name of what the ranks keep together.
-        resident_ranks: After Commit: how many ranks hold nothing but what was expected.
-        mismatched: Names whose digests differ, between ranks or from what was expected.
-        missing: Source tensors that did not arrive, by name.
-        not_updated: Parameters that no source tensor writes, by name.
-        unproven: After Open, Close and Commit: tensors whose place cannot be read back, by name.
-        load_s: Seconds the slowest rank spent copying.
-        verify_s: Seconds the slowest rank spent on digests.
+        group_failed: True if the engine failed because its process group did, so another member may be to blame.
+        state: The engine's state now.
+        version: Version that the engine serves now; None before the first one is known.
+        ranks: Number of engine ranks.
+        closed: True in the answer to the last bucket that Open announced, which answers Close as well.
+        received_all: After Close: rank 0's digest of everything that arrived; empty if asked for digests by name.
+        received: After a Close that asks for it: rank 0's digest by name of each tensor that arrived.
+        received_ranks: After Close: number of ranks that received the same.
+        resident: After Commit, Revert or Readback: digest by name of each tensor that the ranks keep together.
+        resident_ranks: After Commit: number of ranks that keep exactly what was expected.
+        mismatched: Names of tensors whose digests differ between ranks or from what was expected.
+        missing: Names of source tensors that did not arrive.
+        not_updated: Names of parameters that no source tensor writes.
+        unproven: After Open, Close and Commit: names of tensors whose place cannot be read back.
+        load_s: Seconds that the slowest rank spent on copies.
+        verify_s: Seconds that the slowest rank spent on digests.
         stall_s: After Commit: seconds in which the engine generated nothing.
-        peak_extra_bytes: Most extra memory of any rank since the session opened.
-        message: A further note.
-        checksum: After Commit: an engine's own digest of all that it keeps, which compares only with those of engines
-            of its kind, version and size; empty if it has none.
+        peak_extra_bytes: Most extra memory of any rank since the session opened, in bytes.
+        message: A further remark.
+        checksum: After Commit: the engine's own digest of all its weights, which is comparable only among engines of
+            one kind, version and size; empty if the engine has none.
         heard: Time at which the engine's server had read the message, in seconds of its monotonic clock; None if it
             does not say.
         answered: Time at which it had the answer, likewise.
@@ -378,12 +379,12 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one engine rank runs.
+    """Process and device of one engine rank.
 
     Attributes:
         rank: Tensor-parallel rank.
-        pid: Its process; 0 if the engine does not say.
-        device: UUID of its GPU, or ``"cpu"``; ``"cuda"`` if the engine does not say which GPU.
+        pid: Process id; 0 if the engine does not report it.
+        device: UUID of the GPU, or ``"cpu"``; ``"cuda"`` if the engine does not report which GPU.
     """
 
     rank: Rank
@@ -392,33 +393,33 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The description that an engine with our receiver gives of itself, or that a probe found for another one.
+    """An engine's description: sent by our receiver, or made by a probe for an engine without our receiver.
 
     Attributes:
         protocol: Version of this protocol.
-        engine: Kind and version, e.g. ``"weightcast 0.1.0"``.
-        model: Name under which it serves.
-        state: What it does now.
-        version: Version it serves; None if unknown.
-        digest: Model digest of what it serves, from its last commit; None if it was never proven.
+        engine: Kind and version of the engine, e.g. ``"weightcast 1.2.3"``.
+        model: Name under which the engine serves the model.
+        state: The engine's state now.
+        version: Version that the engine serves; None if unknown.
+        digest: Model digest of the served weights, from the last commit; None if it was never proven.
         tp_size: Tensor-parallel size.
-        dp_size: Data-parallel replicas behind its URL.
+        host_id: Boot id of the host: two processes with the same one can share memory.
+        ranks: Process and device of each rank.
+        staging: Place where a new version waits for its commit: ``device``, ``host`` or ``none``.
+        transports: Names of the transports by which the engine can receive weights.
+        specs: Every tensor that a full update must contain, with the dtype that the engine keeps.
+        session_owner: The trainer that updates the engine now; None if there is none.
+        message: Reason why the engine does not serve, or a further remark.
+        paused: True while an update, an operator or sleep pauses the engine.
+        optional: Tensors that the engine knows but does not keep; an update may contain them or not.
+        kind: Name of the engine's adapter; ``native`` for every engine with our receiver.
+        dp_size: Number of data-parallel replicas behind the URL.
         ep_size: Expert-parallel size.
-        host_id: Boot id of its host: two processes with the same one can share memory.
-        ranks: Where its ranks run.
-        staging: ``device``, ``host`` or ``none``: where a new version waits for its commit.
-        staging_bytes: Bytes that the staging set takes on the rank where it takes most; 0 if nothing is staged, or if
-            the engine does not say.
-        transports: Transports by which it can receive.
-        specs: Every tensor that a full update must contain, with the dtype that it keeps.
-        session_owner: The trainer that updates it now; None if there is none.
-        message: Why it is not serving, or a further note.
-        paused: True while an update, an operator or sleep has paused it.
-        optional: Tensors that the engine knows and keeps nowhere; an update may bring them or leave them out.
-        kind: Name of the adapter that speaks to it; ``native`` for every engine with our receiver.
+        staging_bytes: Size of the staging set on the rank where it is largest, in bytes; 0 if nothing is staged, or if
+            the engine does not report it.
         instance: Random id of this start of the server; empty if it has none.
-        tells_version: False if the engine cannot say which version it serves, even after an update.
-        no_pause: Pause modes with which the engine cannot be updated as it was started, and why.
+        tells_version: False if the engine cannot report the version that it serves, even after an update.
+        no_pause: Pause modes with which the engine, as it was started, cannot be updated, each with the reason.
     """
 
     protocol: Count
@@ -447,7 +448,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def incarnation(self) -> tuple[object, ...]:
-        """Equal for two answers of one engine; another after a restart, as far as the engine can tell."""
+        """Identity of the running engine.  It changes with a restart if the engine reports anything that does."""
         return (self.kind, self.host_id, self.instance, tuple((rank.pid, rank.device) for rank in self.ranks))
 
     @property
@@ -457,23 +458,23 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def sizes(self) -> str:
-        """Its parallel sizes, in words."""
+        """The parallel sizes, in words."""
         more = [f"{name} {size}" for name, size in (("dp", self.dp_size), ("ep", self.ep_size)) if size > 1]
         return ", ".join([f"tp {self.tp_size}", *more])
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """UUID of each rank's GPU, ``cpu``, or ``cuda`` where it does not say."""
+        """Each rank's device, as in ``RankInfo.device``."""
         return tuple(rank.device for rank in self.ranks)
 
 
 def shown(text: str) -> str:
-    """Foreign text for a log or a label: one line, without control characters that a terminal would obey."""
+    """Returns text from another process for a log or a label: one line without control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _form(kind: type[msgspec.Struct], table: str) -> Any:
-    """The class with its large table as raw bytes, so that a table seen before is not read again."""
+    """Returns the class with its large table as raw bytes, so that a table in the cache is not decoded again."""
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
         what = msgspec.Raw if field.name == table else field.type
@@ -484,7 +485,7 @@ def _form(kind: type[msgspec.Struct], table: str) -> Any:
 
 _TABLES: dict[type[msgspec.Struct], str] = {Open: "specs", Announce: "layout", EngineInfo: "specs"}
 _TABLES_BYTES = 128 << 20
-_TIMES_ITS_BYTES = 4  # what a decoded table takes
+_TIMES_ITS_BYTES = 4  # memory of a decoded table
 _forms = {kind: _form(kind, table) for kind, table in _TABLES.items()}
 _Specs = Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
 
@@ -501,36 +502,36 @@ _specs: msgspec.json.Decoder[tuple[TensorSpec, ...]] = msgspec.json.Decoder(_Spe
 _Answer = TypeVar("_Answer")
 _Whole = TypeVar("_Whole", Open, Announce, EngineInfo)
 
-# Every update of a model has the same tables, and with many tensors they take longer to read than the weights to
-# travel.  Both ends keep them: what was encoded by identity, what was decoded and checked by its bytes.
+# Every update of a model has the same tables, and with many tensors they take longer to decode than the weights to
+# send.  Both ends cache them: encoded tables by identity, decoded and checked ones by their bytes.
 _encoded: Lru[int, tuple[object, bytes]] = Lru(_TABLES_BYTES)
 _known_layouts: Lru[bytes, BucketLayout] = Lru(_TABLES_BYTES)
 _known_specs: Lru[bytes, tuple[TensorSpec, ...]] = Lru(_TABLES_BYTES)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Any of the classes above as JSON."""
+    """Encodes any of the classes above as JSON."""
     name = _TABLES.get(type(message))
     if name is None:
         return _encoder.encode(message)
     table = getattr(message, name)
     known = _encoded.get(id(table))
     if known is None:
-        known = table, _encoder.encode(table)  # it is kept beside its bytes, so that its id stays its own
+        known = table, _encoder.encode(table)  # the cache keeps the table alive, so that no other one gets its id
         _encoded.put(id(table), known, _TIMES_ITS_BYTES * len(known[1]))
     return _encoder.encode(_with(_forms[type(message)], message, name, msgspec.Raw(known[1])))
 
 
 def _with(kind: Any, other: Any, name: str, value: object) -> Any:
-    """The same fields but one, as another class."""
+    """Returns a copy of a message as another class, with one other field."""
     return kind(**{field: value if field == name else getattr(other, field) for field in kind.__struct_fields__})
 
 
 def _specs_of(kind: type[_Whole], form: Any) -> _Whole:
-    """The message of a form whose table is one of tensors.
+    """Returns the message of a form whose table lists tensors.
 
     Raises:
-        ValueError: The table is none, or is empty where it may not be.
+        ValueError: The table is malformed, or is empty although tensors must be sent.
     """
     data = bytes(form.specs)
     specs = _known_specs.get(data)
@@ -543,10 +544,10 @@ def _specs_of(kind: type[_Whole], form: Any) -> _Whole:
 
 
 def _layout_of(form: Any) -> Announce:
-    """The message of a form whose table is a layout.
+    """Returns the message of a form whose table is a layout.
 
     Raises:
-        ValueError, WireError: The layout is none, or is one that no sender of ours would make.
+        ValueError, WireError: The layout is malformed, or breaks the rules of ``BucketLayout.check``.
     """
     data = bytes(form.layout)
     layout = _known_layouts.get(data)
@@ -558,19 +559,19 @@ def _layout_of(form: Any) -> Announce:
 
 
 def decode_ack(data: bytes) -> Ack:
-    """An engine's answer.
+    """Decodes an engine's answer.
 
     Raises:
-        WireError: It is none.
+        WireError: The bytes are no such answer.
     """
     return _answer(_acks.decode, data)
 
 
 def decode_rank_ack(data: bytes) -> RankAck:
-    """An engine rank's answer.
+    """Decodes an engine rank's answer.
 
     Raises:
-        WireError: It is none.
+        WireError: The bytes are no such answer.
     """
     return _answer(_rank_acks.decode, data)
 
@@ -579,7 +580,7 @@ def decode_info(data: bytes) -> EngineInfo:
     """Decodes an engine's description of itself.
 
     Raises:
-        WireError: It says something else.
+        WireError: The bytes are no such description.
     """
     return _answer(lambda data: _specs_of(EngineInfo, _infos.decode(data)), data)
 
@@ -592,13 +593,13 @@ def _answer(read: Callable[[bytes], _Answer], data: bytes) -> _Answer:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Bytes from a trainer as a message, every field checked.
+    """Decodes a trainer's message and checks every field.
 
     Raises:
-        WireError: Too large, not JSON, or not one of ours; the text names the field.
+        WireError: The message is too large, is not JSON, or is none of these messages; the text names the field.
     """
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+        raise WireError(f"the message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     try:
         form = _decoder.decode(data)
         if isinstance(form, _forms[Open]):

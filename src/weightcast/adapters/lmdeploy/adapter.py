@@ -18,14 +18,13 @@ from weightcast.adapters.lmdeploy.payload import END, bucket_payload, check_read
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
 _FLAT = "flattened_bucket"
 _SLEEP = EngineRequest(path="/sleep?level=1")
 _NO_GROUP = "not initialized"  # LMDeploy's words for a group that it does not have
-Way = Literal["", "ipc", "broadcast", "checkpoint-engine"]
 
 
 class LmdeployAdapter:
@@ -42,8 +41,8 @@ class LmdeployAdapter:
         self._info = info
         self._handles = HandleCache()
         self._group = ""
-        self._way: Way = ""
-        self._transport = ""
+        self._got: Delivery | None = None  # how buckets of this session came; None before the first
+        self._delivery: Delivery = "group"
         self._version: int | None = None
         self._put_to_sleep = False  # by us; an engine that slept before is left asleep
         self._mixed = False  # from the first bucket on: weights may be parts of two versions
@@ -58,10 +57,10 @@ class LmdeployAdapter:
         """Always empty: LMDeploy does not list its tensors."""
         return ()
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``."""
-        self._transport = transport
-        if transport == "checkpoint-engine" and any(rank.device == "cuda" for rank in self._info.ranks):
+        self._delivery = delivery
+        if delivery == "handles" and any(rank.device == "cuda" for rank in self._info.ranks):
             raise ConfigError(
                 f"LMDeploy ({self._info.model}) does not tell the UUIDs of its GPUs, which checkpoint-engine needs; "
                 "nothing was sent",
@@ -70,12 +69,12 @@ class LmdeployAdapter:
 
     def open(self, message: Open) -> Steps:
         """Puts the engine to sleep and wakes its weights."""
-        self._way, self._version = "", message.version
+        self._got, self._version = None, message.version
         self._handles.clear()
         self._paused_at = time.monotonic()
         if (yield from _is_asleep()):
             status = yield from _receiver_status()
-            if self._transport == "checkpoint-engine" and status.get("ready") is True:
+            if self._delivery == "handles" and status.get("ready") is True:
                 return Ack(ok=True, state="updating")  # empty weights are awake already, and waking them fails
         else:
             self._put_to_sleep = True
@@ -102,12 +101,12 @@ class LmdeployAdapter:
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Sends a bucket: the engine enters the broadcast, or reads memory that it maps."""
         if group is not None:
-            self._way = "broadcast"
+            self._got = "group"
             self._mixed = True
             if layout.size_bytes:  # an empty bucket is not broadcast, and an engine told of it would wait for ever
                 yield from _post("/update_weights_from_distributed", _table(layout, group))
             return Ack(ok=True)
-        self._way = "ipc"
+        self._got = "memory"
         self._mixed = True
         memories = self._memory_of_ranks(shared)
         dtype = check_readable(layout, memories[0])
@@ -124,7 +123,7 @@ class LmdeployAdapter:
 
     def handles(self, addresses: dict[str, str]) -> Steps:
         """As ``transports.checkpoint_engine.TakesHandles.handles``."""
-        self._way = "checkpoint-engine"
+        self._got = "handles"
         self._mixed = True
         yield from _post("/update_weights_from_ipc", {"zmq_handles": addresses})
         return Ack(ok=True)
@@ -136,10 +135,10 @@ class LmdeployAdapter:
 
     def commit(self, message: Commit) -> Steps:
         """Finishes values that modules compute from weights, then wakes the KV cache."""
-        if self._way == "broadcast":
+        if self._got == "group":
             end = {"names": [], "dtypes": [], "shapes": [], "group_name": self._group, "finished": True}
             yield from _post("/update_weights_from_distributed", end)
-        elif self._way == "ipc":
+        elif self._got == "memory":
             end = {"serialized_named_tensors": [END] * self._info.tp_size, "finished": True}
             yield EngineRequest(path="/update_weights", body=msgspec.json.encode(end))
             self._handles.clear()
@@ -165,7 +164,7 @@ class LmdeployAdapter:
         """Wakes the engine if no bucket has changed its weights; otherwise it sleeps until a full update."""
         self._handles.clear()
         if self._mixed:
-            if self._way == "ipc":
+            if self._got == "memory":
                 try:
                     yield _SLEEP  # LMDeploy unmaps our buffers when it falls asleep
                     self._sleep_refused = False

@@ -90,7 +90,8 @@ def describe(
     if asleep:
         messages.append("it is asleep (POST /wakeup wakes it)")
     if status is not None and _holds_empty_weights(status):
-        transports = [name for name in transports if name == "checkpoint-engine"]
+        received = _receiver_transports(status)
+        transports = [name for name in transports if name in received]
         messages.append("it was started with --empty-init: its first weights must come by checkpoint-engine")
     started = metrics.get(_START)
     if started is None:
@@ -128,22 +129,27 @@ def _usable_transports(status: Answer, refusal: int) -> tuple[list[str], list[st
     transports: list[str] = []
     messages: list[str] = []
     if refusal == 400:  # its ranks looked for the group, so every rank can take weights
-        transports += ["ipc", "broadcast"]
-        if status.get("device_type") not in (None, "cuda", "cpu"):
+        if status.get("device_type") in (None, "cuda", "cpu"):
+            transports.append("ipc")
+        else:
             # A device that cannot import events reads copies, and would read the first bucket again and again.
-            transports.remove("ipc")
             messages.append(f"LMDeploy reads weights in shared memory on CUDA, not on {status['device_type']}")
+        transports.append("broadcast")
     elif refusal == 501:
         messages.append("only LMDeploy's PyTorch engine takes weights: start it with --backend pytorch")
     elif refusal == 404:
         messages.append("this LMDeploy has no routes for weights by broadcast; use 0.16 or later")
     else:
         messages.append(_RAY)
-    if status.get("checkpoint_engine_version"):
-        transports.append("checkpoint-engine")
-        if refusal == 500:
-            messages.append("or use checkpoint-engine, which works with any executor: --via checkpoint-engine")
-    return transports, messages
+    received = _receiver_transports(status)
+    if received and refusal == 500:
+        messages.append("or use checkpoint-engine, which works with any executor: --via checkpoint-engine")
+    return [*transports, *received], messages
+
+
+def _receiver_transports(status: Answer) -> list[str]:
+    """Transports that the server's own weight receiver can use, whose status this is."""
+    return ["checkpoint-engine"] if status.get("checkpoint_engine_version") else []
 
 
 def _holds_empty_weights(status: Answer) -> bool:

@@ -7,20 +7,17 @@ from typing import Literal
 
 import msgspec
 
+from weightcast.adapters.receiver_messages import announce_of, join_of
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import WireError
-from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import (
     Abort,
-    Announce,
-    BroadcastSource,
     Close,
     Commit,
     EngineInfo,
-    IpcSource,
-    Join,
     Leave,
     Message,
     Open,
@@ -51,7 +48,7 @@ class NativeAdapter:
         """The tensors that the engine lists."""
         return self._info.specs
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Accepts everything."""
 
     def open(self, message: Open) -> Steps:
@@ -60,26 +57,11 @@ class NativeAdapter:
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group."""
-        return _apply(
-            Join(
-                session=invitation.session,
-                group=invitation.group,
-                host=invitation.host,
-                port=invitation.port,
-                token=invitation.token,
-                first_rank=invitation.first_rank,
-                world_size=invitation.world_size,
-                backend=invitation.backend,
-                timeout_s=invitation.timeout_s,
-            )
-        )
+        return _apply(join_of(invitation))
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket from a group or from shared memory."""
-        if group is not None:
-            return _apply(Announce(session=session, layout=layout, source=BroadcastSource(group=group)))
-        handles = tuple(item.memory for item in shared if item.memory is not None)
-        return _apply(Announce(session=session, layout=layout, source=IpcSource(handles=handles)))
+        return _apply(announce_of(session, layout, group=group, shared=shared))
 
     def close(self, message: Close) -> Steps:
         """As ``Adapter.close``."""

@@ -22,7 +22,7 @@ from weightcast.comm.pickle_writer import listing, pickled_base64
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
-from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
 
@@ -32,7 +32,7 @@ _SETTLE_S = 5.0
 # An empty list of tensors; loading it changes nothing.
 _NO_TENSORS = pickled_base64(listing([]))
 _BUCKET = "flattened_bucket"
-_WITHOUT_SESSION = ("disk", "checkpoint-engine")
+_IN_SESSION = ("group", "memory")
 # SGLang has no pause that waits for running requests: see `_wait_for_requests`.
 _PAUSE_WORDS = {"abort": "abort", "retract": "retract", "in_place": "in_place", "wait": "retract"}
 
@@ -53,7 +53,7 @@ class SglangAdapter:
         self._has_checker: bool | None = None
         self._groups: set[str] = set()
         self._session_open = False
-        self._transport = ""
+        self._delivery: Delivery = "group"
         self._paused_at = 0.0
         self._buckets = 0
         # The live weights may be parts of two versions: after the first bucket, or if the engine was paused before us.
@@ -72,9 +72,9 @@ class SglangAdapter:
         """Always empty: SGLang does not list its tensors, and skips names that it does not know."""
         return ()
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``: refuses empty tensors and an NCCL environment that differs from SGLang's."""
-        self._transport = transport
+        self._delivery = delivery
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
@@ -82,7 +82,7 @@ class SglangAdapter:
                 hint="leave them out of the export",
             )
         on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
-        if transport == "broadcast" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
+        if delivery == "group" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
             raise ConfigError(
                 "NCCL_CUMEM_ENABLE is not set in the trainer, and SGLang sets it to 0 for itself: the rendezvous would "
                 "never complete; nothing was sent",
@@ -104,10 +104,10 @@ class SglangAdapter:
         self._wants_checksum = message.verify in ("resident", "behaviour")
         if self._wants_checksum:
             self._checksum = yield from self._ask_checksum()
-        if self._transport == "disk":
+        if self._delivery == "folder":
             yield from self._wait_for_all_ranks()  # a server without this route fails before any weight changes
         yield from self._pause_and_flush()
-        if self._transport not in _WITHOUT_SESSION:
+        if self._delivery in _IN_SESSION:
             yield from self._begin_session()
         return self._ack(checksum=self._checksum)
 

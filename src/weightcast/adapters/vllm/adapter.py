@@ -17,7 +17,7 @@ from weightcast.adapters.vllm.requests import if_there, post, succeeds
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import TargetRejected
-from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import Ack, EngineInfo
 
@@ -41,14 +41,14 @@ class VllmAdapter(BaseVllmAdapter):
 
     def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
-        self._transport = ""
+        self._delivery: Delivery = "group"
         self._in_group = False
         self._told_packed = False
         self._update_fields: Mapping[str, Any] = {}  # fields that this version wants in every update
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
-        """Accepts everything and remembers the transport."""
-        self._transport = transport
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
+        """Accepts everything and keeps the delivery for ``open``."""
+        self._delivery = delivery
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group by NCCL's id; versions before 0.29 read the id from the group's store."""
@@ -101,11 +101,11 @@ class VllmAdapter(BaseVllmAdapter):
         return Ack(ok=True, ranks=self._info.tp_size)
 
     def _start_update(self) -> Generator[EngineRequest, bytes, None]:
-        if self._transport == "ipc" and not self._told_packed:
+        if self._delivery == "memory" and not self._told_packed:
             yield from self._init([({"packed": True}, {}), ({}, {"packed": True})])
             self._told_packed = True
         # An open session would keep `join` from releasing the old group, so without a group `join` starts it.
-        if self._transport == "ipc" or self._in_group:
+        if self._delivery == "memory" or self._in_group:
             yield from self._start_session()
 
     def _finish_update(self, version: str) -> Generator[EngineRequest, bytes, None]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+from weightcast.adapters.receiver_messages import announce_of, join_of
 from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
 from weightcast.adapters.vllm.requests import post, succeeds
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
-from weightcast.protocols import Invitation, Meeting, Sharing
+from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Announce, BroadcastSource, IpcSource, Join, Leave, Message, encode
+from weightcast.wire.messages import Leave, Message, encode
 
 
 class ExtensionAdapter(BaseVllmAdapter):
@@ -25,32 +26,17 @@ class ExtensionAdapter(BaseVllmAdapter):
     sharing: Sharing = "weightcast"
     meeting: Meeting = "weightcast"
 
-    def check(self, specs: Sequence[TensorSpec], *, transport: str, bucket_bytes: int) -> None:
+    def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """Accepts everything: the extension reads what our receiver reads, in whole tensors."""
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins the group as our receiver does."""
-        return self._apply(
-            Join(
-                session=invitation.session,
-                group=invitation.group,
-                host=invitation.host,
-                port=invitation.port,
-                token=invitation.token,
-                first_rank=invitation.first_rank,
-                world_size=invitation.world_size,
-                backend=invitation.backend,
-                timeout_s=invitation.timeout_s,
-            )
-        )
+        return self._apply(join_of(invitation))
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket from a group or from shared memory."""
         self._mixed = True
-        if group is not None:
-            return self._apply(Announce(session=session, layout=layout, source=BroadcastSource(group=group)))
-        handles = tuple(item.memory for item in shared if item.memory is not None)
-        return self._apply(Announce(session=session, layout=layout, source=IpcSource(handles=handles)))
+        return self._apply(announce_of(session, layout, group=group, shared=shared))
 
     def leave(self, group: str | None) -> Steps:
         """Leaves the group, or unmaps buffers if ``group`` is None."""

@@ -7,6 +7,22 @@ import msgspec
 from weightcast.lab.demo.settings import Mode
 
 
+class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine after an update; the fields are those of ``TargetReport``.
+
+    Attributes:
+        url: URL of the engine.
+        status: State of the engine.
+        version: Version that it serves.
+        stall_s: Time in which it generated nothing, in seconds.
+    """
+
+    url: str
+    status: str
+    version: int | None
+    stall_s: float
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="event"):
     """One training step and the update that followed it.
 
@@ -25,6 +41,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
         train_s: Time of the training step.
         logprob_gap: Mean absolute difference of the sampled tokens' log-probabilities, engine against trainer.
         completion_tokens: Tokens sampled in this step.
+        targets: State of each engine after the update.
     """
 
     version: int
@@ -41,6 +58,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     train_s: float
     logprob_gap: float
     completion_tokens: int
+    targets: list[TargetRecord] = []
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

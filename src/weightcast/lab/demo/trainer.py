@@ -24,7 +24,7 @@ from weightcast import Target, WeightUpdater
 from weightcast.errors import VerificationFailed
 from weightcast.lab.demo.grpo import Group
 from weightcast.lab.demo.learner import Learner
-from weightcast.lab.demo.records import Answer, Event, Sample, StepRecord
+from weightcast.lab.demo.records import Answer, Event, Sample, StepRecord, TargetRecord
 from weightcast.lab.demo.rollouts import Completion, Engines
 from weightcast.lab.demo.settings import GrpoConfig
 from weightcast.lab.demo.task import CAPITALS, SHOWN_COUNTRY, Question, questions, reward
@@ -223,6 +223,10 @@ def _record(
         train_s=train_s,
         logprob_gap=logprob_gap,
         completion_tokens=sum(len(completion) for group in groups for completion in group.completions),
+        targets=[
+            TargetRecord(url=row.url, status=row.status, version=row.version_after, stall_s=row.stall_s)
+            for row in report.targets
+        ],
     )
 
 

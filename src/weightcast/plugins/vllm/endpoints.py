@@ -17,21 +17,20 @@ from prometheus_client import REGISTRY
 
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
+from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
-from weightcast.plugins.vllm.rank_protocol import Hello
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
-from weightcast.receiver.staging import Place
 from weightcast.watch.engine_metrics import EngineMetrics
 from weightcast.watch.events import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
-from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Ack, EngineInfo, Message, RankInfo
+from weightcast.wire.messages import Ack, EngineInfo, Message
+from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
@@ -75,6 +74,10 @@ class Endpoints:
         words = "; ".join(filter(None, (info.message, f"asleep: {', '.join(sorted(asleep))}")))
         return msgspec.structs.replace(info, message=words)
 
+    def status(self) -> EngineStatus:
+        """Implements ``SessionHandler.status``."""
+        return self._ready().status()
+
     def apply(self, message: Message) -> Ack:
         """Implements ``SessionHandler.apply``."""
         return self._ready().apply(message)
@@ -115,18 +118,15 @@ class Endpoints:
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
         name = names if isinstance(names, str) else names[0]
         specs, optional = tables_of(executor.hellos)
-        notes = [*dict.fromkeys(hello.staging_note for hello in executor.hellos if hello.staging_note)]
-        if optional:
-            named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
-            notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
+        notes = notes_of(executor.hellos, optional)
         for note in notes:
             log.info("%s", note)
         facts = EngineFacts(
             engine=f"vllm {vllm.__version__}",
             model=name,
             host_id=host_id(),
-            ranks=tuple(RankInfo(rank=hello.rank, pid=hello.pid, device=hello.device) for hello in executor.hellos),
-            staging=_least(executor.hellos),
+            ranks=executor.rank_infos(),
+            staging=executor.staging(),
             staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
             transports=("ipc", "broadcast"),
             specs=specs,
@@ -152,23 +152,3 @@ def _events(model_name: str) -> Events:
     # In the multiprocess mode of prometheus_client, vLLM serves what this registry's instruments write to files.
     metrics = EngineMetrics(REGISTRY, model_name=model_name, version=_FIRST_VERSION)
     return Events([UpdateLog(), EngineSpans(), metrics])
-
-
-def _least(hellos: Sequence[Hello]) -> Place:
-    places = {hello.staging for hello in hellos}
-    return "none" if "none" in places else "host" if "host" in places else "device"
-
-
-def tables_of(hellos: Sequence[Hello]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Divides the tensors of the checkpoint into those that some rank keeps and those that no rank keeps.
-
-    A tensor that is kept has the dtype of a rank that keeps a part of it.
-    """
-    known: dict[str, TensorSpec] = {}
-    placed: set[str] = set()
-    for hello in hellos:
-        places = set(hello.places)
-        known.update({spec.name: spec for spec in hello.specs if spec.name not in known or spec.name in places})
-        placed |= places
-    kept = tuple(spec for name, spec in known.items() if name in placed)
-    return kept, tuple(spec for name, spec in known.items() if name not in placed)

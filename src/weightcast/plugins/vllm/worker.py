@@ -11,12 +11,11 @@ nothing.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Listener
 from typing import Any
 
 import msgspec
@@ -31,19 +30,25 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from weightcast.comm.ipc import device_uuid
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, WeightcastError
+from weightcast.plugins.rank_sockets import (
+    Hello,
+    committed_after,
+    hello_of,
+    serve_api_server,
+    socket_path,
+    switches_weights,
+)
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
-from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, Hello, draft_of, needs_main, socket_path
+from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, draft_of
 from weightcast.plugins.vllm.staging_budget import Budget, gib, staging_setting
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
-from weightcast.receiver.executor import serve_messages
 from weightcast.receiver.rank import StagingChoice
 from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Abort, Commit, Message, RankAck, encode
+from weightcast.wire.messages import Message, RankAck
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
@@ -94,7 +99,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main_task: _MainTask | None = None
         self._waiting = threading.Condition()
         self._listener: Listener | None = None
-        self._places: tuple[str, ...] = ()
         self._staged = False
         self._staging_note = ""
         self._asleep: set[str] = set()
@@ -172,7 +176,13 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._listener = Listener(socket_path(init_info.folder, self._rank), family="AF_UNIX", backlog=1)
         except OSError as error:
             raise RuntimeError(f"rank {self._rank} cannot listen in {init_info.folder}: {error}") from error
-        threading.Thread(target=self._serve, args=(self._listener,), name="weightcast", daemon=True).start()
+        threading.Thread(
+            target=serve_api_server,
+            args=(self._listener, self, self._hello),
+            kwargs={"device": self.device},
+            name="weightcast",
+            daemon=True,
+        ).start()
 
     def start_weight_update(self) -> None:
         """Does nothing: vLLM calls it when it generates nothing."""
@@ -214,11 +224,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def apply(self, message: Message) -> RankAck:
         """Carries out one weight message at a time."""
-        main = needs_main(message, self._committed)
-        if isinstance(message, Commit):
-            self._committed = message.session
-        elif isinstance(message, Abort) and message.session == self._committed:
-            self._committed = ""
+        main = switches_weights(message, self._committed)
+        self._committed = committed_after(message, self._committed)
         ack = self._on_main(message) if main else self._receiver.apply(message)
         if draft_of(self.vllm_config.speculative_config):
             ack = msgspec.structs.replace(ack, not_updated=(*ack.not_updated, "the draft model"))
@@ -241,35 +248,14 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert task.answer is not None
         return task.answer
 
-    def _serve(self, listener: Listener) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        while True:
-            try:
-                connection = listener.accept()
-            except (OSError, EOFError):
-                return  # closed
-            with connection:
-                self._greet(connection)
-                serve_messages(connection, self, rank=self._rank)
-                self.interrupt("the API server is gone")
-
-    def _greet(self, connection: Connection) -> None:
-        loader = self._receiver.loader
-        hello = Hello(
+    def _hello(self) -> Hello:
+        return hello_of(
+            self._receiver.loader,
             rank=self._rank,
-            pid=os.getpid(),
-            device=device_uuid(self.device),
-            staging=loader.staging.place,
-            staging_bytes=loader.staging.size_bytes,
-            specs=tuple(loader.expected.values()),
-            places=self._places,
+            device=self.device,
+            places=self._receiver.loader.placed,
             staging_note=self._staging_note,
         )
-        try:
-            connection.send_bytes(encode(hello))
-        except OSError as error:
-            log.error("the API server went away: %s", error)
 
     # -- once, when the model is loaded
 
@@ -310,13 +296,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             staging="none",  # until vLLM has measured its memory; see ``take_room``
         )
         loader = receiver.loader
-        self._places = tuple(name for name in loader.expected if loader.routes.get(name) or name in loader.computed)
-        # A full update must have the dtype that this rank keeps.
-        for name, routes in loader.routes.items():
-            if routes:
-                spec = loader.expected[name]
-                kept = loader.residents[routes[0].parameter]
-                loader.expected[name] = TensorSpec.of(name, torch.empty(spec.shape, device="meta"), dtype=kept.dtype)
+        loader.expect_kept_dtypes()
         loader.not_updated = tuple(name for name in loader.not_updated if name not in unpacked.constants)
         kept = {digest: name for name, digest in heads.items() if name not in loader.skipped}
         loader.copies = {

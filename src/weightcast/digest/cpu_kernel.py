@@ -1,0 +1,243 @@
+# An intrinsic of numba is called without its first argument.
+# pyright: basic, reportMissingImports=false, reportCallIssue=false, reportPrivateImportUsage=false
+"""The sums of `weightcast.digest.definition` on a CPU, and copies with sums: one call for any number of pieces.
+
+numba compiles this file's functions for the processor that they run on. Like `weightcast.digest.kernel`, they see jobs
+and tiles (`weightcast.digest.jobs`), not dtypes, names or digests. They hold no lock of Python's, so that several
+threads can share the tiles of one call.
+
+A word costs a sign extension and one multiply-add. Wide tiles are read from left to right, four rows at a time, the
+order in which memory is fastest: words are multiplied with B(c), which stays in the cache, and their sum with A(r).
+Narrow tiles keep one sum per column while they walk down eight rows at a time. Rows that have a target are copied just
+before they are summed, so that the second reading comes from the cache.
+
+Importing this needs numba, and compiles nothing. numba keeps machine code under the hash of this file alone: what other
+files may change must come as an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+# numba logs every byte code that it compiles where the root logger is at DEBUG.
+_log = logging.getLogger("numba")
+if _log.level == logging.NOTSET:
+    _log.setLevel(logging.INFO)
+
+from llvmlite import ir  # noqa: E402
+from numba import carray, int64, njit, types  # noqa: E402
+from numba.core import cgutils  # noqa: E402
+from numba.extending import intrinsic  # noqa: E402
+
+from weightcast.digest.coefficients import GOLDEN, MIX_1, MIX_2, SEED_A, SEED_B  # noqa: E402
+
+_GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
+_SEED_A, _SEED_B = np.uint64(SEED_A), np.uint64(SEED_B)
+_27, _30, _31, _ONE = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(1)
+# Tiles of at most so many columns are narrow.
+_NARROW = 1 << 10
+
+
+@intrinsic
+def _pointer(typingctx, address, like):
+    """The address as a pointer to words of the dtype of the array `like`."""
+    word = like.dtype
+
+    def emit(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(word.bitwidth).as_pointer())
+
+    return types.CPointer(word)(types.int64, like), emit
+
+
+@njit
+def _coefficient(index, seed):
+    x = np.uint64(index) + seed + _GOLDEN
+    x = (x ^ (x >> _30)) * _MIX_1
+    x = (x ^ (x >> _27)) * _MIX_2
+    return np.int64((x ^ (x >> _31)) | _ONE)
+
+
+@njit
+def _set_columns(b, num, first, col, cols, run, run_stride):
+    """B of the columns `col` to `col + num - 1` of a job."""
+    if run >= cols:
+        for c in range(num):
+            b[c] = _coefficient(first + col + c, _SEED_B)
+        return
+    done = 0
+    while done < num:
+        at = col + done
+        inside = at % run
+        size = min(run - inside, num - done)
+        start = first + at // run * run_stride + inside
+        part = b[done : done + size]
+        for c in range(size):
+            part[c] = _coefficient(start + c, _SEED_B)
+        done += size
+
+
+@intrinsic
+def _copy_bytes(typingctx, goal, address, size_bytes):
+    """C's memcpy."""
+
+    def emit(context, builder, signature, arguments):
+        goal, address, size_bytes = arguments
+        byte = ir.IntType(8).as_pointer()
+        cgutils.raw_memcpy(builder, builder.inttoptr(goal, byte), builder.inttoptr(address, byte), size_bytes, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@njit
+def _copy_rows(address, stride, goal, goal_stride, rows, num, like):
+    """Copies rows of `num` words; `stride` and `goal_stride` are in bytes. Without a goal it does nothing."""
+    if goal == 0:
+        return
+    size = num * like.itemsize
+    if stride == size and goal_stride == size:
+        _copy_bytes(goal, address, rows * size)
+        return
+    for r in range(rows):
+        _copy_bytes(goal + r * goal_stride, address + r * stride, size)
+
+
+@njit
+def _sum_one(address, num, b, like):
+    w = carray(_pointer(address, like), num)
+    s = int64(0)
+    for c in range(num):
+        s += int64(w[c]) * b[c]
+    return s
+
+
+@njit
+def _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like):
+    """Sum of word * B(column) * A(row) of a wide tile, and its copy."""
+    total = int64(0)
+    fours = rows // 4 * 4
+    for r in range(0, fours, 4):
+        at = address + r * stride
+        _copy_rows(at, stride, goal + r * goal_stride, goal_stride, 4, num, like)
+        w0 = carray(_pointer(at, like), num)
+        w1 = carray(_pointer(at + stride, like), num)
+        w2 = carray(_pointer(at + 2 * stride, like), num)
+        w3 = carray(_pointer(at + 3 * stride, like), num)
+        s0 = s1 = s2 = s3 = int64(0)
+        for c in range(num):
+            coefficient = b[c]
+            s0 += int64(w0[c]) * coefficient
+            s1 += int64(w1[c]) * coefficient
+            s2 += int64(w2[c]) * coefficient
+            s3 += int64(w3[c]) * coefficient
+        total += s0 * _coefficient(row + r, _SEED_A)
+        total += s1 * _coefficient(row + r + 1, _SEED_A)
+        total += s2 * _coefficient(row + r + 2, _SEED_A)
+        total += s3 * _coefficient(row + r + 3, _SEED_A)
+    for r in range(fours, rows):
+        at = address + r * stride
+        _copy_rows(at, stride, goal + r * goal_stride, goal_stride, 1, num, like)
+        total += _sum_one(at, num, b, like) * _coefficient(row + r, _SEED_A)
+    return total
+
+
+@njit
+def _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, scratch, like):
+    """The same of a narrow tile. `a`, `sums` and `scratch` are scratch memory."""
+    for c in range(num):
+        sums[c] = 0
+    for first in range(0, rows, len(a)):
+        some = min(len(a), rows - first)
+        for r in range(some):
+            a[r] = _coefficient(row + first + r, _SEED_A)
+        eights = some // 8 * 8
+        for r in range(0, eights, 8):
+            at = address + (first + r) * stride
+            if goal != 0:
+                _copy_rows(at, stride, goal + (first + r) * goal_stride, goal_stride, 8, num, like)
+            else:  # reads memory in its order, which eight rows at once are not
+                _copy_rows(at, stride, int64(scratch.ctypes.data), num * like.itemsize, 8, num, like)
+            w0 = carray(_pointer(at, like), num)
+            w1 = carray(_pointer(at + stride, like), num)
+            w2 = carray(_pointer(at + 2 * stride, like), num)
+            w3 = carray(_pointer(at + 3 * stride, like), num)
+            w4 = carray(_pointer(at + 4 * stride, like), num)
+            w5 = carray(_pointer(at + 5 * stride, like), num)
+            w6 = carray(_pointer(at + 6 * stride, like), num)
+            w7 = carray(_pointer(at + 7 * stride, like), num)
+            a0, a1, a2, a3, a4, a5, a6, a7 = a[r], a[r + 1], a[r + 2], a[r + 3], a[r + 4], a[r + 5], a[r + 6], a[r + 7]
+            for c in range(num):
+                s = int64(w0[c]) * a0 + int64(w1[c]) * a1 + int64(w2[c]) * a2 + int64(w3[c]) * a3
+                s += int64(w4[c]) * a4 + int64(w5[c]) * a5 + int64(w6[c]) * a6 + int64(w7[c]) * a7
+                sums[c] += s
+        for r in range(eights, some):
+            at = address + (first + r) * stride
+            _copy_rows(at, stride, goal + (first + r) * goal_stride, goal_stride, 1, num, like)
+            w0 = carray(_pointer(at, like), num)
+            a0 = a[r]
+            for c in range(num):
+                sums[c] += int64(w0[c]) * a0
+    total = int64(0)
+    for c in range(num):
+        total += sums[c] * b[c]
+    return total
+
+
+def _run_tiles(jobs, tiles, tile_cols, like, out, summed):
+    """Carries out some tiles.
+
+    Args:
+        jobs: `Plan.jobs`, int64 `[jobs, fields of Job]`.
+        tiles: rows of `Plan.tiles`, int32 `[tiles, 2]`.
+        tile_cols: `Tiling.cols`.
+        like: an array whose dtype is that of a word, int8 or int16.
+        out: takes the sums, int64 `[count]`.
+        summed: false for copies alone.
+    """
+    size = like.itemsize
+    b, a, sums = np.empty(tile_cols, np.int64), np.empty(_NARROW, np.int64), np.empty(_NARROW, np.int64)
+    scratch = np.empty(8 * _NARROW, np.int16)
+    # The columns that `b` has; most jobs of a model have the same.
+    b_num, b_first, b_col, b_run, b_run_stride = int64(0), int64(0), int64(0), int64(0), int64(0)
+    for number in range(tiles.shape[0]):
+        job = jobs[tiles[number, 0]]  # the fields of Job, in order
+        tile = int64(tiles[number, 1])
+        address, rows, cols, stride = job[0], job[1], job[2], job[3] * size
+        first_row, first, run, run_stride, index = job[4], job[5], job[6], job[7], job[8]
+        tile_rows, goal, goal_stride = job[10], job[11], job[12] * size
+        # Down the rows first, so that tiles that follow each other have the same columns.
+        row_tiles = (rows + tile_rows - 1) // tile_rows
+        row, col = tile % row_tiles * tile_rows, tile // row_tiles * tile_cols
+        rows, num = min(rows - row, tile_rows), min(cols - col, tile_cols)
+        address += row * stride + col * size
+        if goal != 0:
+            goal += row * goal_stride + col * size
+        else:
+            goal_stride = int64(0)
+        if index < 0 or not summed:
+            _copy_rows(address, stride, goal, goal_stride, rows, num, like)
+            continue
+        if num != b_num or first != b_first or col != b_col or run != b_run or run_stride != b_run_stride:
+            _set_columns(b, num, first, col, cols, run, run_stride)
+            b_num, b_first, b_col, b_run, b_run_stride = num, first, col, run, run_stride
+        row += first_row
+        if num > _NARROW or rows < 8:
+            out[index] += _sum_across(address, stride, goal, goal_stride, rows, num, row, b, like)
+        else:
+            out[index] += _sum_down(address, stride, goal, goal_stride, rows, num, row, a, sums, b, scratch, like)
+
+
+def run_tiles(*, cached: bool) -> Callable[..., Any]:
+    """The function that carries out tiles, which compiles itself when it is first called with a size of words.
+
+    Args:
+        cached: True for machine code that is kept in a folder of numba's: beside this file, or under the user's cache.
+
+    Raises:
+        RuntimeError: there is no folder in which it could be kept.
+    """
+    return njit(_run_tiles, nogil=True, error_model="numpy", cache=cached)

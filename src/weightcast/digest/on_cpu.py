@@ -1,0 +1,192 @@
+"""Runs the plans of `weightcast.digest.jobs` on a CPU, where numba is installed (`weightcast[cpu]`).
+
+Without numba, and for memory that is not rows of runs, `weightcast.digest.definition` sums with torch, several times
+slower and with the same result.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from weightcast.digest.coefficients import A, B
+from weightcast.digest.jobs import CPU_COLS, CPU_TILING, Job, Plan, is_rows_of_runs, plans_of_transfers
+from weightcast.digest.pieces import Piece, Transfer, words_of
+
+_log = logging.getLogger(__name__)
+
+# Below this a second thread would take longer to wake up than it saves.
+_BYTES_OF_A_THREAD = 2 << 20
+
+# Below this, torch is done before numba has been imported.
+_BYTES_OF_A_START = 64 << 20
+
+_RunTiles = Callable[..., None]
+
+
+def available() -> bool:
+    """True if the compiled sums can be used. The first call imports numba and compiles, or loads what it kept."""
+    return _kernel() is not None
+
+
+class Launches:
+    """Copies with sums that can be run again and again, as long as all memory stays where it is.
+
+    It keeps no memory alive.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], count: int) -> None:
+        """Works out the jobs.
+
+        Args:
+            transfers: transfers on the CPU, for each of which `can_transfer` is true.
+            count: number of sums.
+        """
+        self._count = count
+        self._parts = [_Part(plan) for plan in plans_of_transfers(transfers, CPU_TILING)]
+
+    def launch(self, *, summed: bool = True) -> torch.Tensor:
+        """Copies and sums; done when it returns.
+
+        Args:
+            summed: false for the copies alone.
+
+        Returns:
+            The sums, int64 `[count]`, to be read mod 2**64.
+        """
+        run = _kernel()
+        assert run is not None, "available() comes first"
+        out = torch.zeros(self._count, dtype=torch.int64)
+        for part in self._parts:
+            part.run(run, out, summed)
+        return out
+
+
+def takes(piece: Piece) -> bool:
+    """True for a checked piece on the CPU that `sums_of` can sum: rows of adjacent bytes, as they lie."""
+    tensor = piece.tensor
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or is_rows_of_runs(words_of(tensor))
+
+
+def worth_it(pieces: Sequence[Piece]) -> bool:
+    """True if `sums_of` can be used and is the faster way, its start included."""
+    size = sum(piece.tensor.nbytes for piece in pieces)
+    return available() if size >= _BYTES_OF_A_START else _found is not None and _found[0] is not None
+
+
+def sums_of(pieces: Sequence[Piece]) -> Launches:
+    """The sums of some pieces, one for each, for which `takes` is true."""
+    return Launches([Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)], len(pieces))
+
+
+class _Part:
+    """The tables of one plan, as numba takes them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._jobs = plan.jobs.numpy()
+        self._tiles = plan.tiles.numpy()
+        self._like = torch.empty(0, dtype=torch.int8 if plan.word_bytes == 1 else torch.int16).numpy()
+        rows, cols, tile_rows = (plan.jobs[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
+        sizes = (rows.clamp(max=tile_rows) * cols.clamp(max=CPU_COLS) * plan.word_bytes)[plan.tiles[:, 0].long()]
+        self._ends = sizes.cumsum(0)
+
+    def run(self, run: _RunTiles, out: torch.Tensor, summed: bool) -> None:
+        size = int(self._ends[-1])
+        threads = min(torch.get_num_threads(), size // _BYTES_OF_A_THREAD, len(self._tiles))
+        if threads < 2:
+            run(self._jobs, self._tiles, CPU_TILING.cols, self._like, out.numpy(), summed)
+            return
+        # Spans of about the same number of bytes.
+        marks = torch.arange(1, threads) * (size // threads)
+        cuts = [0, *torch.searchsorted(self._ends, marks).tolist(), len(self._tiles)]
+        outs = torch.zeros(threads, len(out), dtype=torch.int64)
+        spans = [
+            (self._jobs, self._tiles[start:end], CPU_TILING.cols, self._like, one.numpy(), summed)
+            for start, end, one in zip(cuts[:-1], cuts[1:], outs, strict=True)
+        ]
+        others = [_threads().submit(run, *span) for span in spans[1:]]
+        try:
+            run(*spans[0])
+        finally:
+            for other in others:
+                other.result()
+        out += outs.sum(0)
+
+
+_lock = threading.Lock()
+_found: tuple[_RunTiles | None] | None = None
+_pool: ThreadPoolExecutor | None = None
+
+
+def _kernel() -> _RunTiles | None:
+    global _found
+    if _found is None:
+        with _lock:
+            if _found is None:
+                _found = (_compiled(),)
+    return _found[0]
+
+
+def _compiled() -> _RunTiles | None:
+    try:
+        from weightcast.digest.cpu_kernel import run_tiles
+    except ImportError as error:
+        _log.info("digests on the CPU are summed by torch, which is slower: %s; install weightcast[cpu]", error)
+        return None
+    for cached in (True, False):
+        try:
+            run = run_tiles(cached=cached)
+            _check(run)
+        except Exception as error:  # noqa: BLE001  a cut file makes numba raise whatever its decoders raise
+            if not cached:
+                _log.warning(
+                    "digests on the CPU are summed by torch, which is slower: %s: %s", type(error).__name__, error
+                )
+                return None
+            _log.info("numba compiles at every start, because it cannot keep machine code: %r", error)
+        else:
+            return run
+    return None
+
+
+def _check(run: _RunTiles) -> None:
+    """Compiles for words of 16 bits, which nearly all weights have, and compares a sum with the definition.
+
+    Those of 8 bits are compiled when they are first needed.
+
+    Raises:
+        RuntimeError: the sum is another.
+    """
+    rows, cols = 9, 70
+    words = torch.arange(rows * cols, dtype=torch.int16).mul_(12345).view(rows, cols)
+    goal, out = torch.zeros_like(words), torch.zeros(1, dtype=torch.int64)
+    piece = Piece(tensor=words, full_shape=(rows, cols))
+    for plan in plans_of_transfers([Transfer(piece=piece, target=goal, total=0)], CPU_TILING):
+        _Part(plan).run(run, out, True)
+    a, b = A.span(0, rows), B.span(0, cols)
+    if int(out) != int((words.to(torch.int64) * a[:, None] * b).sum()) or not torch.equal(words, goal):
+        raise RuntimeError("its machine code sums another digest than the definition's")
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="weightcast-sums")
+        return _pool
+
+
+def _after_fork() -> None:
+    """A forked process has none of its parent's threads, and may have a lock that one of them held."""
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,79 @@
+"""SVG elements, linear scales and tick marks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+
+def element(tag: str, *children: str, **attributes: object) -> str:
+    """Returns an element.  ``_`` in an attribute's name becomes ``-``; ``class_`` and ``for_`` lose theirs.
+
+    Attribute values are escaped; children are markup already (``text`` makes some).
+    """
+    words = [tag]
+    for name, value in attributes.items():
+        if value is None:
+            continue
+        shown = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+        words.append(f'{name.rstrip("_").replace("_", "-")}="{escape(shown)}"')
+    return f"<{' '.join(words)}>{''.join(children)}</{tag}>"
+
+
+def text(words: object, **attributes: object) -> str:
+    """Returns a text element."""
+    return element("text", escape(str(words)), **attributes)
+
+
+def picture(width: float, height: float, parts: Sequence[str], label: str) -> str:
+    """Returns a whole picture, which keeps its proportions at any width; ``label`` is for screen readers."""
+    return element("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A linear map of values to pixels.
+
+    Attributes:
+        low, high: Values at both ends.
+        start, end: Pixels at both ends; ``end`` may be the smaller one.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Returns the pixel of a value."""
+        span = self.high - self.low
+        return self.start + (value - self.low) / span * (self.end - self.start) if span else self.start
+
+
+def ticks(high: float, count: int = 4) -> list[float]:
+    """Returns round values from 0 to at least ``high``, about ``count`` steps apart."""
+    if not math.isfinite(high) or high <= 0:
+        return [0.0, 1.0]
+    rough = high / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [step * number for number in range(math.ceil(high / step - 1e-9) + 1)]
+
+
+def stride(count: int, limit: int) -> int:
+    """Returns the smallest round step with which ``count`` labels become at most ``limit``."""
+    return next(
+        step for power in range(12) for step in (10**power, 2 * 10**power, 5 * 10**power) if count <= step * limit
+    )
+
+
+def bar(x: float, y: float, width: float, height: float, *, radius: float = 3.0, **attributes: object) -> str:
+    """Returns a horizontal bar from a baseline at ``x``: square there and rounded at its end."""
+    r = max(0.0, min(radius, width, height / 2))
+    path = (
+        f"M{x:.2f} {y:.2f}h{width - r:.2f}a{r:.2f} {r:.2f} 0 0 1 {r:.2f} {r:.2f}"
+        f"v{height - 2 * r:.2f}a{r:.2f} {r:.2f} 0 0 1 {-r:.2f} {r:.2f}h{r - width:.2f}z"
+    )
+    return element("path", d=path, **attributes)

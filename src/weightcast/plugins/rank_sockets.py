@@ -1,0 +1,218 @@
+"""Reaches our receiver in each rank process of an engine from its API server, over a Unix socket for each rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+import msgspec
+import torch
+
+from weightcast.comm.ipc import device_uuid
+from weightcast.errors import EngineFailure
+from weightcast.receiver.executor import ConnectedRanks, Messenger, limit_sends, serve_messages
+from weightcast.receiver.loader import Loader
+from weightcast.receiver.staging import Place
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Abort, Commit, Message, RankInfo, Revert, encode
+
+log = logging.getLogger("weightcast.plugins")
+
+_GREETING_S = 30.0
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame from a rank.
+
+    Attributes:
+        rank: Number of the rank, in the engine's own order.
+        pid: Process id.
+        device: UUID of its GPU, or ``"cpu"``.
+        staging: Place of the staging set.
+        staging_bytes: Size of the staging set.
+        specs: Every tensor of a full update, with the dtype that this rank keeps.
+        places: Names of the tensors that this rank keeps a part of, or computes with.
+        staging_note: The reason why the staging set is not on the device; empty if it is.
+    """
+
+    rank: int
+    pid: int
+    device: str
+    staging: Place
+    staging_bytes: int
+    specs: tuple[TensorSpec, ...]
+    places: tuple[str, ...]
+    staging_note: str = ""
+
+
+def socket_path(folder: str, rank: int) -> str:
+    """Returns the path of the Unix socket where a rank listens."""
+    return str(Path(folder) / f"rank-{rank}")
+
+
+def switches_weights(message: Message, committed: str) -> bool:
+    """Returns whether a message switches weights, so that it must be carried out while the engine generates nothing.
+
+    That is so for a commit, a revert, and the abort of a committed session.  The API server and the ranks must agree,
+    so both call this function.
+
+    Args:
+        message: Message to carry out.
+        committed: Session that was committed last; empty for none.
+    """
+    return isinstance(message, Commit | Revert) or (isinstance(message, Abort) and message.session == committed)
+
+
+def committed_after(message: Message, committed: str) -> str:
+    """Returns the session that counts as committed once a message has been sent.
+
+    Args:
+        message: Message that is sent.
+        committed: Session that was committed before; empty for none.
+    """
+    if isinstance(message, Commit):
+        return message.session
+    return "" if isinstance(message, Abort) and message.session == committed else committed
+
+
+class SocketRanks(ConnectedRanks):
+    """The executor in an engine's API server; see ``receiver.executor.Executor``.
+
+    Attributes:
+        hellos: The greeting of each rank.
+    """
+
+    def __init__(self, world_size: int, folder: str) -> None:
+        """Connects to every rank, which must be listening in the folder.
+
+        Raises:
+            EngineFailure: A rank does not listen, for example because it is on another host.
+        """
+        super().__init__()
+        self.tp_size = world_size
+        self.hellos: list[Hello] = []
+        try:
+            for rank in range(world_size):
+                self._control.append(_connect(folder, rank))
+            greetings = self._replies(self._control, _GREETING_S, "its greeting")
+            self.hellos = [msgspec.json.decode(greeting, type=Hello) for greeting in greetings]
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, command: bytes) -> bytes:
+        """Refuses: the engine generates by itself."""
+        raise EngineFailure("the engine does not generate through this executor")
+
+    def pids(self) -> Sequence[int]:
+        """Returns the process id of each rank."""
+        return tuple(hello.pid for hello in self.hellos)
+
+    def close(self) -> None:
+        """Closes the connections; the engine ends its ranks itself."""
+        self._closed = True
+        with self._send_lock:
+            for connection in self._control:
+                connection.close()
+
+    def rank_infos(self) -> tuple[RankInfo, ...]:
+        """The ranks as ``EngineInfo`` describes them."""
+        return tuple(RankInfo(rank=hello.rank, pid=hello.pid, device=hello.device) for hello in self.hellos)
+
+    def staging(self) -> Place:
+        """The place that every rank can stage in: the worst one that a rank has."""
+        places = {hello.staging for hello in self.hellos}
+        return "none" if "none" in places else "host" if "host" in places else "device"
+
+    def _lost(self, rank: int, what: str) -> EngineFailure:
+        process = f" (pid {self.hellos[rank].pid})" if self.hellos else ""
+        return self._break(f"rank {rank}{process} is gone during {what}", [rank])
+
+
+def _connect(folder: str, rank: int) -> Connection:
+    try:
+        connection = Client(socket_path(folder, rank), family="AF_UNIX")
+    except OSError as error:
+        raise EngineFailure(f"rank {rank} does not listen on this host: {error}", ranks=[rank]) from error
+    limit_sends(connection)
+    return connection
+
+
+def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequence[str], staging_note: str) -> Hello:
+    """The greeting of a rank whose receiver has this loader."""
+    return Hello(
+        rank=rank,
+        pid=os.getpid(),
+        device=device_uuid(device),
+        staging=loader.staging.place,
+        staging_bytes=loader.staging.size_bytes,
+        specs=tuple(loader.expected.values()),
+        places=tuple(places),
+        staging_note=staging_note,
+    )
+
+
+def serve_api_server(
+    listener: Listener,
+    worker: Messenger,
+    greeting: Callable[[], Hello],
+    *,
+    device: torch.device,
+    on_note: Callable[[bytes], None] | None = None,
+    on_connection: Callable[[Connection], None] | None = None,
+) -> None:
+    """Serves one API server after the other until the listener is closed.  Runs on a thread of its own in a rank.
+
+    Args:
+        listener: Socket of this rank.
+        worker: Carries out the messages.
+        greeting: Makes the first frame.
+        device: Device of the model, which becomes the thread's own.
+        on_note: Called with each note, which overtakes messages; see ``serve_messages``.
+        on_connection: Called with each new connection after the greeting.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    while True:
+        try:
+            connection = listener.accept()
+        except (OSError, EOFError):
+            return  # closed
+        with connection:
+            hello = greeting()
+            try:
+                connection.send_bytes(encode(hello))
+            except OSError as error:
+                log.error("the API server went away: %s", error)
+                continue
+            if on_connection is not None:
+                on_connection(connection)
+            serve_messages(connection, worker, rank=hello.rank, on_note=on_note)
+            worker.interrupt("the API server is gone")
+
+
+def tables_of(hellos: Sequence[Hello]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Divides the tensors of the checkpoint into those that some rank keeps and those that no rank keeps.
+
+    A tensor that is kept has the dtype of a rank that keeps a part of it.
+    """
+    known: dict[str, TensorSpec] = {}
+    placed: set[str] = set()
+    for hello in hellos:
+        places = set(hello.places)
+        known.update({spec.name: spec for spec in hello.specs if spec.name not in known or spec.name in places})
+        placed |= places
+    kept = tuple(spec for name, spec in known.items() if name in placed)
+    return kept, tuple(spec for name, spec in known.items() if name not in placed)
+
+
+def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[str]:
+    """Notes for the user: where updates are staged if not on the device, and which tensors no rank keeps."""
+    notes = [*dict.fromkeys(hello.staging_note for hello in hellos if hello.staging_note)]
+    if optional:
+        named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
+        notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
+    return notes

@@ -1,0 +1,85 @@
+"""The routes under ``/weightcast`` in SGLang's API server, and the session that they drive."""
+
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi.routing import APIRoute
+
+from weightcast.comm.ipc import host_id
+from weightcast.plugins.rank_sockets import notes_of, tables_of
+from weightcast.plugins.sglang.engine_hooks import SglangHooks
+from weightcast.plugins.sglang.executor import SglangExecutor
+from weightcast.plugins.sglang.hook_points import FOLDER
+from weightcast.plugins.sglang.settings import check_settings
+from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.server import weight_routes
+from weightcast.receiver.session import SessionHandler
+
+log = logging.getLogger("sglang.weightcast")
+
+# SGLang's own updates would change weights that our sessions have proven and stamped.
+_REPLACED = (
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/update_weight_version",
+)
+
+
+def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **named: Any) -> None:
+    """Before ``_setup_and_run_http_server``: all ranks are ready, and SGLang has not added its key check yet."""
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel
+
+    check_settings(server_args)
+    executor = SglangExecutor(server_args.tp_size * server_args.pp_size, os.environ[FOLDER])
+    hooks = SglangHooks(tokenizer_manager)
+    specs, optional = tables_of(executor.hellos)
+    notes = notes_of(executor.hellos, optional)
+    for note in notes:
+        log.info("weightcast: %s", note)
+    facts = EngineFacts(
+        engine=f"sglang {importlib.metadata.version('sglang')}",
+        model=server_args.served_model_name or server_args.model_path,
+        host_id=host_id(),
+        ranks=executor.rank_infos(),
+        staging=executor.staging(),
+        staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
+        transports=("ipc", "broadcast"),
+        specs=specs,
+        optional=optional,
+        note="; ".join(notes),
+    )
+    _add_routes(app, SessionHandler(executor, hooks, facts), hooks, AuthLevel.ADMIN_OPTIONAL)
+
+
+def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level: Any) -> None:
+    """Adds our routes, with the rules for keys that SGLang's own update routes have."""
+
+    async def note_loop() -> None:
+        hooks.set_loop(asyncio.get_running_loop())
+
+    router = weight_routes(engine)
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            route.endpoint._auth_level = level  # type: ignore[attr-defined]
+    app.include_router(router, dependencies=[Depends(note_loop)])
+
+    async def refuse() -> None:
+        raise HTTPException(409, "this server is updated through /weightcast (SGLANG_PLUGINS names weightcast)")
+
+    refuse._auth_level = level  # type: ignore[attr-defined]
+    for path in _REPLACED:
+        # In front: the first route that matches answers.
+        app.router.routes.insert(0, APIRoute(path, refuse, methods=["GET", "POST"], include_in_schema=False))

@@ -1,0 +1,120 @@
+"""The receiver's engine hooks in SGLang's API server: hold requests back, wait for those that run, set the version.
+
+Threads of the server call these methods; SGLang's tokenizer manager lives on the server's event loop.  The pause modes
+``in_place`` and ``retract`` are part of the switch itself, in the ranks (``generation``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from weightcast.config import PauseMode
+from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, check_attributes
+
+_SHORT_S = 30.0
+_LOOK_S = 0.02
+
+
+class SglangHooks:
+    """``EngineHooks`` over SGLang's tokenizer manager."""
+
+    def __init__(self, manager: Any) -> None:
+        """Makes the hooks.
+
+        Args:
+            manager: SGLang's ``TokenizerManager``.
+
+        Raises:
+            ConfigError: This version's manager is not as we know it.
+        """
+        check_attributes(manager, MANAGER_ATTRIBUTES)
+        self._manager = manager
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._held = False
+        self._draining: Future[Any] | None = None
+
+    def set_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Notes the server's event loop, which exists once the server runs."""
+        self._loop = loop
+
+    @property
+    def paused(self) -> bool:
+        """True while SGLang is paused, by its operator, an update or the quarantine."""
+        return bool(self._manager.is_pause)
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Returns when no request runs, for ``abort`` and ``wait``; at once for the modes that keep requests.
+
+        A server that its operator has paused is left as it is: nothing of it generates.
+        """
+        if mode in ("in_place", "retract") or (self.paused and not self._held):
+            return
+        self._held = True
+        work = asyncio.run_coroutine_threadsafe(self._drain(abort=mode == "abort"), self._running_loop())
+        self._draining = work if mode == "wait" else None
+        try:
+            self._result(work, timeout_s, "running requests to stop")
+        finally:
+            self._draining = None
+
+    def stop_waiting(self) -> None:
+        """Cancels a pause that waits for running requests; ``resume`` must follow."""
+        draining = self._draining
+        if draining is not None:
+            draining.cancel()
+
+    def resume(self) -> None:
+        """Lets requests go on, unless an operator has paused SGLang."""
+        if self._held:
+            self._held = False
+            self._run(self._release(), "SGLang to resume")
+
+    def drop_caches(self) -> None:
+        """Does nothing: the switch has dropped them, in every rank."""
+
+    def set_version(self, version: int) -> None:
+        """Sets the version that SGLang reports of itself and in its answers."""
+        self._run(self._stamp(str(version)), "the new version to be noted")
+
+    async def _drain(self, *, abort: bool) -> None:
+        manager = self._manager
+        async with manager.is_pause_cond:
+            manager.is_pause = True
+        while True:
+            if abort:
+                # Again in each round: a request that was being tokenized reaches the scheduler after the first.
+                manager.abort_request(abort_all=True)
+            if not await manager.model_update_lock.is_locked():
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _release(self) -> None:
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = False
+            self._manager.is_pause_cond.notify_all()
+
+    async def _stamp(self, version: str) -> None:
+        self._manager._update_weight_version_if_provided(version)
+
+    def _run(self, work: Any, what: str) -> None:
+        self._result(asyncio.run_coroutine_threadsafe(work, self._running_loop()), _SHORT_S, what)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise EngineFailure("SGLang's server does not run yet")
+        return self._loop
+
+    def _result(self, future: Future[Any], timeout_s: float, what: str) -> None:
+        try:
+            future.result(timeout_s)
+        except CancelledError as error:
+            raise Refused("pause cancelled: the update that asked for it was aborted") from error
+        except FutureTimeout as error:
+            future.cancel()
+            raise DeadlineExceeded(who="SGLang", waiting_for=what, timeout_s=timeout_s) from error
+        except Exception as error:  # SGLang's errors have no common class
+            raise EngineFailure(f"SGLang: {type(error).__name__}: {str(error).strip() or 'no words'}") from error

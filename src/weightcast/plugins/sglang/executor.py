@@ -1,0 +1,40 @@
+"""The executor in SGLang's API server: all ranks behind their sockets, and the round in which they agree to switch."""
+
+from __future__ import annotations
+
+from weightcast.plugins.rank_sockets import SocketRanks, committed_after, switches_weights
+from weightcast.wire.messages import Commit, Message, RankAck
+
+# The first frame of a rank's answer to a message that switches weights.
+READY, NOTHING = b"ready", b"nothing"
+# The notes that follow.
+GO, CANCEL = b"go", b"cancel"
+
+
+class SglangExecutor(SocketRanks):
+    """Sends messages to all ranks.  None of them switches weights before all have said that they can."""
+
+    def __init__(self, world_size: int, folder: str) -> None:
+        """Connects to every rank; see ``SocketRanks``."""
+        self._committed = ""
+        super().__init__(world_size, folder)
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        """Implements ``Executor.apply``."""
+        switches = switches_weights(message, self._committed)
+        self._committed = committed_after(message, self._committed)
+        if not switches:
+            return self._tell(message, timeout_s)
+        return self._tell(message, timeout_s, lambda: self._agree(message, timeout_s))
+
+    def _agree(self, message: Message, timeout_s: float) -> None:
+        """Waits until each rank has said whether it has something to switch; then lets all of them do so, or none."""
+        try:
+            said = self._replies(self._control, timeout_s, "its readiness to switch")
+        except BaseException:
+            self._note(CANCEL)
+            raise
+        ready = [frame == READY for frame in said]
+        # A rank that refuses a commit has nothing to switch, and then nobody switches.  A rank may well have nothing to
+        # take back.
+        self._note(GO if (all(ready) if isinstance(message, Commit) else any(ready)) else CANCEL)

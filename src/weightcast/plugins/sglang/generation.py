@@ -1,0 +1,112 @@
+"""A switch of weights as SGLang's scheduler sees it: running requests, KV cache, prefix cache and version.
+
+Everything here runs on the scheduler's own thread, between two steps.
+"""
+
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weightcast.config import PauseMode
+from weightcast.plugins.sglang.hook_points import SCHEDULER_ATTRIBUTES, check_attributes
+
+log = logging.getLogger("sglang.weightcast")
+
+_MARK = "|weightcast="
+
+
+class Generation:
+    """Switches the weights under one rank's scheduler."""
+
+    def __init__(self, scheduler: Any, device: torch.device) -> None:
+        """Notes the scheduler.
+
+        Raises:
+            ConfigError: This version's scheduler is not as we know it.
+        """
+        check_attributes(scheduler, SCHEDULER_ATTRIBUTES)
+        self._scheduler = scheduler
+        self._device = device
+        self._switches = 0
+
+    def switch(self, do: Callable[[], None], *, mode: PauseMode, version: str) -> None:
+        """Runs ``do`` while no step runs, and treats the requests as the pause mode says.
+
+        in_place: requests keep their tokens and KV cache.  retract: they keep their tokens, and their cache is computed
+        anew.  abort and wait: the API server has seen to it that nothing runs, unless its operator had paused it
+        before; then abort drops what is left, and wait treats it as retract does.  A server that was paused stays so.
+
+        Args:
+            do: Exchanges the weights.
+            mode: The session's pause mode.
+            version: Stamp of what is generated from now on, if ``do`` succeeds.
+        """
+        from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
+
+        scheduler = self._scheduler
+        began = time.monotonic()
+        paused, running = scheduler._engine_paused, len(scheduler.running_batch.reqs)
+        if mode != "in_place":
+            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            if mode == "abort":
+                scheduler.abort_request(AbortReq(abort_all=True))
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # with the overlap loop, a step may still read the weights
+            do()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            self._stamp(version)
+        finally:
+            self._switches += 1
+            flushed = mode == "in_place" or self._flush()
+            self._rename_waiting()
+            if mode != "in_place" and not paused:
+                # True would empty torch's cache, which costs tens of milliseconds.
+                scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        log.info(
+            "weightcast: version %s before step %s; %d requests were running; %s%s; %.1f ms",
+            version,
+            getattr(scheduler, "forward_ct", 0) + 1,
+            running,
+            mode,
+            "" if flushed else ", old cache stays until it is evicted",
+            1e3 * (time.monotonic() - began),
+        )
+
+    def name(self, request: Any) -> None:
+        """Keeps a new request from the prefix cache of other weights: SGLang shares prefixes within one extra key."""
+        base = (request.extra_key or "").partition(_MARK)[0]
+        request.extra_key = f"{base}{_MARK}{self._switches}"
+
+    def _stamp(self, version: str) -> None:
+        """Sets the version of later tokens; SGLang 0.5.17 has it in its API server only."""
+        record = getattr(self._scheduler, "record_weight_version_change", None)
+        if record is not None:
+            record(version)
+
+    def _flush(self) -> bool:
+        """Empties the caches; False if something still holds pages, which costs memory only.
+
+        Version 0.5.17 refuses while requests wait.  Here they hold no pages: they are new or retracted.
+        """
+        scheduler = self._scheduler
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        try:
+            return bool(scheduler.flush_cache(empty_cache=False))
+        finally:
+            scheduler.waiting_queue = waiting
+
+    def _rename_waiting(self) -> None:
+        """Names the requests that wait without cache anew: they were named when they came."""
+        queued = getattr(self._scheduler.grammar_manager, "grammar_queue", ())
+        for request in (*self._scheduler.waiting_queue, *queued):
+            if not getattr(getattr(request, "kv", None), "holds_kv", False):
+                self.name(request)

@@ -1,0 +1,154 @@
+"""Where our code is called inside SGLang, and what that code needs of SGLang: checked before anything is built."""
+
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.metadata
+import inspect
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from weightcast.errors import ConfigError
+
+RUN_VERSIONS = ("0.5.17", "0.5.23")
+# Folder of the ranks' sockets.  Scheduler processes inherit it.
+FOLDER = "WEIGHTCAST_SGLANG_FOLDER"
+
+_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_HTTP = "sglang.srt.entrypoints.http_server:"
+_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+_MESSAGES = "sglang.srt.managers.io_struct:"
+
+# Functions and classes, with the parameters that our calls and hooks rely on.
+_IN_RANKS: dict[str, tuple[str, ...]] = {
+    f"{_RUNNER}.load_model": ("self",),
+    f"{_SCHEDULER}.__init__": ("self",),
+    f"{_SCHEDULER}.pause_generation": ("self", "recv_req"),
+    f"{_SCHEDULER}.continue_generation": ("self", "recv_req"),
+    f"{_SCHEDULER}.abort_request": ("self", "recv_req"),
+    f"{_SCHEDULER}.flush_cache": ("self", "empty_cache"),
+    f"{_SCHEDULER}._maybe_namespace_elastic_radix_cache": ("self", "req"),
+    f"{_RECEIVER}._pull_raw_reqs": ("self",),
+    "sglang.srt.model_loader.loader:DefaultModelLoader._get_all_weights": ("self", "model_config", "model"),
+    "sglang.srt.runtime_context:get_parallel": (),
+    "sglang.utils:TypeBasedDispatcher": ("mapping",),
+    f"{_MESSAGES}PauseGenerationReqInput": ("mode",),
+    f"{_MESSAGES}ContinueGenerationReqInput": ("torch_empty_cache",),
+    f"{_MESSAGES}AbortReq": ("abort_all",),
+}
+_IN_MAIN: dict[str, tuple[str, ...]] = {
+    f"{_HTTP}_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
+    f"{_MANAGER}.abort_request": ("self", "abort_all"),
+    f"{_MANAGER}._update_weight_version_if_provided": ("self", "weight_version"),
+    "sglang.srt.utils.auth:AuthLevel": (),
+}
+# Attributes that only an instance has.
+SCHEDULER_ATTRIBUTES = (
+    "_engine_paused",
+    "_request_dispatcher",
+    "grammar_manager",
+    "idle_sleeper",
+    "running_batch",
+    "tree_cache",
+    "waiting_queue",
+)
+MANAGER_ATTRIBUTES = ("is_pause", "is_pause_cond", "model_update_lock")
+
+
+def check(*, main: bool) -> None:
+    """Looks for everything that our code needs.
+
+    Args:
+        main: True in SGLang's main process, where the API server is.
+
+    Raises:
+        ConfigError: Something is missing or has other parameters; all is named.
+    """
+    needed = _IN_RANKS | _IN_MAIN if main else _IN_RANKS
+    wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
+    if wrong:
+        raise _other_version(wrong)
+
+
+def check_attributes(found: object, names: tuple[str, ...]) -> None:
+    """Looks for the attributes that our code needs of one of SGLang's objects.
+
+    Raises:
+        ConfigError: Some are missing; all are named.
+    """
+    missing = [name for name in names if not hasattr(found, name)]
+    if missing:
+        raise _other_version([f"{type(found).__name__} has no {name}" for name in missing])
+
+
+def apply(*, main: bool) -> None:
+    """Registers our hooks and applies them now.
+
+    Args:
+        main: As for ``check``.
+
+    Raises:
+        ConfigError: SGLang did not apply one of them.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from weightcast.plugins.sglang import rank
+
+    hooks: list[tuple[str, Callable[..., Any], Any]] = [
+        (f"{_RUNNER}.load_model", rank.model_loaded, HookType.AFTER),
+        (f"{_SCHEDULER}.__init__", rank.scheduler_made, HookType.AFTER),
+        (f"{_SCHEDULER}._maybe_namespace_elastic_radix_cache", rank.request_made, HookType.AFTER),
+        (f"{_RECEIVER}._pull_raw_reqs", rank.requests_pulled, HookType.AFTER),
+    ]
+    if main:
+        # Only here: to resolve the target imports the API server, which costs a scheduler process seconds.
+        from weightcast.plugins.sglang import endpoints
+
+        os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="weightcast-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        hooks.append((f"{_HTTP}_setup_and_run_http_server", endpoints.before_serving, HookType.BEFORE))
+    for place, hook, kind in hooks:
+        HookRegistry.register(_dotted(place), hook, kind)
+    HookRegistry.apply_hooks()
+    lost = [place for place, _, _ in hooks if _dotted(place) not in HookRegistry._patched]
+    if lost:
+        raise _other_version([f"the hook on {_dotted(place)} did not take" for place in lost])
+
+
+def _dotted(place: str) -> str:
+    return place.replace(":", ".")
+
+
+def _why_not(place: str, parameters: tuple[str, ...]) -> str:
+    """The reason why our code cannot use a function or class; empty if it can."""
+    module, _, path = place.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+        known = inspect.signature(found).parameters
+    except (ImportError, AttributeError) as error:
+        return f"{_dotted(place)} is missing ({error})"
+    except ValueError:
+        return ""  # written in C: nothing to compare
+    lacking = [name for name in parameters if name not in known]
+    return f"{_dotted(place)} has no parameter {', '.join(lacking)}" if lacking else ""
+
+
+def _other_version(wrong: list[str]) -> ConfigError:
+    try:
+        version = f"SGLang {importlib.metadata.version('sglang')}"
+    except importlib.metadata.PackageNotFoundError:  # an SGLang that is not installed, but on the path
+        version = "this SGLang"
+    return ConfigError(
+        f"{version} is not as this plug-in expects: {'; '.join(wrong)}",
+        hint=f"use SGLang {' or '.join(RUN_VERSIONS)}, or start it without weightcast in SGLANG_PLUGINS",
+    )

@@ -1,0 +1,73 @@
+"""The settings of SGLang under which our receiver was not shown to be right; the server does not start with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, get_args
+
+from weightcast.errors import ConfigError
+from weightcast.receiver.rank import StagingChoice
+
+
+def _set(name: str, *off: object) -> Callable[[Any], bool]:
+    """True if an option has a value other than these; options that a version does not know are off."""
+    return lambda args: bool(getattr(args, name, None)) and getattr(args, name) not in off
+
+
+_REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
+    (_set("dp_size", 1), "several data-parallel engines behind one URL (--dp-size)", "start one server for each"),
+    (_set("enable_dp_attention"), "data-parallel attention (--enable-dp-attention)", "start SGLang without it"),
+    (_set("nnodes", 1), "ranks on several hosts (--nnodes)", "keep the ranks of a server on one host"),
+    (_set("tokenizer_worker_num", 1), "several tokenizer workers (--tokenizer-worker-num)", "use one"),
+    (_set("use_ray"), "SGLang's Ray executor (--use-ray)", "start SGLang without it"),
+    (_set("grpc_mode"), "SGLang's gRPC server", "use its HTTP server"),
+    (_set("enable_pdmux"), "prefill and decode side by side (--enable-pdmux)", "start SGLang without it"),
+    (_set("disaggregation_mode", "null"), "prefill and decode on servers of their own", "start SGLang without it"),
+    (_set("quantization"), "quantised weights (--quantization)", "serve the model unquantised"),
+    (_set("torchao_config"), "quantised weights (--torchao-config)", "serve the model unquantised"),
+    (_set("speculative_algorithm"), "a draft model (--speculative-algorithm)", "start SGLang without it"),
+    (_set("enable_lora"), "LoRA adapters (--enable-lora)", "merge the adapter in the trainer"),
+    (_set("enable_eplb"), "experts that move between ranks (--enable-eplb)", "start SGLang without it"),
+    (_set("ep_num_redundant_experts"), "redundant experts (--ep-num-redundant-experts)", "start SGLang without them"),
+    (_set("elastic_ep_backend"), "elastic expert parallelism (--elastic-ep-backend)", "start SGLang without it"),
+    (_set("enable_hierarchical_cache"), "a KV cache on the host (--enable-hierarchical-cache)", "start without it"),
+    (_set("enable_lmcache"), "an external KV cache (--enable-lmcache)", "start SGLang without it"),
+    (_set("enable_memory_saver"), "sleep (--enable-memory-saver)", "start SGLang without it"),
+    (_set("weight_cache_mode", "off"), "a weight cache that processes share (--weight-cache-mode)", "turn it off"),
+    (_set("cpu_offload_gb", 0), "weights on the host (--cpu-offload-gb)", "start SGLang without it"),
+    (_set("dllm_algorithm"), "diffusion language models (--dllm-algorithm)", "serve another model"),
+)
+
+
+def check_settings(server_args: Any) -> None:
+    """Refuses settings that were not shown to work.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``.
+
+    Raises:
+        ConfigError: A setting is one of them; all are named.
+    """
+    found = [(what, hint) for is_set, what, hint in _REFUSED if is_set(server_args)]
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
+        found.append(("SGLang's Rust front end (SGLANG_RUST_SERVER)", "unset the variable"))
+    if found:
+        raise ConfigError(
+            f"not shown to be right with weightcast's receiver: {', '.join(what for what, _ in found)}",
+            hint="; ".join(dict.fromkeys(hint for _, hint in found)) + "; or leave weightcast out of SGLANG_PLUGINS",
+        )
+
+
+def staging_setting() -> StagingChoice:
+    """Reads where new weights wait until they are switched to, from ``WEIGHTCAST_STAGING``: auto, device or host.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    value = os.environ.get("WEIGHTCAST_STAGING") or "auto"
+    choices = [choice for choice in get_args(StagingChoice) if choice != "none"]
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ConfigError(f"WEIGHTCAST_STAGING is {value!r}", hint=f"use one of {', '.join(choices)}")

@@ -1,0 +1,67 @@
+"""Sums of the buckets that one rank has received in a session, and the digests that they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from weightcast.digest.bucket_sums import RepeatedTotals, sums_of_slots
+from weightcast.digest.definition import RepeatedSums, sha256_digest
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
+from weightcast.wire.messages import Open
+
+
+class ReceivedSums:
+    """Takes the sums of each bucket as it arrives.  They go to the host without a wait, which would stop the stream."""
+
+    def __init__(self) -> None:
+        self._received: list[tuple[BucketLayout, torch.Tensor]] = []
+        self._copies: list[tuple[BucketLayout, torch.Tensor]] = []
+        self._repeated = RepeatedSums()
+        self._totals = RepeatedTotals()
+        self._hashed: dict[str, str] = {}
+
+    def clear(self) -> None:
+        """Drops the sums of a session that is over."""
+        self._received.clear()
+        self._copies.clear()
+        self._hashed.clear()
+
+    def add(self, bucket: Bucket, session: Open) -> None:
+        """Digests a bucket as the session asks for."""
+        if session.digest == "sha256":
+            self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
+        if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
+            self._received.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
+
+    def add_copies(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
+        """Sums a bucket with a tensor that must equal another one, also without proof.
+
+        Args:
+            bucket: The bucket.
+            copies: ``Loader.copies``.
+        """
+        names = {*copies, *copies.values()}
+        if any(slot.spec.name in names for slot in bucket.layout.slots):
+            self._copies.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
+
+    def of_copies(self) -> Mapping[str, str]:
+        """The digest by name of each tensor from ``add_copies``; empty if there was none.  Waits for the device."""
+        return RepeatedTotals().totals(self._copies).by_name() if self._copies else {}
+
+    def of_all(self) -> str:
+        """One digest of everything that has arrived, empty without proof.  Waits for the device."""
+        return self._totals.totals(self._received).of_all()
+
+    def by_name(self) -> dict[str, str]:
+        """The digest of each tensor that has arrived, by name.  Waits for the device."""
+        return self._totals.totals(self._received).by_name() | self._hashed
+
+
+def _to_host(sums: torch.Tensor) -> torch.Tensor:
+    """Copies sums to the host without a wait; they are valid once the current stream has come so far."""
+    if sums.device.type != "cuda":
+        return sums
+    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)

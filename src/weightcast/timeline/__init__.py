@@ -1,0 +1,1 @@
+"""The time of every rank in one update, on one clock."""

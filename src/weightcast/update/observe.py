@@ -1,0 +1,184 @@
+"""Asks a running engine how it is, cheaply enough to be repeated every second."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weightcast.comm.http import Client
+from weightcast.config import Target
+from weightcast.errors import TargetRejected, WeightcastError, WireError
+from weightcast.update.recognise import recognise
+from weightcast.wire.messages import EngineInfo
+from weightcast.wire.status import EngineStatus, UpdateStatus, decode_status
+
+_NO_ROUTE = (404, 405)
+_SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{[^}]*\})? +(\S+)", re.MULTILINE)
+# Names of each engine's own metrics; a sum over labels (data-parallel replicas, models) is the engine's.
+_RUNNING = (
+    "weightcast_requests_running",
+    "vllm:num_requests_running",
+    "sglang:num_running_reqs",
+    "lmdeploy:num_requests_running",
+)
+_WAITING = (
+    "weightcast_requests_waiting",
+    "vllm:num_requests_waiting",
+    "sglang:num_queue_reqs",
+    "lmdeploy:num_requests_waiting",
+)
+_TOKENS = (
+    "weightcast_generated_tokens_total",
+    "vllm:generation_tokens_total",
+    "sglang:generation_tokens_total",
+    "lmdeploy:generation_tokens_total",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """The load of an engine, from its own metrics.
+
+    Attributes:
+        running: Requests that generate.
+        waiting: Requests that wait.
+        tokens: Tokens generated since its start; None if it does not count them.
+        at: Monotonic time of the answer, in seconds.
+    """
+
+    running: int
+    waiting: int
+    tokens: float | None
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One engine at one moment.
+
+    Attributes:
+        url: URL of the engine.
+        state: ``serving``, ``paused``, ``updating``, ``quarantined`` or ``no answer``.
+        engine: Kind and version; empty without an answer.
+        version: Version that it serves; None if unknown.
+        since_s: Seconds since it began to serve that version; None if it does not say.
+        update: The update that runs now, or the last one; None if it does not say, or there was none.
+        requests: Its load; None if it exports no metrics.
+        message: Why it is not serving, or a further note.
+    """
+
+    url: str
+    state: str
+    engine: str = ""
+    version: int | None = None
+    since_s: float | None = None
+    update: UpdateStatus | None = None
+    requests: Requests | None = None
+    message: str = ""
+
+
+class Observer:
+    """Observes one engine.  Not thread-safe."""
+
+    def __init__(self, target: Target, *, timeout_s: float) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            target: The engine.
+            timeout_s: Deadline of each answer, in seconds.
+
+        Raises:
+            ConfigError: As ``Client``.
+        """
+        self._client = Client(target, timeout_s=timeout_s)
+        self._in_short = True
+        self._has_metrics = True
+
+    def look(self) -> Observation:
+        """Asks the engine.  An engine that does not answer is an observation too."""
+        url = self._client.target.url
+        try:
+            status = self._status()
+            if status is not None:
+                return _of_status(url, status, self._requests())
+            return _of_info(url, recognise(self._client), self._requests())
+        except WeightcastError as error:
+            self._in_short = self._has_metrics = True  # it may come back as another one
+            return Observation(url=url, state="no answer", message=str(error))
+
+    def _status(self) -> EngineStatus | None:
+        """Asks an engine with our receiver; None for one that has no such route."""
+        if not self._in_short:
+            return None
+        try:
+            return decode_status(self._client.get_json("/weightcast/status"))
+        except TargetRejected as error:
+            if error.status not in _NO_ROUTE:
+                raise
+        except WireError:  # some servers answer every path
+            pass
+        self._in_short = False
+        return None
+
+    def _requests(self) -> Requests | None:
+        """Reads the engine's own metrics; None if it has none, or not where they are expected."""
+        if not self._has_metrics:
+            return None
+        try:
+            found = parse_requests(self._client.get_json("/metrics"), at=time.monotonic())
+        except TargetRejected:
+            found = None
+        self._has_metrics = found is not None
+        return found
+
+
+def parse_requests(metrics: bytes, *, at: float) -> Requests | None:
+    """Reads the load of an engine out of Prometheus' text format; None if it is not there.
+
+    Args:
+        metrics: The engine's answer.
+        at: Monotonic time of the answer, in seconds.
+    """
+    sums: dict[str, float] = {}
+    for name, value in _SAMPLE.findall(metrics.decode(errors="replace")):
+        if name in _RUNNING or name in _WAITING or name in _TOKENS:
+            try:
+                sums[name] = sums.get(name, 0.0) + float(value)
+            except ValueError:
+                continue
+    running, waiting, tokens = (_first(sums, names) for names in (_RUNNING, _WAITING, _TOKENS))
+    if running is None:
+        return None
+    return Requests(running=int(running), waiting=int(waiting or 0.0), tokens=tokens, at=at)
+
+
+def _first(sums: Mapping[str, float], names: Sequence[str]) -> float | None:
+    found = next((sums[name] for name in names if name in sums), None)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _of_status(url: str, status: EngineStatus, requests: Requests | None) -> Observation:
+    return Observation(
+        url=url,
+        state="paused" if status.paused and status.state == "serving" else status.state,
+        engine=status.engine,
+        version=status.version,
+        since_s=status.since_s,
+        update=status.update,
+        requests=requests,
+        message=status.message,
+    )
+
+
+def _of_info(url: str, info: EngineInfo, requests: Requests | None) -> Observation:
+    return Observation(
+        url=url,
+        state="paused" if info.paused and info.state == "serving" else info.state,
+        engine=info.engine,
+        version=info.version,
+        requests=requests,
+        message=info.message,
+    )

@@ -1,0 +1,181 @@
+"""The sessions of one attempt: one on each target, and the transport that reaches all of them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from weightcast.comm.shared_buckets import Shared
+from weightcast.config import UpdateConfig
+from weightcast.errors import TargetRejected, WeightcastError
+from weightcast.fleet.roster import Roster
+from weightcast.protocols import Transport
+from weightcast.transports.blame import run_each
+from weightcast.transports.link import Link, in_flight_to
+from weightcast.transports.outcome import Outcome
+from weightcast.update.choose import Plan
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Ack, EngineInfo, Open, Owner
+
+LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
+
+
+class Sessions:
+    """Opens, feeds and ends the sessions of one attempt after the other.  The transport outlives an attempt.
+
+    Attributes:
+        links: The targets of the attempt; empty until ``open``.
+        num_buckets: Number of buckets sent in the attempt.
+        sent_bytes: Bytes of these buckets.
+    """
+
+    def __init__(self, plan: Plan, roster: Roster, config: UpdateConfig) -> None:
+        self.links: Sequence[Link] = ()
+        self.num_buckets = self.sent_bytes = 0
+        self._plan = plan
+        self._roster = roster
+        self._config = config
+        self._transport: Transport | None = None
+        self._signature: tuple[object, ...] = ()
+
+    def begin(self) -> None:
+        """Starts an attempt, which has no targets yet."""
+        self.links = ()
+        self.num_buckets = self.sent_bytes = 0
+
+    def open(
+        self,
+        links: Sequence[Link],
+        version: int,
+        specs: tuple[TensorSpec, ...],
+        bucket_runs: tuple[tuple[int, ...], ...],
+        check: Callable[[Link, Ack], None],
+        began: Callable[[Open], None],
+    ) -> None:
+        """Opens a session on every target and makes their group.
+
+        Args:
+            links: The targets.
+            version: The weight version.
+            specs: The tensors that will be sent.
+            bucket_runs: Sizes in bytes of the broadcasts of each bucket.
+            check: Checks a target's answer.
+            began: Called with the message before it is sent.
+        """
+        self.links = links
+        transport = self._renew_transport()
+        message = open_message(self._config, links, version, specs, bucket_runs)
+        began(message)
+        try:
+            run_each(lambda link: check(link, link.open(message)), links)
+        finally:
+            for link in links:
+                if link.session:
+                    self._roster.opened(link.url)
+        transport.connect()
+
+    def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
+        """Sends a bucket; ``shared`` has the handles to the buffers that hold it."""
+        assert self._transport is not None
+        self._transport.send(bucket, shared)
+        self.num_buckets += 1
+        self.sent_bytes += bucket.layout.size_bytes
+
+    def drain(self) -> None:
+        """Waits until every target has taken every bucket."""
+        assert self._transport is not None
+        self._transport.drain()
+
+    def close_one(self, link: Link, *, by_name: bool) -> Ack:
+        """Tells a target that everything was sent; ``by_name`` asks for the digest of each tensor."""
+        return link.close(buckets=self.num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
+
+    def commit_again(self, link: Link, outcome: Outcome, lost: WeightcastError) -> Ack:
+        """Returns the answer to a Commit whose first answer was lost.
+
+        Raises:
+            WeightcastError: ``lost``, if the engine cannot be asked or does not know; its outcome is in doubt then.
+            TargetRejected: The engine has not switched.
+        """
+        outcome.in_doubt = True
+        if not link.adapter.leased:
+            raise lost  # the engine would take a second Commit for another one
+        now = self._plan.probe([link.url], hasty=True)[link.url]
+        if not isinstance(now, EngineInfo):
+            raise lost
+        try:
+            ack = link.commit_again(timeout_s=self._config.timeout_s)
+        except TargetRejected:
+            outcome.in_doubt = False
+            raise
+        except WeightcastError:
+            raise lost from None
+        outcome.in_doubt = False
+        outcome.notes.append(f"its answer to Commit was lost ({lost}); asked again, it had switched")
+        return ack
+
+    def abort(self, reason: str) -> None:
+        """Ends every open session, and tells the roster which targets kept one whole version."""
+        if self._transport is not None:
+            self._transport.abort(reason)
+        self._abort_each([link for link in self.links if link.session], reason)
+        if self._transport is not None:
+            self._transport.settle()
+
+    def close(self) -> None:
+        """Closes the transport on both sides; safe to call twice."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def _renew_transport(self) -> Transport:
+        """Returns the transport; a new one if a target came back as another member of its groups."""
+        signature = tuple((link.url, link.info.incarnation) for link in self.links)
+        shown = all(link.info.shows_restart for link in self.links)
+        if self._transport is not None and shown and signature == self._signature:
+            return self._transport
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._plan.build_transport(self.links)
+        self._signature = signature
+        return self._transport
+
+    def _abort_each(self, links: Sequence[Link], reason: str) -> None:
+        if not links:
+            return
+        with ThreadPoolExecutor(max_workers=len(links)) as pool:
+            answers = list(pool.map(Link.abort, links, [reason] * len(links)))
+        for link, answer in zip(links, answers, strict=True):
+            if link.silent:
+                self._roster.fell_silent(link.url, reason)
+            whole = answer is not None and answer.state == "serving" and not link.mixed
+            self._roster.broke_off(link.url, reason, whole=whole)
+
+
+def open_message(
+    config: UpdateConfig,
+    links: Sequence[Link],
+    version: int,
+    specs: tuple[TensorSpec, ...],
+    bucket_runs: tuple[tuple[int, ...], ...],
+) -> Open:
+    """Returns the message that opens a new session on these targets."""
+    return Open(
+        session=secrets.token_hex(16),
+        owner=Owner(host=socket.gethostname(), pid=os.getpid()),
+        version=version,
+        allow_older=config.allow_older,
+        timeout_s=config.timeout_s,
+        lease_s=config.timeout_s * LEASE_DEADLINES,
+        pause=config.pause,
+        verify=config.verify,
+        digest=config.digest,
+        specs=specs,
+        # A receiver that knows these sizes may post bucket n+1's receive before it replies to n, so the sender must
+        # not wait for that reply.
+        bucket_runs=bucket_runs if in_flight_to(links) > 1 else (),
+    )

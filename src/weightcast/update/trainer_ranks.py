@@ -1,0 +1,55 @@
+"""Keeps the trainer ranks in step: all enter a call together, and all receive the head's messages."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.errors import TrainerRankFailed
+from weightcast.update.head import FOLLOW_DEADLINES
+from weightcast.update.messages import AttemptResult, Choice
+
+_Message = TypeVar("_Message", Choice, AttemptResult)
+
+
+class TrainerRanks:
+    """The trainer ranks, as one of them sees the others.
+
+    Attributes:
+        group: The group of the ranks.
+        wait_s: Deadline of one wait for another rank during a call, in seconds.
+    """
+
+    def __init__(self, group: TrainerGroup, *, timeout_s: float) -> None:
+        self.group = group
+        self.wait_s = timeout_s * (1 if group.is_head else FOLLOW_DEADLINES)
+        self._timeout_s = timeout_s
+
+    def enter(self) -> None:
+        """Waits until every rank has come to the same call, before any engine is asked for anything.
+
+        A call that failed on any rank has ended the ranks' group on all of them.  So this renews the group.
+
+        Raises:
+            TrainerRankFailed: A rank did not come.
+        """
+        patience_s = self._timeout_s * FOLLOW_DEADLINES
+        if self.group.failed:
+            # A rank that was dead or silent is not waited for as long again.
+            self.group.renew(timeout_s=self._timeout_s if self.group.lost else patience_s)
+        try:
+            self.group.barrier("the next call of the updater", timeout_s=patience_s)
+        except TrainerRankFailed:
+            if self.group.lost:
+                raise
+            # The call before failed on another rank and not on this one.
+            self.group.renew(timeout_s=patience_s)
+            self.group.barrier("the next call of the updater", timeout_s=patience_s)
+
+    def hear(self, message: _Message) -> _Message:
+        """Returns the head's message on every rank; the argument counts on the head alone."""
+        payload = msgspec.json.encode(message) if self.group.is_head else None
+        heard = self.group.broadcast_bytes(payload, timeout_s=self.wait_s)
+        return msgspec.json.decode(heard, type=type(message))

@@ -1,0 +1,58 @@
+"""Our plug-in's hook points against the real packages of SGLang, and against one that has changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.engines.environment import engine_python, package_path
+from tests.engines.overlays import overlay
+from tests.engines.sglang_server import OVERLAYS, STANDINS
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+REGISTER = """
+import os, sys
+import sglang.srt.managers.scheduler, sglang.srt.managers.scheduler_components.request_receiver as module
+{change}
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang
+from sglang.srt.plugins.hook_registry import HookRegistry
+print(sglang.__version__, len(HookRegistry._patched), sorted(HookRegistry._patched))
+"""
+
+
+def load(folder: Path, version: str, change: str = "") -> subprocess.CompletedProcess[str]:
+    """Loads plug-ins as SGLang's main process does, after a change to SGLang."""
+    python = engine_python("sglang-0.5.23-cpu")
+    path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*path, str(STANDINS), package_path(folder)]),
+        "SGLANG_PLUGINS": "weightcast",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [str(python), "-c", REGISTER.format(change=change)], capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_every_hook_takes(version: str, tmp_path: Path) -> None:
+    done = load(tmp_path, version)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith(f"{version} 5 "), said
+
+
+def test_an_sglang_without_a_hook_point_does_not_start_and_says_why(tmp_path: Path) -> None:
+    done = load(tmp_path, "0.5.23", "del module.SchedulerRequestReceiver._pull_raw_reqs")
+    assert done.returncode == 1
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("weightcast cannot run in this SGLang: ")]
+    assert "SGLang 0.5.23 is not as this plug-in expects" in said
+    assert "SchedulerRequestReceiver._pull_raw_reqs is missing" in said
+    assert "use SGLang 0.5.17 or 0.5.23" in said

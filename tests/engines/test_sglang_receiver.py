@@ -1,0 +1,323 @@
+"""Our receiver inside the real SGLang server on a CPU, under load, at both loops; transformers says what is right."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.engines import Engine, weightcast
+from tests.engines.sglang_load import Stream, wait_until_waiting
+from tests.engines.sglang_server import generate, greedy_tokens, sglang
+from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
+from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.ranks import Ranks
+from weightcast import WeightUpdater
+from weightcast.errors import ConfigError, UpdateFailed
+from weightcast.exporters.checkpoint import CheckpointExporter
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
+
+SOON_S = 120.0
+OPTIONS: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": SOON_S}
+MODES = ("retract", "in_place", "wait", "abort")
+
+
+class Served:
+    """A server with our receiver, and the model whose weights it has."""
+
+    def __init__(self, engine: Engine, model: Any) -> None:
+        self.engine = engine
+        self.model = model
+        self.version = 0
+
+    def step(self, pause: str, via: str = "broadcast") -> Any:
+        """Updates to weights that are a step of training away; returns the model that was served before."""
+        before = copy.deepcopy(self.model)
+        self.version += 1
+        nudge(self.model, seed=self.version)
+        with WeightUpdater.connect(self.model, [self.engine.url], pause=pause, transport=via, **OPTIONS) as updater:
+            report = updater.update(version=self.version)
+        [row] = report.targets
+        assert (row.status, row.proof, row.version_after) == ("serving", "resident", self.version), report
+        return before
+
+    def info(self) -> dict[str, Any]:
+        return self.engine.get("/weightcast/info")
+
+    def until(self, state: str) -> None:
+        deadline = time.monotonic() + SOON_S
+        while (now := self.info())["state"] != state:
+            assert time.monotonic() < deadline, now
+            time.sleep(0.05)
+
+    def new_requests_get_new_weights(self) -> None:
+        """Also those whose prompt was answered before, by the old weights."""
+        prompts = [PROMPT, PROMPT[:40], [*PROMPT, 9, 8, 7]]
+        for prompt, tokens in zip(prompts, greedy_tokens(self.engine, prompts, SHORT), strict=True):
+            assert follows(self.model, prompt, tokens)
+        assert version_of(self.engine) == str(self.version)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {"dense": tmp_path_factory.mktemp("dense"), "moe": tmp_path_factory.mktemp("moe")}
+    tiny_model(found["dense"], max_position_embeddings=CONTEXT, **DENSE)
+    tiny_model(found["moe"], family="qwen3_moe", **MOE)
+    for folder in found.values():
+        tiny_tokenizer(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def servers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+    """A dense model on one rank with the overlap loop, and experts on two ranks with the normal one."""
+    torch.set_num_threads(1)
+    settings = [(folders["dense"], 1, ONE_AT_A_TIME), (folders["moe"], 2, ("--disable-overlap-schedule",))]
+    with sglang(tmp_path_factory.mktemp("logs"), *settings, receiver=True) as (dense, moe):
+        yield {
+            "dense": Served(dense, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE)),
+            "moe": Served(moe, tiny_model(folders["moe"], family="qwen3_moe", **MOE)),
+        }
+
+
+@pytest.fixture
+def dense(servers: dict[str, Served]) -> Served:
+    return servers["dense"]
+
+
+@pytest.fixture
+def moe(servers: dict[str, Served]) -> Served:
+    return servers["moe"]
+
+
+def loaded(served: Served, count: int) -> tuple[Stream, list[Stream]]:
+    """One request that runs and has answered a little, and two that wait for it."""
+    url = served.engine.url
+    running = Stream(url, PROMPT, count)
+    running.wait_for(SEEN)
+    waiting = [Stream(url, PROMPT[:number], SHORT) for number in (63, 40)]
+    wait_until_waiting(url, len(waiting))
+    return running, waiting
+
+
+def test_retract_keeps_tokens_and_computes_the_cache_anew_with_the_prefix_cache_on(dense: Served) -> None:
+    running, waiting = loaded(dense, LONG)
+    old = dense.step("retract")
+    assert (running.ended().finish, len(running.tokens)) == ("length", LONG), running.failure
+    assert SEEN <= switched_at(old, dense.model, running) < LONG
+    for stream in waiting:
+        assert (stream.ended().finish, len(stream.tokens)) == ("length", SHORT)
+        assert follows(dense.model, stream.prompt, stream.tokens)
+    dense.new_requests_get_new_weights()
+
+
+def test_in_place_keeps_requests_and_their_cache_and_gives_it_to_no_new_request(dense: Served) -> None:
+    before = generate(dense.engine, [PROMPT], 1)
+    assert generate(dense.engine, [PROMPT], 1)[0]["meta_info"]["cached_tokens"] > 0, before
+    running, waiting = loaded(dense, LONG)
+    old = dense.step("in_place")
+    [fresh] = generate(dense.engine, [PROMPT], 1)
+    assert (running.ended().finish, len(running.tokens)) == ("length", LONG), running.failure
+    assert follows(old, PROMPT, running.tokens[:SEEN])
+    assert not follows(old, PROMPT, running.tokens)
+    assert fresh["meta_info"]["cached_tokens"] == 0 or follows(dense.model, PROMPT, fresh["output_ids"])
+    for stream in waiting:
+        assert follows(dense.model, stream.prompt, stream.ended().tokens)
+    dense.new_requests_get_new_weights()
+
+
+def test_abort_drops_what_runs_and_what_waits(dense: Served) -> None:
+    running, waiting = loaded(dense, LONG)
+    old = dense.step("abort")
+    for stream in (running, *waiting):
+        assert stream.ended().finish == "abort" or stream.failure, stream.finish
+    assert SEEN <= len(running.tokens) < LONG
+    assert follows(old, PROMPT, running.tokens)
+    dense.new_requests_get_new_weights()
+
+
+def test_wait_lets_requests_finish(dense: Served) -> None:
+    running, waiting = loaded(dense, LONG // 4)
+    old = dense.step("wait")
+    for stream in (running, *waiting):
+        assert (stream.ended().finish, len(stream.tokens)) == ("length", stream.count)
+        assert follows(old, stream.prompt, stream.tokens)
+    dense.new_requests_get_new_weights()
+
+
+def test_a_server_that_its_operator_paused_stays_paused(dense: Served) -> None:
+    running = Stream(dense.engine.url, PROMPT, LONG)
+    running.wait_for(SEEN)
+    dense.engine.post("/pause_generation", mode="retract")
+    old = dense.step("retract")
+    dense.step("in_place")
+    count = len(running.tokens)
+    later = Stream(dense.engine.url, PROMPT[:20], SHORT)
+    assert dense.info()["paused"]
+    dense.engine.post("/continue_generation")
+    assert (running.ended().finish, len(running.tokens)) == ("length", LONG), running.failure
+    assert follows(old, PROMPT, running.tokens[:count])
+    assert follows(dense.model, [*PROMPT, *running.tokens[:count]], running.tokens[count:])
+    assert follows(dense.model, later.prompt, later.ended().tokens)
+
+
+def push_and_hold(folder: str, url: str, version: int, mark: str) -> None:
+    """A trainer that stands still after its first bucket, until the test kills it."""
+
+    def hold(done: int, total: int) -> None:
+        Path(mark).touch()
+        threading.Event().wait()
+
+    with (
+        CheckpointExporter(folder) as exporter,
+        WeightUpdater.connect(exporter, [url], bucket_bytes=100_000, progress=hold, timeout_s=SOON_S) as updater,
+    ):
+        updater.update(version=version)
+
+
+def test_a_trainer_that_is_killed_half_way_changes_nothing(dense: Served, tmp_path: Path) -> None:
+    tiny_model(tmp_path, seed=77, max_position_embeddings=CONTEXT, **DENSE)
+    mark = tmp_path / "first bucket"
+    trainer = Ranks(1)
+    try:
+        trainer.start(push_and_hold, str(tmp_path), dense.engine.url, dense.version + 1, str(mark))
+        deadline = time.monotonic() + SOON_S
+        while not mark.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert dense.info()["state"] == "updating"
+        dense.new_requests_get_new_weights()  # while buckets wait
+        trainer.processes[0].kill()
+        dense.until("serving")
+    finally:
+        trainer.close()
+    dense.new_requests_get_new_weights()
+    dense.step("retract", "ipc")
+    dense.new_requests_get_new_weights()
+
+
+def test_pushes_in_every_mode_under_eight_streams(moe: Served) -> None:
+    stop, streams = threading.Event(), []
+
+    def ask(number: int) -> None:
+        while not stop.is_set():
+            stream = Stream(moe.engine.url, [5 + number, 6, 7, 8], 20 + 7 * number)
+            streams.append(stream)
+            stream.ended()
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    before = copy.deepcopy(moe.model)
+    for client in clients:
+        client.start()
+    try:
+        for number, mode in enumerate((*MODES, *MODES)):
+            moe.step(mode, ("ipc", "broadcast")[number // len(MODES)])
+    finally:
+        stop.set()
+        for client in clients:
+            client.join(SOON_S)
+    cut = [stream for stream in streams if stream.finish == "abort"]
+    assert len(cut) < len(streams)
+    for stream in streams:
+        assert not stream.failure
+        assert stream in cut or (stream.finish, len(stream.tokens)) == ("length", stream.count)
+    assert greedy_tokens(moe.engine, PROMPTS, COUNT) == answers(moe.model) != answers(before)
+    assert version_of(moe.engine) == str(moe.version)
+
+
+def test_the_command_line_sees_an_engine_with_our_receiver(moe: Served, tmp_path: Path) -> None:
+    moe.version += 1
+    moe.model = tiny_model(tmp_path, family="qwen3_moe", seed=5, **MOE)
+    done = weightcast("push", tmp_path, "--to", moe.engine.url, "--version", str(moe.version), "--pause", "in_place")
+    assert done.returncode == 0, done.stderr
+    assert "proof resident" in done.stdout + done.stderr
+    assert greedy_tokens(moe.engine, PROMPTS, COUNT) == answers(moe.model)
+    same = weightcast("verify", tmp_path, "--at", moe.engine.url)
+    assert same.returncode == 0, same.stdout + same.stderr
+    tiny_model(tmp_path, family="qwen3_moe", seed=6, **MOE)
+    assert weightcast("verify", tmp_path, "--at", moe.engine.url).returncode != 0
+
+
+def test_weights_of_another_shape_are_refused_and_nothing_moves(moe: Served, tmp_path: Path) -> None:
+    before = greedy_tokens(moe.engine, PROMPTS, COUNT)
+    other = tiny_model(tmp_path, family="qwen3_moe", **MOE | {"num_experts": 4})
+    with pytest.raises(ConfigError, match=r"do not fit.*experts\.4"):
+        WeightUpdater.connect(other, [moe.engine.url], **OPTIONS)
+    assert moe.info()["state"] == "serving"
+    assert greedy_tokens(moe.engine, PROMPTS, COUNT) == before
+
+
+def test_sglangs_own_updates_are_refused(moe: Served) -> None:
+    for path in ("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"):
+        answer = moe.engine.client.post(moe.engine.url + path, json={"model_path": "elsewhere"})
+        assert (answer.status_code, "/weightcast" in answer.text) == (409, True)
+
+
+@pytest.mark.engine_full
+class TestMore:
+    """Tests for which `make test` has no time."""
+
+    @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+    @pytest.mark.parametrize("loop", ["normal", "overlap"])
+    def test_two_ranks_of_both_versions(
+        self, folders: dict[str, Path], tmp_path: Path, version: str, loop: str
+    ) -> None:
+        options = ("--disable-overlap-schedule",) if loop == "normal" else ()
+        with sglang(tmp_path, (folders["dense"], 2, options), receiver=True, version=version) as (engine,):
+            served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
+            for mode in MODES:
+                running = Stream(engine.url, PROMPTS[0], 100)
+                running.wait_for(SEEN)
+                served.step(mode, "ipc")
+                assert running.ended().finish in ("length", "abort"), running.failure
+                assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model)
+
+    def test_two_stages_switch_in_place_and_refuse_to_retract(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        options = ("--pp-size=2", "--disable-overlap-schedule")
+        with sglang(tmp_path, (folders["dense"], 1, options), receiver=True) as (engine,):
+            served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
+            running = Stream(engine.url, PROMPTS[0], 100)
+            running.wait_for(SEEN)
+            served.step("in_place")
+            assert running.ended().finish == "length"
+            assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model)
+            with pytest.raises(UpdateFailed, match=r"pipeline parallelism.*in_place"):
+                served.step("retract")
+            served.version -= 1
+            assert served.info()["state"] == "serving"
+
+    def test_a_server_with_an_admin_key_asks_for_it(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        options = ("--admin-api-key=admin",)
+        with sglang(tmp_path, (folders["dense"], 1, options), receiver=True) as (engine,):
+
+            def status(**headers: str) -> int:
+                return engine.client.get(f"{engine.url}/weightcast/info", headers=headers).status_code
+
+            assert status() == 401
+            assert status(Authorization="Bearer wrong") == 401
+            assert status(Authorization="Bearer admin") == 200
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--enable-lora", "--max-lora-rank=8", "--lora-target-modules=q_proj"), "LoRA adapters"),
+            (("--tokenizer-worker-num=2",), "several tokenizer workers"),
+            (("--load-format=dummy",), "has no checkpoint to read"),
+        ],
+    )
+    def test_what_was_not_shown_to_be_right_does_not_start(
+        self, folders: dict[str, Path], tmp_path: Path, options: tuple[str, ...], words: str
+    ) -> None:
+        with (
+            pytest.raises(AssertionError, match=rf"(?s)did not start.*{words}"),
+            sglang(tmp_path, (folders["dense"], 1, options), receiver=True),
+        ):
+            pass

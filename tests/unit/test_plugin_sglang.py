@@ -1,0 +1,524 @@
+"""Our part of SGLang, without SGLang: two ranks are threads here, and one loop plays their schedulers' passes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torn import OUT_OF_MEMORY, FailingCopy
+from tests.unit.models import FusedModel, ScalingModel, weights_of
+from tests.unit.sessions import Sender
+from weightcast.errors import ConfigError, DeadlineExceeded, Refused
+from weightcast.plugins import sglang as plugin
+from weightcast.plugins.rank_sockets import tables_of
+from weightcast.plugins.sglang.engine_hooks import SglangHooks
+from weightcast.plugins.sglang.executor import SglangExecutor
+from weightcast.plugins.sglang.generation import Generation
+from weightcast.plugins.sglang.hook_points import FOLDER
+from weightcast.plugins.sglang.rank import SglangRank
+from weightcast.plugins.sglang.settings import check_settings, staging_setting
+from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.session import SessionHandler
+from weightcast.wire.messages import Ack, Message, Revert
+
+pytestmark = pytest.mark.timeout(120)
+
+SOON_S = 60.0
+PARALLEL: list[Any] = [None]  # of the rank that is being made
+
+
+class Dispatcher:
+    """SGLang's ``TypeBasedDispatcher``."""
+
+    def __init__(self, mapping: list[tuple[type, Callable[[Any], None]]]) -> None:
+        self.mapping = dict(mapping)
+
+    def __iadd__(self, other: Dispatcher) -> Dispatcher:
+        self.mapping |= other.mapping
+        return self
+
+    def __call__(self, request: Any) -> None:
+        self.mapping[type(request)](request)
+
+
+class Scheduler:
+    """Has the attributes of SGLang's scheduler that our code uses, and logs its calls."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._engine_paused = False
+        self._request_dispatcher = Dispatcher([])
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
+        self.idle_sleeper = None
+        self.running_batch = SimpleNamespace(reqs=[])
+        self.tree_cache = None
+        self.waiting_queue: list[Any] = []
+
+    def pause_generation(self, message: Any) -> None:
+        self._engine_paused = True
+        self.log.append(f"pause {message.mode}")
+
+    def continue_generation(self, message: Any) -> None:
+        assert message.torch_empty_cache is False
+        self._engine_paused = False
+        self.log.append("continue")
+
+    def abort_request(self, message: Any) -> None:
+        self.log.append("abort all")
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        assert not self.waiting_queue
+        self.log.append("flush")
+        return True
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The modules of SGLang that our code imports."""
+
+    def message(*names: str) -> Any:
+        return lambda **fields: SimpleNamespace(**fields)
+
+    contents: dict[str, dict[str, Any]] = {
+        "sglang.utils": {"TypeBasedDispatcher": Dispatcher},
+        "sglang.srt.runtime_context": {"get_parallel": lambda: PARALLEL[0]},
+        "sglang.srt.managers.io_struct": {
+            name: message() for name in ("AbortReq", "PauseGenerationReqInput", "ContinueGenerationReqInput")
+        },
+    }
+    for name, found in contents.items():
+        module = ModuleType(name)
+        vars(module).update(found)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+
+
+def runner(rank: int, world: int, model_class: type[FusedModel] = FusedModel, *, stages: int = 1) -> Any:
+    """SGLang's model runner with the weights of version 0 loaded."""
+    across, along = (world // stages, stages) if stages > 1 else (world, 1)
+    PARALLEL[0] = SimpleNamespace(tp_rank=rank % across, tp_size=across, pp_rank=rank // across, pp_size=along)
+    weights = weights_of(0)
+    model = model_class(tp_rank=rank % across, tp_size=across)
+    with torch.no_grad():
+        model.load_weights(weights.items())
+    return SimpleNamespace(
+        model=model,
+        device="cpu",
+        gpu_id=0,
+        server_args=SimpleNamespace(weight_version="base"),
+        model_config=SimpleNamespace(quantization=None, is_multimodal=False),
+        load_config=SimpleNamespace(load_format="auto"),
+        loader=SimpleNamespace(_get_all_weights=lambda config, model: iter(weights.items())),
+    )
+
+
+class Server:
+    """Two ranks, the loop that plays both schedulers' passes, and the API server's half."""
+
+    def __init__(self, *, stages: int = 1) -> None:
+        self.ranks = [SglangRank(runner(rank, 2, stages=stages)) for rank in range(2)]
+        self.schedulers = [Scheduler() for _ in self.ranks]
+        for rank, scheduler in zip(self.ranks, self.schedulers, strict=True):
+            rank.attach(scheduler)
+        self.around: list[Any] = [None, None]  # a context in which a rank's next switch runs
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+        executor = SglangExecutor(2, os.environ[FOLDER])
+        specs, _ = tables_of(executor.hellos)
+        facts = EngineFacts(
+            engine="sglang 0",
+            model="m",
+            host_id="h",
+            ranks=executor.rank_infos(),
+            staging=executor.staging(),
+            transports=("ipc",),
+            specs=specs,
+        )
+        self.hooks = Hooks()
+        self.executor = executor
+        self.engine = SessionHandler(executor, self.hooks, facts)
+
+    def _loop(self) -> None:
+        while not self._stop.wait(0.002):
+            requests: list[Any] = []
+            self.ranks[0].requests_pulled(requests)
+            for request in requests:
+                for scheduler, around in zip(self.schedulers, self.around, strict=True):
+                    if around is None:
+                        scheduler._request_dispatcher(request)
+                    else:
+                        with around:
+                            scheduler._request_dispatcher(request)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.executor.close()
+        self._stop.set()
+        self._thread.join(SOON_S)
+
+    def tell(self, message: Message) -> Ack:
+        ack = self.engine.apply(message)
+        assert ack.ok, ack.error
+        return ack
+
+    def ready(self, version: int, **changes: Any) -> Sender:
+        """A session of which everything has arrived, and nothing is switched."""
+        sender = Sender(weights_of(version), version=version, **{"pause": "retract", "timeout_s": SOON_S} | changes)
+        for message in sender.transfer():
+            self.tell(message)
+        return sender
+
+    def serves(self, version: int) -> bool:
+        for rank in self.ranks:
+            live = rank.receiver.loader.residents
+            wanted = FusedModel(tp_rank=rank.rank % 2, tp_size=2)
+            with torch.no_grad():
+                wanted.load_weights(weights_of(version).items())
+            if not all(torch.equal(live[name], tensor) for name, tensor in wanted.named_parameters()):
+                return False
+        return True
+
+
+class Hooks:
+    """The API server's pauses; the ranks do the rest."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.paused = False
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        self.calls.append(f"pause {mode}")
+
+    def stop_waiting(self) -> None: ...
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def drop_caches(self) -> None: ...
+
+    def set_version(self, version: int) -> None:
+        self.calls.append(f"version {version}")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def test_all_ranks_switch_in_the_same_pass_and_what_is_kept_is_proven(server: Server) -> None:
+    sender = server.ready(1)
+    assert server.serves(0)
+    ack = server.tell(sender.commit(sender.digests()[1]))
+    assert (ack.state, ack.version, ack.resident_ranks) == ("serving", 1, 2)
+    assert server.serves(1)
+    for scheduler in server.schedulers:
+        assert scheduler.log == ["pause retract", "flush", "continue"]
+
+
+def test_a_commit_that_is_taken_back_brings_the_old_weights_to_all_ranks(server: Server) -> None:
+    first = server.ready(1)
+    server.tell(first.commit(first.digests()[1]))
+    second = server.ready(2)
+    server.tell(second.commit(second.digests()[1]))
+    server.tell(Revert(session=second.session))
+    assert server.serves(1)
+    assert server.engine.info().version == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_refuses_the_commit_keeps_all_from_switching(server: Server, rank: int) -> None:
+    sender = server.ready(1)
+    server.ranks[rank].receiver._committed = sender.session  # it says that it has switched already
+    server.ranks[rank]._committed = ""
+    ack = server.engine.apply(sender.commit(as_received=True))
+    assert not ack.ok
+    assert "committed before" in ack.error
+    assert "not all ranks were ready" in ack.error or rank == 0
+    assert server.schedulers[1 - rank].log == []
+    assert server.serves(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_switch_that_fails_on_one_rank_is_undone_on_both(server: Server, rank: int) -> None:
+    first = server.ready(1)
+    server.tell(first.commit(first.digests()[1]))
+    sender = server.ready(2)
+    server.around[rank] = FailingCopy(at=1)
+    ack = server.engine.apply(sender.commit(as_received=True))
+    server.around[rank] = None
+    assert not ack.ok
+    assert OUT_OF_MEMORY in ack.error
+    assert server.serves(1)
+    info = server.engine.info()
+    assert (info.state, info.version) == ("serving", 1)
+    again = server.ready(3)
+    server.tell(again.commit(again.digests()[1]))
+    assert server.serves(3)
+
+
+def test_with_stages_a_retraction_is_refused_before_anything_moves() -> None:
+    made = Server(stages=2)
+    try:
+        refused = made.engine.apply(Sender(weights_of(1), version=1, pause="retract", timeout_s=SOON_S).open)
+        assert "pipeline parallelism" in refused.error
+        assert "in_place" in refused.error
+        assert made.engine.info().state == "serving"
+    finally:
+        made.close()
+
+
+# -- one rank
+
+
+def test_what_the_engine_changed_after_loading_is_refused_by_name() -> None:
+    made = runner(0, 1)
+    with torch.no_grad():
+        made.model.o.copy_(made.model.o.flip(0))
+    with pytest.raises(ConfigError, match=r"changed o after loading"):
+        SglangRank(made)
+
+
+def test_a_model_that_computes_weights_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"cannot wait.*norm\.weight: norm gets values computed"):
+        SglangRank(runner(0, 1, ScalingModel))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_config": SimpleNamespace(quantization="fp8", is_multimodal=False)}, "quantised"),
+        ({"model_config": SimpleNamespace(quantization=None, is_multimodal=True)}, "vision encoder"),
+        ({"loader": SimpleNamespace()}, "no checkpoint to read"),
+    ],
+)
+def test_models_that_cannot_be_updated_are_refused(changes: dict[str, Any], words: str) -> None:
+    made = runner(0, 1)
+    vars(made).update(changes)
+    with pytest.raises(ConfigError, match=words):
+        SglangRank(made)
+
+
+# -- one scheduler
+
+
+def request(key: str | None = None, *, holds: bool = False) -> Any:
+    return SimpleNamespace(extra_key=key, kv=SimpleNamespace(holds_kv=holds))
+
+
+def test_requests_with_cache_keep_their_name_and_the_others_get_a_new_one() -> None:
+    scheduler = Scheduler()
+    generation = Generation(scheduler, torch.device("cpu"))
+    users, plain, holding = request("tenant"), request(), request(holds=True)
+    for each in (users, plain, holding):
+        generation.name(each)
+    scheduler.waiting_queue = [users, holding]
+    scheduler.grammar_manager.grammar_queue = [plain]
+    before = [each.extra_key for each in (users, plain, holding)]
+    generation.switch(lambda: None, mode="in_place", version="1")
+    assert scheduler.log == []
+    assert holding.extra_key == before[2]
+    assert users.extra_key != before[0]
+    assert users.extra_key.startswith("tenant|")
+    assert plain.extra_key != before[1]
+    fresh = request("tenant")
+    generation.name(fresh)
+    assert fresh.extra_key == users.extra_key
+
+
+def test_a_paused_server_stays_paused_and_abort_drops_what_is_left() -> None:
+    scheduler = Scheduler()
+    scheduler._engine_paused = True
+    Generation(scheduler, torch.device("cpu")).switch(lambda: None, mode="abort", version="1")
+    assert scheduler.log == ["pause retract", "abort all", "flush"]
+    assert scheduler._engine_paused
+
+
+def test_a_switch_that_fails_lets_sglang_go_on() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    scheduler = Scheduler()
+    with pytest.raises(torch.OutOfMemoryError):
+        Generation(scheduler, torch.device("cpu")).switch(fail, mode="retract", version="1")
+    assert scheduler.log[-1] == "continue"
+
+
+def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
+    scheduler = Scheduler()
+    del scheduler.grammar_manager
+    with pytest.raises(ConfigError, match="Scheduler has no grammar_manager") as caught:
+        Generation(scheduler, torch.device("cpu"))
+    assert "0.5.23" in str(caught.value.hint)
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"dp_size": 2}, "--dp-size"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"nnodes": 2}, "--nnodes"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
+        ({"disaggregation_mode": "decode"}, "servers of their own"),
+        ({"quantization": "fp8"}, "--quantization"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
+    ],
+)
+def test_settings_that_were_not_shown_to_be_right_are_refused_by_name(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_settings(SimpleNamespace(**setting))
+
+
+def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SimpleNamespace(dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", quantization=None)
+    check_settings(plain)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(ConfigError, match="Rust"):
+        check_settings(plain)
+
+
+def test_staging_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert staging_setting() == "auto"
+    for value in ("auto", "device", "host"):
+        monkeypatch.setenv("WEIGHTCAST_STAGING", value)
+        assert staging_setting() == value
+    monkeypatch.setenv("WEIGHTCAST_STAGING", "none")
+    with pytest.raises(ConfigError, match="'none'"):
+        staging_setting()
+
+
+@pytest.mark.parametrize("named", [None, "", "other", "other, weightcasts"])
+def test_without_its_name_the_plug_in_does_nothing(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+    if named is None:
+        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("SGLANG_PLUGINS", named)
+    plugin.register()
+
+
+def test_named_in_an_sglang_that_it_does_not_know_it_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, weightcast")
+    with pytest.raises(SystemExit, match=r"(?s)weightcast cannot run in this SGLang.*load_model is missing"):
+        plugin.register()
+
+
+# -- the API server
+
+
+class Lock:
+    def __init__(self) -> None:
+        self.readers = 0
+
+    async def is_locked(self) -> bool:
+        return self.readers > 0
+
+
+class Manager:
+    """Has the attributes of SGLang's tokenizer manager that our code uses."""
+
+    def __init__(self) -> None:
+        self.is_pause = False
+        self.is_pause_cond = asyncio.Condition()
+        self.model_update_lock = Lock()
+        self.aborts = 0
+        self.version = ""
+
+    def abort_request(self, *, abort_all: bool) -> None:
+        assert abort_all
+        self.aborts += 1
+        self.model_update_lock.readers = max(0, self.model_update_lock.readers - 1)
+
+    def _update_weight_version_if_provided(self, weight_version: str) -> None:
+        self.version = weight_version
+
+
+@pytest.fixture
+def hooks() -> Iterator[tuple[SglangHooks, Manager]]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    manager = Manager()
+    made = SglangHooks(manager)
+    made.set_loop(loop)
+    yield made, manager
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(SOON_S)
+    loop.close()
+
+
+def test_abort_drops_requests_until_none_runs_and_holds_new_ones(hooks: tuple[SglangHooks, Manager]) -> None:
+    made, manager = hooks
+    manager.model_update_lock.readers = 3
+    made.pause("abort", SOON_S)
+    assert (manager.aborts, manager.is_pause, made.paused) == (3, True, True)
+    made.set_version(7)
+    made.resume()
+    assert (manager.version, manager.is_pause) == ("7", False)
+
+
+def test_wait_aborts_nothing_and_can_be_cancelled(hooks: tuple[SglangHooks, Manager]) -> None:
+    made, manager = hooks
+    manager.model_update_lock.readers = 1
+    with pytest.raises(DeadlineExceeded, match="running requests to stop"):
+        made.pause("wait", 0.2)
+    failed: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            made.pause("wait", SOON_S)
+        except Refused as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while waiting.is_alive():
+        made.stop_waiting()
+        waiting.join(0.05)
+    assert "cancelled" in str(failed[0])
+    made.resume()
+    assert (manager.aborts, manager.is_pause) == (0, False)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_modes_that_keep_requests_leave_the_api_server_alone(hooks: tuple[SglangHooks, Manager], mode: Any) -> None:
+    made, manager = hooks
+    manager.model_update_lock.readers = 1
+    made.pause(mode, SOON_S)
+    assert not manager.is_pause
+    made.resume()
+
+
+def test_an_operators_pause_is_left_to_the_operator(hooks: tuple[SglangHooks, Manager]) -> None:
+    made, manager = hooks
+    manager.is_pause = True
+    manager.model_update_lock.readers = 1
+    made.pause("abort", SOON_S)
+    made.resume()
+    assert (manager.aborts, manager.is_pause) == (0, True)
+
+
+def test_a_quarantined_server_is_held_until_an_update_of_any_mode_succeeds(hooks: tuple[SglangHooks, Manager]) -> None:
+    made, manager = hooks
+    made.pause("abort", SOON_S)  # the quarantine
+    made.pause("in_place", SOON_S)
+    assert manager.is_pause
+    made.resume()
+    assert not manager.is_pause
