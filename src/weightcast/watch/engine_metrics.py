@@ -7,17 +7,9 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from weightcast.watch.events import (
-    Answered,
-    ByKind,
-    SessionEnded,
-    SessionOpened,
-    SessionOutcome,
-    StateChanged,
-    Step,
-    within,
-)
+from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, within
 from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered
+from weightcast.watch.listeners import ByKind
 
 STATES = ("serving", "updating", "quarantined")
 

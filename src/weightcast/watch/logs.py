@@ -13,7 +13,6 @@ from weightcast.watch.events import (
     Answered,
     Asked,
     AttemptStarted,
-    ByKind,
     SessionEnded,
     SessionOpened,
     StateChanged,
@@ -22,6 +21,7 @@ from weightcast.watch.events import (
     UpdateEnded,
     UpdateStarted,
 )
+from weightcast.watch.listeners import ByKind
 
 FIELDS = ("session", "version", "target")
 

@@ -25,13 +25,13 @@ from weightcast.watch.events import (
     Answered,
     Asked,
     AttemptStarted,
-    ByKind,
     SessionEnded,
     SessionOpened,
     StepEnded,
     UpdateEnded,
     UpdateStarted,
 )
+from weightcast.watch.listeners import ByKind
 
 _Piece = tuple[str, float, float]  # name, beginning, end
 

@@ -10,8 +10,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
-from weightcast.watch.events import ByKind, Outcome, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.events import Outcome, TargetsChanged, UpdateEnded, UpdateStarted
 from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered, several_processes
+from weightcast.watch.listeners import ByKind
 
 STATES = ("gone", "joining", "updating", "serving", "quarantined")
 
