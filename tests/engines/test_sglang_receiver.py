@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, n
 from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
+from tests.unit.test_watch_metrics import series
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
@@ -293,6 +295,25 @@ class TestMore:
                 served.step("retract")
             served.version -= 1
             assert served.info()["state"] == "serving"
+
+    def test_metrics_are_on_sglangs_own_page(self, folders: dict[str, Path], tmp_path: Path) -> None:
+        with sglang(tmp_path, (folders["dense"], 2, ("--enable-metrics",)), receiver=True) as (engine,):
+            served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
+            for transport in ("ipc", "broadcast"):
+                served.step("abort", transport)
+            generate(engine, [PROMPT], 1)
+            page = engine.client.get(f"{engine.url}/metrics").text
+            assert re.search(r"^sglang:\w+\{.*model_name=", page, re.MULTILINE)
+            assert not [line for line in page.splitlines() if line.startswith("weightcast_") and "pid=" in line]
+            found = series(page)
+            name = "tiny"
+            assert found["weightcast_engine_version", name] == served.version
+            assert found["weightcast_engine_state", name, "serving"] == 1
+            assert found["weightcast_engine_updates_finished_total", name, "committed"] == 2
+            for phase in ("wire", "load", "verify", "pause", "switch", "resume", "total"):
+                for transport in ("ipc", "broadcast"):
+                    assert found["weightcast_engine_update_seconds_count", name, phase, transport] == 1
+            assert "version 2 serves; stall" in (tmp_path / "sglang-0.log").read_text()
 
     def test_a_server_with_an_admin_key_asks_for_it(self, folders: dict[str, Path], tmp_path: Path) -> None:
         options = ("--admin-api-key=admin",)

@@ -21,7 +21,7 @@ from weightcast.receiver import session as module
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
-from weightcast.watch.events import Events, Listener
+from weightcast.watch.listeners import Events, Listener
 from weightcast.wire.messages import Ack, Join, Leave, Message, RankAck, RankInfo, Readback, Revert
 
 pytestmark = pytest.mark.timeout(60)

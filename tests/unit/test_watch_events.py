@@ -11,7 +11,8 @@ import pytest
 from tests.unit.watching import session_events, started, trainer_events
 from weightcast.errors import ConfigError
 from weightcast.update.arguments import listeners_of
-from weightcast.watch.events import Answered, Events, Step, StepEnded, TrainerEvent, short, within
+from weightcast.watch.events import Answered, Step, StepEnded, TrainerEvent, short, within
+from weightcast.watch.listeners import Events
 
 
 class Heard:

@@ -21,7 +21,8 @@ from tests.unit.watching import A, B, ended, report, row, session_events, starte
 from weightcast.errors import ConfigError
 from weightcast.watch import PrometheusMetrics
 from weightcast.watch.engine_metrics import EngineMetrics
-from weightcast.watch.events import Events, StateChanged
+from weightcast.watch.events import StateChanged
+from weightcast.watch.listeners import Events
 
 Series = dict[tuple[str, ...], float]
 

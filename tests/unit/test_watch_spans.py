@@ -11,7 +11,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from tests.unit.tracing import plain, spans_in_memory, tree
 from tests.unit.watching import A, B, ended, session_events, started, trainer_events
-from weightcast.watch.events import Answered, AttemptStarted, Events, SessionEnded
+from weightcast.watch.events import Answered, AttemptStarted, SessionEnded
+from weightcast.watch.listeners import Events
 from weightcast.watch.spans import EngineSpans, TrainerSpans
 
 TRAINER_TREE = [

@@ -24,7 +24,7 @@ from weightcast.receiver.open_session import Announced, OpenSession, check_idle,
 from weightcast.receiver.rank_answers import costs, failures, fold_received, fold_resident, group_failed, union
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.runtime.gc_pause import gc_paused
-from weightcast.watch.events import Events
+from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.wire.messages import (
     Abort,

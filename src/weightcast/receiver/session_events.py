@@ -10,16 +10,8 @@ from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.last_update import LastUpdate
 from weightcast.receiver.open_session import OpenSession, owner
-from weightcast.watch.events import (
-    Answered,
-    Events,
-    SessionEnded,
-    SessionOpened,
-    SessionOutcome,
-    StateChanged,
-    Step,
-    short,
-)
+from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, short
+from weightcast.watch.listeners import Events
 from weightcast.wire.messages import Ack, Announce, BroadcastSource, Message, shown
 from weightcast.wire.status import EngineStatus
 

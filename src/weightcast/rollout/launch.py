@@ -46,7 +46,7 @@ from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.runtime.gc_pause import spare_what_lives
 from weightcast.version import __version__
 from weightcast.watch.engine_metrics import EngineMetrics
-from weightcast.watch.events import Events
+from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
 from weightcast.wire.messages import RankInfo

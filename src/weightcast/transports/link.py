@@ -20,7 +20,8 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, Reverting, Sharing
 from weightcast.runtime.deadline import Deadline
-from weightcast.watch.events import Asked, Events
+from weightcast.watch.events import Asked
+from weightcast.watch.listeners import Events
 from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open, Revert
 
 _ABORT_S = 30.0

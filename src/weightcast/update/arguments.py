@@ -18,7 +18,7 @@ from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.protocols import Exporter
-from weightcast.watch.events import Listener
+from weightcast.watch.listeners import Listener
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import TrainerSpans
 from weightcast.wire.layout import DTYPES, NAMES

@@ -24,7 +24,7 @@ from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import Exporter, Lender
 from weightcast.update.head import Head
 from weightcast.update.messages import Choice
-from weightcast.watch.events import Events
+from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout
 

@@ -29,7 +29,7 @@ from weightcast.transports.preflight import (
 )
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.update.messages import Choice
-from weightcast.watch.events import Events
+from weightcast.watch.listeners import Events
 from weightcast.wire.layout import Packing, TensorSpec
 from weightcast.wire.messages import EngineInfo
 

@@ -29,7 +29,8 @@ from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
-from weightcast.watch.events import AttemptStarted, Events, short
+from weightcast.watch.events import AttemptStarted, short
+from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, total_bytes
 from weightcast.wire.messages import Ack, EngineInfo, Open

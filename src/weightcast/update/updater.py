@@ -50,7 +50,7 @@ from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import gather_ends, run_watched, tell_targets
-from weightcast.watch.events import Events, Listener
+from weightcast.watch.listeners import Events, Listener
 from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.layout import BucketLayout, plan_buckets
 

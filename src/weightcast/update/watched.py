@@ -13,7 +13,8 @@ from weightcast.errors import UpdateFailed
 from weightcast.fleet.health import TargetHealth
 from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import Timeline
-from weightcast.watch.events import Events, Outcome, TargetNow, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.events import Outcome, TargetNow, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.listeners import Events
 from weightcast.watch.timeline import RankSteps, TimelineRecorder
 
 Health = Callable[[], Sequence[TargetHealth]]

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightcast.watch.callbacks import to_mlflow, to_tensorboard, to_wandb
-    from weightcast.watch.events import Event, Listener
+    from weightcast.watch.events import Event
+    from weightcast.watch.listeners import Listener
     from weightcast.watch.trainer_metrics import PrometheusMetrics
 
 __all__ = ["Event", "Listener", "PrometheusMetrics", "to_mlflow", "to_tensorboard", "to_wandb"]
 
 _HOMES = {
     "Event": "events",
-    "Listener": "events",
+    "Listener": "listeners",
     "PrometheusMetrics": "trainer_metrics",
     "to_mlflow": "callbacks",
     "to_tensorboard": "callbacks",

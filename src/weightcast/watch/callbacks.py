@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from weightcast.report import UpdateReport
-from weightcast.watch.events import Event, Listener, UpdateEnded
+from weightcast.watch.events import Event, UpdateEnded
+from weightcast.watch.listeners import Listener
 
 Values = dict[str, float]
 

@@ -7,17 +7,9 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from weightcast.watch.events import (
-    Answered,
-    Event,
-    SessionEnded,
-    SessionOpened,
-    SessionOutcome,
-    StateChanged,
-    Step,
-    within,
-)
+from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, within
 from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered
+from weightcast.watch.listeners import ByKind
 
 STATES = ("serving", "updating", "quarantined")
 
@@ -78,7 +70,7 @@ class _Instruments:
         )
 
 
-class EngineMetrics:
+class EngineMetrics(ByKind):
     """Keeps an engine's metrics; a listener for ``SessionHandler``."""
 
     def __init__(self, registry: CollectorRegistry, *, model_name: str, version: int | None) -> None:
@@ -92,6 +84,14 @@ class EngineMetrics:
         Raises:
             ConfigError: The registry has these metrics already.
         """
+        super().__init__(
+            {
+                SessionOpened: self._begin,
+                Answered: self._answered,
+                SessionEnded: self._ended,
+                StateChanged: lambda event: self._now(event.state, event.version),
+            }
+        )
         made = self._made = registered(_Instruments, registry)
         self._model = model_name
         self._opened: SessionOpened | None = None
@@ -104,21 +104,10 @@ class EngineMetrics:
             made.finished.labels(model_name, outcome)
         self._now("serving", version)
 
-    def __call__(self, event: Event) -> None:
-        """As ``Listener``."""
-        match event:
-            case SessionOpened():
-                self._opened, self._transport = event, ""
-                self._steps.clear()
-                self._made.started.labels(self._model).inc()
-            case Answered():
-                self._answered(event)
-            case SessionEnded():
-                self._ended(event)
-            case StateChanged():
-                self._now(event.state, event.version)
-            case _:
-                pass
+    def _begin(self, event: SessionOpened) -> None:
+        self._opened, self._transport = event, ""
+        self._steps.clear()
+        self._made.started.labels(self._model).inc()
 
     def _now(self, state: str, version: int | None) -> None:
         for name in STATES:

@@ -1,6 +1,6 @@
-"""Events of an update, and ``Events``, which hands them to listeners.
+"""Events of an update, which ``watch/listeners.py`` hands to listeners.
 
-Each process emits the events of its own part, and hands them to the listeners of that process:
+Each process emits the events of its own part:
 
     trainer, every rank   UpdateStarted, StepEnded for each step, UpdateEnded
     trainer, head only    AttemptStarted, Asked for each message to a target, TargetsChanged
@@ -15,19 +15,13 @@ the session.
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from weightcast.report import UpdateReport
-
-log = logging.getLogger("weightcast.watch")
 
 Outcome = Literal["succeeded", "partial", "failed"]
 SessionOutcome = Literal["committed", "aborted", "quarantined", "reverted"]
@@ -295,103 +289,6 @@ class StateChanged(_Event, frozen=True, kw_only=True):
 TrainerEvent = UpdateStarted | StepEnded | UpdateEnded | AttemptStarted | Asked | TargetsChanged
 EngineEvent = SessionOpened | Answered | SessionEnded | StateChanged
 Event = TrainerEvent | EngineEvent
-Listener = Callable[[Event], None]
-
-
-@runtime_checkable
-class Attached(Protocol):
-    """A listener that is told where it listens, before the first event and after the last."""
-
-    def attach(self, rank: int) -> None:
-        """Called once in each process.  An error ends ``connect``.
-
-        Args:
-            rank: Trainer rank of this process; 0 in an engine's server.
-        """
-        ...
-
-    def detach(self) -> None:
-        """Called when the updater closes; safe to call twice."""
-        ...
-
-
-@runtime_checkable
-class Tracing(Protocol):
-    """A listener whose spans continue in the engines."""
-
-    def traceparent(self, target: str) -> str:
-        """The span of this target's part of the update, for ``Open.traceparent``; empty without one."""
-        ...
-
-
-class Events:
-    """Hands events to listeners, one event at a time.  Thread-safe.
-
-    A listener runs on the thread of the update, so it must return soon.  An error of a listener is logged and ends
-    neither the update nor the other listeners.
-    """
-
-    def __init__(self, listeners: Iterable[Listener] = (), *, rank: int = 0) -> None:
-        """Attaches the listeners that want it.
-
-        Args:
-            listeners: Called with every event, in this order.
-            rank: Trainer rank of this process; 0 in an engine's server.
-
-        Raises:
-            WeightcastError: As ``Attached.attach``.
-        """
-        self.rank = rank
-        self._listeners = tuple(listeners)
-        self._lock = threading.RLock()
-        self._failed: set[int] = set()
-        attached: list[Attached] = []
-        try:
-            for listener in self._listeners:
-                if isinstance(listener, Attached):
-                    listener.attach(rank)
-                    attached.append(listener)
-        except BaseException:
-            for listener in attached:
-                listener.detach()
-            raise
-
-    def emit(self, event: Event) -> None:
-        """Hands an event to every listener."""
-        with self._lock:
-            for listener in self._listeners:
-                try:
-                    listener(event)
-                except Exception as error:  # a caller's function; the update must not depend on it
-                    first = id(listener) not in self._failed
-                    self._failed.add(id(listener))
-                    words = f"{type(error).__name__}: {error}"
-                    log.error("%r failed at %s: %s", listener, type(event).__name__, words, exc_info=first)
-
-    @contextmanager
-    def step(self, phase: str, *, bucket: int | None = None) -> Generator[None]:
-        """Emits ``StepEnded`` for the body of a ``with`` statement, also if it raises."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.step_ended(phase, began, time.monotonic(), bucket=bucket)
-
-    def step_ended(self, phase: str, began: float, ended: float, *, bucket: int | None = None) -> None:
-        """Emits ``StepEnded`` for a step of this trainer rank."""
-        if self._listeners:
-            self.emit(StepEnded(step=Step(phase, self.rank, began, ended, bucket)))
-
-    def traceparent(self, target: str) -> str:
-        """The span that a target's session is to continue; empty if nothing traces."""
-        found = (listener.traceparent(target) for listener in self._listeners if isinstance(listener, Tracing))
-        return next(filter(None, found), "")
-
-    def close(self) -> None:
-        """Detaches the listeners; safe to call twice."""
-        for listener in self._listeners:
-            if isinstance(listener, Attached):
-                listener.detach()
 
 
 def short(session: str) -> str:

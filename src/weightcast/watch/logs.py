@@ -13,7 +13,6 @@ from weightcast.watch.events import (
     Answered,
     Asked,
     AttemptStarted,
-    Event,
     SessionEnded,
     SessionOpened,
     StateChanged,
@@ -22,6 +21,7 @@ from weightcast.watch.events import (
     UpdateEnded,
     UpdateStarted,
 )
+from weightcast.watch.listeners import ByKind
 
 FIELDS = ("session", "version", "target")
 
@@ -29,54 +29,49 @@ trainer_log = logging.getLogger("weightcast.update")
 engine_log = logging.getLogger("weightcast.receiver")
 
 
-class UpdateLog:
+class UpdateLog(ByKind):
     """Writes one line where an update begins, ends or fails, and where an engine changes its state.
 
     Every message to a target is a line at level ``DEBUG``.
     """
 
     def __init__(self) -> None:
+        super().__init__(
+            {
+                UpdateStarted: self._began,
+                AttemptStarted: self._attempt,
+                Asked: self._asked,
+                TargetsChanged: self._changed,
+                UpdateEnded: self._ended,
+                SessionOpened: self._session_opened,
+                Answered: self._answered,
+                SessionEnded: self._session_ended,
+                StateChanged: self._state_changed,
+            }
+        )
         self._session: str | None = None
         self._version: int | None = None
         self._states: dict[str, str] = {}
 
-    def __call__(self, event: Event) -> None:
-        """As ``Listener``."""
-        match event:
-            case UpdateStarted():
-                self._session, self._version = None, event.version
-                if event.rank == 0:
-                    names = ", ".join(event.targets)
-                    self._trainer(
-                        logging.DEBUG, "update to version %s over %s: %s", event.version, event.transport, names
-                    )
-            case AttemptStarted():
-                self._session = event.session
-            case Asked() if not event.ok or trainer_log.isEnabledFor(logging.DEBUG):
-                self._asked(event)
-            case TargetsChanged():
-                for target in event.targets:
-                    self._target(target)
-                self._states = {target.url: target.state for target in event.targets}
-            case UpdateEnded() if event.rank == 0:
-                self._ended(event)
-            case SessionOpened():
-                self._session, self._version = event.session, event.version
-                self._engine(logging.INFO, "update to version %s opened by %s", event.version, event.owner)
-            case Answered() if not event.ok or engine_log.isEnabledFor(logging.DEBUG):
-                self._answered(event)
-            case SessionEnded():
-                self._session_ended(event)
-            case StateChanged(state="quarantined"):
-                # Without a version, the engine was told to drop its weights (sleep level 2).
-                level = logging.ERROR if event.version is not None else logging.WARNING
-                self._engine(level, "quarantined: %s", event.reason)
-            case _:
-                pass
-
     # -- trainer
 
+    def _began(self, event: UpdateStarted) -> None:
+        self._session, self._version = None, event.version
+        if event.rank == 0:
+            names = ", ".join(event.targets)
+            self._trainer(logging.DEBUG, "update to version %s over %s: %s", event.version, event.transport, names)
+
+    def _attempt(self, event: AttemptStarted) -> None:
+        self._session = event.session
+
+    def _changed(self, event: TargetsChanged) -> None:
+        for target in event.targets:
+            self._target(target)
+        self._states = {target.url: target.state for target in event.targets}
+
     def _asked(self, event: Asked) -> None:
+        if not trainer_log.isEnabledFor(logging.DEBUG):
+            return
         what = event.message if event.bucket is None else f"{event.message} {event.bucket}"
         took_s = event.ended - event.began
         words = f": {event.error}" if event.error else ""
@@ -95,6 +90,8 @@ class UpdateLog:
         self._trainer(level, "%s is %s%s", target.url, target.state, words, target=target.url)
 
     def _ended(self, event: UpdateEnded) -> None:
+        if event.rank:
+            return
         report = event.report
         if event.outcome == "failed":
             self._trainer(logging.ERROR, "update to version %s failed: %s", event.version, event.error)
@@ -117,7 +114,13 @@ class UpdateLog:
 
     # -- engine
 
+    def _session_opened(self, event: SessionOpened) -> None:
+        self._session, self._version = event.session, event.version
+        self._engine(logging.INFO, "update to version %s opened by %s", event.version, event.owner)
+
     def _answered(self, event: Answered) -> None:
+        if not engine_log.isEnabledFor(logging.DEBUG):
+            return
         what = event.message if event.bucket is None else f"{event.message} {event.bucket}"
         words = f": {event.error}" if event.error else ""
         took_s = event.ended - event.began
@@ -135,6 +138,12 @@ class UpdateLog:
                 self._engine(logging.WARNING, text, event.version, event.serves, event.reason)
             case "quarantined":  # StateChanged says so
                 pass
+
+    def _state_changed(self, event: StateChanged) -> None:
+        if event.state == "quarantined":
+            # Without a version, the engine was told to drop its weights (sleep level 2).
+            level = logging.ERROR if event.version is not None else logging.WARNING
+            self._engine(level, "quarantined: %s", event.reason)
 
     def _engine(self, level: int, text: str, *values: object, session: str | None = None) -> None:
         extra = self._extra(None)

@@ -25,21 +25,30 @@ from weightcast.watch.events import (
     Answered,
     Asked,
     AttemptStarted,
-    Event,
     SessionEnded,
     SessionOpened,
     StepEnded,
     UpdateEnded,
     UpdateStarted,
 )
+from weightcast.watch.listeners import ByKind
 
 _Piece = tuple[str, float, float]  # name, beginning, end
 
 
-class TrainerSpans:
+class TrainerSpans(ByKind):
     """Makes the spans of the head."""
 
     def __init__(self) -> None:
+        super().__init__(
+            {
+                UpdateStarted: self._begin,
+                AttemptStarted: self._attempt,
+                StepEnded: self._step,
+                Asked: self._was_asked,
+                UpdateEnded: self._end,
+            }
+        )
         self._otel: _Otel | None = None
         self._root: Any = None
         self._current: Any = None
@@ -52,23 +61,17 @@ class TrainerSpans:
         span = self._targets.get(target, self._root)
         return "" if span is None else _traceparent(span)
 
-    def __call__(self, event: Event) -> None:
-        """As ``Listener``."""
-        match event:
-            case UpdateStarted() if event.rank == 0:
-                self._begin(event)
-            case AttemptStarted() if self._root is not None:
-                self._attempt(event)
-            case StepEnded() if self._root is not None:
-                self._steps.append((event.step.phase, event.step.began, event.step.ended))
-            case Asked() if self._root is not None:
-                self._asked.setdefault(event.target, []).append(event)
-            case UpdateEnded() if self._root is not None:
-                self._end(event)
-            case _:
-                pass
+    def _step(self, event: StepEnded) -> None:
+        if self._root is not None:
+            self._steps.append((event.step.phase, event.step.began, event.step.ended))
+
+    def _was_asked(self, event: Asked) -> None:
+        if self._root is not None:
+            self._asked.setdefault(event.target, []).append(event)
 
     def _begin(self, event: UpdateStarted) -> None:
+        if event.rank:
+            return
         otel = self._otel = _Otel.here(event.time_s - event.at, self._otel)
         self._root = self._current = None
         if otel is None:
@@ -83,7 +86,8 @@ class TrainerSpans:
         self._asked.clear()
 
     def _attempt(self, event: AttemptStarted) -> None:
-        assert self._otel is not None
+        if self._otel is None or self._root is None:
+            return
         self._end_targets({})
         self._root.set_attribute("weightcast.attempts", event.number)
         self._root.set_attribute("weightcast.session", event.session)
@@ -92,7 +96,8 @@ class TrainerSpans:
 
     def _end(self, event: UpdateEnded) -> None:
         otel, root = self._otel, self._root
-        assert otel is not None
+        if otel is None or root is None:
+            return
         self._root = None
         otel.make_old(self._current)
         rows = event.report.targets if event.report is not None else ()
@@ -123,31 +128,29 @@ class TrainerSpans:
         self._targets.clear()
 
 
-class EngineSpans:
+class EngineSpans(ByKind):
     """Makes the spans of an engine's server and its ranks."""
 
     def __init__(self) -> None:
+        super().__init__({SessionOpened: self._begin, Answered: self._answer, SessionEnded: self._end})
         self._otel: _Otel | None = None
         self._opened: SessionOpened | None = None
         self._answered: list[Answered] = []
 
-    def __call__(self, event: Event) -> None:
-        """As ``Listener``."""
-        match event:
-            case SessionOpened():
-                self._opened = event
-                self._answered.clear()
-            case Answered():
-                if self._opened is not None and event.session == self._opened.session:
-                    self._answered.append(event)
-            case SessionEnded():
-                if self._opened is not None and event.session == self._opened.session:
-                    self._end(self._opened, event)
-                    self._answered.clear()
-            case _:
-                pass
+    def _begin(self, event: SessionOpened) -> None:
+        self._opened = event
+        self._answered.clear()
 
-    def _end(self, opened: SessionOpened, event: SessionEnded) -> None:
+    def _answer(self, event: Answered) -> None:
+        if self._opened is not None and event.session == self._opened.session:
+            self._answered.append(event)
+
+    def _end(self, event: SessionEnded) -> None:
+        if self._opened is not None and event.session == self._opened.session:
+            self._make(self._opened, event)
+            self._answered.clear()
+
+    def _make(self, opened: SessionOpened, event: SessionEnded) -> None:
         otel = self._otel = _Otel.here(opened.time_s - opened.at, self._otel)
         reverts = event.outcome == "reverted"
         answered = [answer for answer in self._answered if not reverts or answer.message == "revert"]

@@ -10,8 +10,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
-from weightcast.watch.events import Event, Outcome, TargetNow, TargetsChanged, UpdateEnded, UpdateStarted
+from weightcast.watch.events import Outcome, TargetsChanged, UpdateEnded, UpdateStarted
 from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered, several_processes
+from weightcast.watch.listeners import ByKind
 
 STATES = ("gone", "joining", "updating", "serving", "quarantined")
 
@@ -69,7 +70,7 @@ class _Instruments:
             self.targets.labels(state)
 
 
-class PrometheusMetrics:
+class PrometheusMetrics(ByKind):
     """Keeps the trainer's metrics; a listener for ``connect(on_event=...)``.
 
     Only the head counts, so every rank may be given the same arguments.  An object belongs to one updater at a time;
@@ -86,6 +87,7 @@ class PrometheusMetrics:
             port: Port of an exporter on the head, which serves ``/metrics``; 0 takes a free one.  None starts none.
             address: Address that the exporter listens on; ``0.0.0.0`` for all of this host.
         """
+        super().__init__({UpdateStarted: self._begin, TargetsChanged: self._targets, UpdateEnded: self._end})
         self._registry = registry or (REGISTRY if port is None else CollectorRegistry())
         self._asked_port = port
         self._address = address
@@ -136,26 +138,24 @@ class PrometheusMetrics:
         server.server_close()
         thread.join()
 
-    def __call__(self, event: Event) -> None:
-        """As ``Listener``."""
+    def _begin(self, event: UpdateStarted) -> None:
+        if self._made is not None:
+            self._made.started.inc()
+
+    def _end(self, event: UpdateEnded) -> None:
         made = self._made
         if made is None:
             return
-        match event:
-            case UpdateStarted():
-                made.started.inc()
-            case TargetsChanged():
-                self._targets(made, event.targets)
-            case UpdateEnded():
-                if event.report is not None:
-                    self._report(made, event.report)
-                if event.outcome == "succeeded":
-                    made.last_success.set(time.time())
-                made.finished.labels(event.outcome).inc()
-            case _:
-                pass
+        if event.report is not None:
+            self._report(made, event.report)
+        if event.outcome == "succeeded":
+            made.last_success.set(time.time())
+        made.finished.labels(event.outcome).inc()
 
-    def _targets(self, made: _Instruments, targets: tuple[TargetNow, ...]) -> None:
+    def _targets(self, event: TargetsChanged) -> None:
+        made, targets = self._made, event.targets
+        if made is None:
+            return
         states: dict[str, int] = {state: 0 for state in STATES}
         for target in targets:
             states[target.state] += 1

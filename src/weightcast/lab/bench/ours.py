@@ -24,7 +24,7 @@ from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.version import __version__
-from weightcast.watch.events import Events, Listener
+from weightcast.watch.listeners import Events, Listener
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message, RankAck, RankInfo
 

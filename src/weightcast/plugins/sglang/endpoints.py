@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from weightcast.comm.ipc import host_id
 from weightcast.plugins.rank_sockets import notes_of, tables_of
+from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.executor import SglangExecutor
 from weightcast.plugins.sglang.hook_points import FOLDER
@@ -23,8 +24,9 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 
-log = logging.getLogger("sglang.weightcast")
+log = logging.getLogger("weightcast.plugins.sglang")
 
+_FIRST_VERSION = 0  # of the weights that SGLang was started with
 # SGLang's own updates would change weights that our sessions have proven and stamped.
 _REPLACED = (
     "/update_weights_from_disk",
@@ -48,7 +50,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     specs, optional = tables_of(executor.hellos)
     notes = notes_of(executor.hellos, optional)
     for note in notes:
-        log.info("weightcast: %s", note)
+        log.info("%s", note)
     facts = EngineFacts(
         engine=f"sglang {importlib.metadata.version('sglang')}",
         model=server_args.served_model_name or server_args.model_path,
@@ -61,7 +63,9 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
         optional=optional,
         note="; ".join(notes),
     )
-    _add_routes(app, SessionHandler(executor, hooks, facts), hooks, AuthLevel.ADMIN_OPTIONAL)
+    events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(server_args.enable_metrics))
+    engine = SessionHandler(executor, hooks, facts, version=_FIRST_VERSION, events=events)
+    _add_routes(app, engine, hooks, AuthLevel.ADMIN_OPTIONAL)
 
 
 def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from weightcast.config import PauseMode
 from weightcast.plugins.sglang.hook_points import SCHEDULER_ATTRIBUTES, check_attributes
 
-log = logging.getLogger("sglang.weightcast")
+log = logging.getLogger("weightcast.plugins.sglang")
 
 _MARK = "|weightcast="
 

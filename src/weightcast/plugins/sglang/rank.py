@@ -38,7 +38,7 @@ from weightcast.receiver.layout_check import changed_since_load
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Commit, Message, Open, RankAck
 
-log = logging.getLogger("sglang.weightcast")
+log = logging.getLogger("weightcast.plugins.sglang")
 
 _AGREE_S = 60.0  # the other ranks and the API server need this long at most to agree on a switch
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request
-from prometheus_client import REGISTRY
 
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import notes_of, tables_of
+from weightcast.plugins.server_events import server_events
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
@@ -25,10 +25,6 @@ from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
-from weightcast.watch.engine_metrics import EngineMetrics
-from weightcast.watch.events import Events
-from weightcast.watch.logs import UpdateLog
-from weightcast.watch.spans import EngineSpans
 from weightcast.wire.messages import Ack, EngineInfo, Message
 from weightcast.wire.status import EngineStatus
 
@@ -134,7 +130,9 @@ class Endpoints:
             note="; ".join(notes),
         )
         self._hooks = hooks
-        self._engine = SessionHandler(executor, hooks, facts, version=_FIRST_VERSION, events=_events(name))
+        self._engine = SessionHandler(
+            executor, hooks, facts, version=_FIRST_VERSION, events=server_events(name, version=_FIRST_VERSION)
+        )
         guard_sleep(client, loop, self._engine, hooks)
 
     def _ready(self) -> SessionHandler:
@@ -145,10 +143,3 @@ class Endpoints:
     def _check_key(self, request: Request) -> None:
         if not self._keys.admit(request.headers.get("Authorization", "").encode()):
             raise HTTPException(401, "the request needs a valid API key as Authorization: Bearer")
-
-
-def _events(model_name: str) -> Events:
-    """Returns the events of this API server; its metrics are on vLLM's own ``/metrics``."""
-    # In the multiprocess mode of prometheus_client, vLLM serves what this registry's instruments write to files.
-    metrics = EngineMetrics(REGISTRY, model_name=model_name, version=_FIRST_VERSION)
-    return Events([UpdateLog(), EngineSpans(), metrics])
