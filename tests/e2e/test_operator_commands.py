@@ -1,4 +1,4 @@
-"""What an operator types: ``status --watch``, ``push --trace --html`` and ``trace``, against reference engines."""
+"""Commands of an operator: ``status --watch``, ``push --trace --html`` and ``trace``, against reference engines."""
 
 from __future__ import annotations
 
