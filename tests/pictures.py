@@ -8,9 +8,9 @@ Two reference engines with a random model of 40 million parameters are updated e
 from __future__ import annotations
 
 import io
+import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from PIL import Image
@@ -60,8 +60,7 @@ def _run(folder: Path, out: Path) -> None:
         for name, dark in (("update", False), ("run", True)):
             page.open((folder / f"{name}.html").as_uri(), width=1160, height=860, dark=dark)
             _shrink(page.picture(folder / "shot.png", whole=False), out / f"{name}.png")
-    with perfetto_ui.perfetto(folder / "trace.json", folder, width=1300, height=760) as ui:
-        time.sleep(1)
+    with perfetto_ui.perfetto(folder / "trace.json", folder, width=1300, height=660) as ui:
         _shrink(ui.picture(folder / "shot.png"), out / "perfetto.png")
 
 
@@ -71,7 +70,8 @@ def _status(urls: list[str], path: Path) -> None:
     rates = TokenRates()
     console = Console(file=io.StringIO(), record=True, width=150, force_terminal=True)
     console.print(table_of([observer.look() for observer in observers], rates, width=150))
-    path.write_text(console.export_svg(title="weightcast status --watch"))
+    svg = console.export_svg(title="weightcast status --watch")
+    path.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))  # fonts of another host
 
 
 def _shrink(source: Path, target: Path) -> None:
