@@ -52,6 +52,8 @@ def _run(folder: Path, out: Path) -> None:
             )
             assert done.returncode == 0, done.stderr
             lines.append(done.stdout.replace("\n", " "))
+        done = weightcast("push", folder / "old", "--to", pair[0].url, "--version", 9, "--via", "broadcast")
+        assert done.returncode == 0, done.stderr
         _status([engine.url for engine in pair], out / "status.svg")
     (folder / "run.jsonl").write_text("\n".join(lines))
     done = weightcast("trace", folder / "run.jsonl", "-o", folder / "run.html")
@@ -68,8 +70,8 @@ def _status(urls: list[str], path: Path) -> None:
     """Draws the live table of one moment, as a terminal shows it."""
     observers = [Observer(Target(url), timeout_s=30.0) for url in urls]
     rates = TokenRates()
-    console = Console(file=io.StringIO(), record=True, width=150, force_terminal=True)
-    console.print(table_of([observer.look() for observer in observers], rates, width=150))
+    console = Console(file=io.StringIO(), record=True, width=178, force_terminal=True)
+    console.print(table_of([observer.look() for observer in observers], rates, width=178))
     svg = console.export_svg(title="weightcast status --watch")
     path.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))  # fonts of another host
 
