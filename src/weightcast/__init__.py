@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weightcast.errors import (
         ConfigError,
         DeadlineExceeded,
+        NotFinite,
         TargetError,
         TargetRejected,
         TargetUnreachable,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "DeadlineExceeded",
+    "NotFinite",
     "Target",
     "TargetError",
     "TargetRejected",

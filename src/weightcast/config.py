@@ -112,12 +112,15 @@ class UpdateConfig:
             trainer and engines), ``"disk"`` (a checkpoint folder, for engines that load one while they run),
             ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver) or
             ``"auto"`` (ipc if every target is on this host, else broadcast).
-        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.
+        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.  Where sums
+            are taken on a CPU, add up to 40 MiB: blocks of 2 MiB, and 16 MiB for each cast that is summed.
         pause: Fate of the requests that run at the moment of the switch.
         verify: Highest level of proof to reach; the report has the level of each target.
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
         timeout_s: Deadline of each single wait, in seconds; at most six hours.
         on_failure: ``"raise"``, or ``"quarantine"``, which updates the healthy targets and reports the rest.
+        check_finite: True refuses weights that are NaN or infinite before any engine switches; False sends them; None
+            checks where the pass over each bucket hides behind its digest: on CPUs, with proof.
         wire_dtype: Dtype to which a module's floating-point tensors are cast before they are sent, e.g. ``"bfloat16"``;
             None keeps theirs.  An exporter object sets its own.
         require: Lowest level of proof that each target must be able to reach; ``connect`` refuses the others.
@@ -143,6 +146,7 @@ class UpdateConfig:
     digest: DigestKind = "fast"
     timeout_s: float = 120.0
     on_failure: OnFailure = "raise"
+    check_finite: bool | None = None
     wire_dtype: str | None = None
     require: VerifyLevel = "none"
     first_version: int | None = None

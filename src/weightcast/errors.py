@@ -10,6 +10,7 @@
     │   └── TargetsFailed        several engines failed in one step; ``failures`` has one error for each
     ├── DeadlineExceeded         a wait ended; ``who`` and ``waiting_for`` name the culprit
     ├── VerificationFailed       an engine's weights differ from the sent ones; ``names`` lists tensors
+    ├── NotFinite                weights are NaN or infinite; ``names`` lists tensors; no engine has switched
     ├── TrainerMismatch          trainer ranks disagree, or the gather changed bytes; ``names``, ``ranks``
     ├── TrainerRankFailed        another rank of the training job failed or fell silent during a collective step
     ├── EngineFailure            inside an engine: a rank died or could not do its work
@@ -161,6 +162,18 @@ class VerificationFailed(WeightcastError):
     def __init__(self, message: str, *, url: str, names: Sequence[str], hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.url = url
+        self.names = tuple(names)
+
+
+class NotFinite(WeightcastError):
+    """Weights to be sent are NaN or infinite.
+
+    Attributes:
+        names: Tensors of the first bucket with such values, in order.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.names = tuple(names)
 
 

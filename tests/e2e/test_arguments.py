@@ -8,7 +8,7 @@ from torch import nn
 from tests.harness import Engine, digests_of, next_version, trainer_of
 from tests.toy_engine import toy_weights
 from weightcast import Target, WeightUpdater
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.update.arguments import bytes_of, dtype_name_of, exporter_of, targets_of
 
 
@@ -99,6 +99,25 @@ def test_a_proof_that_cannot_be_reached_is_refused_before_anything_moves(engine)
     assert engine.digests() == before
     with WeightUpdater.connect(trainer_of(1), engine.url, require="resident", allow_older=True) as updater:
         assert updater.update(version=next_version()).short_of("resident") == ()
+
+
+def test_a_module_with_nan_is_refused_and_the_engine_keeps_serving(engine):
+    version = next_version()
+    model = trainer_of(version)
+    with WeightUpdater.connect(model, engine.url, bucket_bytes="64KiB", allow_older=True) as updater:
+        updater.update(version=version)
+        name, parameter = next(iter(model.named_parameters()))
+        with torch.no_grad():
+            kept = parameter.view(-1)[0].clone()
+            parameter.view(-1)[0] = float("nan")
+        with pytest.raises(UpdateFailed, match="NaN or infinite") as caught:
+            updater.update()
+        assert caught.value.report.targets[0].status == "untouched"
+        assert engine.digests() == digests_of(version)
+        with torch.no_grad():
+            parameter.view(-1)[0] = kept
+        assert updater.update(version=version).ok, name
+    assert engine.digests() == digests_of(version)
 
 
 def test_one_url_is_one_target():

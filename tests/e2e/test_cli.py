@@ -428,6 +428,30 @@ def test_a_push_can_require_a_proof(unharmed, models):
         assert words in error_line(run(*push, *options), 2)
 
 
+@pytest.mark.parametrize("via", ["ipc", "broadcast"])
+def test_a_checkpoint_with_nan_is_refused_by_name(via, unharmed, models, tmp_path):
+    root, _ = models
+    tensors = load_file(root / "new" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, :2] = float("nan")
+    tensors[_NORM][0] = float("-inf")
+    save_file(tensors, tmp_path / "model.safetensors")
+    push = ("push", tmp_path, "--to", unharmed.url, "--version", next(versions), "--via", via)
+    line = error_line(run(*push))
+    assert "model.layers.1.mlp.up_proj.weight (2)" in line
+    assert f"{_NORM} (1)" in line
+    assert unharmed.info()["state"] == "serving"
+
+
+def test_values_that_are_not_finite_can_be_sent_on_purpose(engine, models, tmp_path):
+    root, _ = models
+    tensors = load_file(root / "new" / "model.safetensors")
+    tensors[_NORM][0] = float("inf")
+    save_file(tensors, tmp_path / "model.safetensors")
+    push = ("push", tmp_path, "--to", engine.url, "--allow-older")
+    assert run(*push, "--version", next(versions), "--no-check-finite").exit_code == 0
+    assert run(*push, "--version", next(versions), "--verify", "none", "--check-finite").exit_code == 1
+
+
 def test_doctor_estimates_the_memory_that_plan_does(engine, models):
     root, _ = models
     (found,) = json.loads(run("doctor", engine.url, "--json").stdout)["engines"]

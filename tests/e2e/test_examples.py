@@ -5,32 +5,51 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from tests.engines.environment import QUICK, engine_python
+from tests.engines.sglang_server import STANDINS
+from tests.engines.test_vllm_cpu import SIZES
+from tests.engines.vllm_server import vllm_command
 from tests.tiny import tiny_model, tiny_tokenizer
+from weightcast.digest.definition import model_digest, tensor_digest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# Settings of vLLM on a CPU, and where it finds our plug-in.
+VLLM_SETTINGS = (
+    "PYTHONPATH",
+    "VLLM_TARGET_DEVICE",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_NO_USAGE_STATS",
+    "HF_HUB_OFFLINE",
+    "TORCHINDUCTOR_VEC_ISA_OK",
+)
 NAMES = ["rl_colocated", "rl_disaggregated", "rl_disaggregated_async"]
 
 pytestmark = [pytest.mark.example, pytest.mark.timeout(1500)]
 
 
-def run(name: str, out: Path, *arguments: object, timeout_s: float = 400) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+def run(name: str, out: Path, *arguments: object, timeout_s: float = 400, **more: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | more
     environment["RAY_memory_monitor_refresh_ms"] = "0"  # it would end our actors for the memory that others use
     done = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py", f"--out={out}", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,
+        cwd=out,
         timeout=timeout_s,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    logs = "".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in out.glob("engine-*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
     return done.stdout
 
 
@@ -84,3 +103,135 @@ def test_the_reward_rises(name, tmp_path):
     rewards = [row["reward"] for row in metrics(tmp_path)]
     part = len(rewards) // 4
     assert sum(rewards[-part:]) > sum(rewards[:part]) + 0.1 * part
+
+
+@pytest.fixture(scope="module")
+def servable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose heads are large enough for vLLM's and SGLang's kernels."""
+    folder = tmp_path_factory.mktemp("servable")
+    tiny_model(folder, max_position_embeddings=1024, **SIZES)
+    tiny_tokenizer(folder)
+    return folder
+
+
+# A random model cannot calculate: only with this reward the weights change in every step.
+SHORT = (
+    *("--prompts=2", "--group=6", "--max-tokens=8", "--steps=3", "--save-every=0", "--trainers=1", "--lr=1e-3"),
+    "--reward=letters",
+)
+
+
+def check_three_updates(rows: list[dict[str, Any]]) -> None:
+    assert [row["version"] for row in rows] == [1, 2, 3]
+    assert len({row["digest"] for row in rows}) == 3
+    assert max(row["logprob_gap"] for row in rows) < 1e-2  # the engine samples with the trainer's weights
+
+
+def test_disaggregated_with_vllm(servable, tmp_path):
+    python, *_ = vllm_command(servable, tmp_path, 0)[0]
+    _, environment = vllm_command(servable, tmp_path, 0)
+    program = ["env", *(f"{name}={environment[name]}" for name in VLLM_SETTINGS), python]
+    run(
+        "rl_disaggregated",
+        tmp_path,
+        *(
+            f"--model={servable}",
+            "--engine=vllm",
+            *SHORT,
+            "--verify=resident",
+            "--via=broadcast",
+            "--start-timeout=1200",
+        ),
+        # `vllm serve` asks for the metadata of a package "vllm", and this one is called vllm-cpu.
+        f"--engine-program={shlex.join([*program, '-m', 'vllm.entrypoints.openai.api_server', '--model'])}",
+        "--engine-args=--max-model-len=1024 --enforce-eager --max-num-seqs=8",
+        timeout_s=1400,
+    )
+    rows = metrics(tmp_path)
+    check_three_updates(rows)
+    assert all(row["proof"] == ["resident"] for row in rows)
+
+
+def test_disaggregated_with_sglang(servable, tmp_path):
+    settings = {
+        "PYTHONPATH": f"{STANDINS}{os.pathsep}{QUICK}",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    program = ["env", *(f"{name}={value}" for name, value in settings.items())]
+    program += [str(engine_python("sglang-0.5.23-cpu")), "-m", "sglang.launch_server"]
+    flags = "--device=cpu --attention-backend=torch_native --context-length=1024 --max-total-tokens=8192 "
+    flags += "--max-running-requests=8 --mem-fraction-static=0.3 --disable-cuda-graph --sleep-on-idle "
+    flags += "--disable-overlap-schedule --skip-server-warmup"
+    run(
+        "rl_disaggregated",
+        tmp_path,
+        *(f"--model={servable}", "--engine=sglang", *SHORT, "--verify=behaviour", "--via=broadcast"),
+        *(f"--engine-program={shlex.join(program)}", f"--engine-args={flags}", "--start-timeout=1200"),
+        timeout_s=1400,
+    )
+    check_three_updates(metrics(tmp_path))
+
+
+def test_every_option_of_a_run(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def track(step, record):\n    print(f'tracked {step} {sorted(record)}', flush=True)\n"
+    )
+    said = run(
+        "rl_disaggregated",
+        tmp_path,
+        *(f"--model={tiny}", *SHORT, "--save-every=1", "--keep-last=2", "--eval-every=2", "--eval-problems=3"),
+        *("--kl=0.1", "--clip=0.1", "--clip-high=0.3", "--bucket-bytes=64KiB", "--verify=behaviour", "--pause=retract"),
+        *("--tracker=mine:track", f"--export={tmp_path / 'exported'}", "--via=ipc"),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
+    rows = metrics(tmp_path)
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-2", "step-3"]
+    assert ["eval_reward" in row for row in rows] == [False, True, False]
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6)  # the first model is the anchor
+    assert all(row["proof"] == ["behaviour"] for row in rows)
+    assert "tracked 1 [" in said
+    assert "tracked 3 [" in said
+    exported = {
+        name: tensor_digest(tensor) for name, tensor in load_file(tmp_path / "exported/model.safetensors").items()
+    }
+    assert model_digest(exported) == rows[-1]["digest"]  # what is exported is what the engine served at the end
+
+
+def test_experts(tmp_path):
+    run("rl_moe", tmp_path, *SHORT, "--bucket-bytes=64KiB")
+    rows = metrics(tmp_path)
+    check_three_updates(rows)
+    assert all(row["proof"] == ["resident"] for row in rows)
+
+
+def test_vision_learns_and_is_on_policy(tmp_path):
+    said = run("rl_vision", tmp_path, "--export=exported")
+    rows = metrics(tmp_path)
+    assert [row["version"] for row in rows] == list(range(1, 61))
+    assert max(row["logprob_gap"] for row in rows) < 1e-3
+    assert all(row["proof"] == "resident" for row in rows)
+    assert sum(row["reward"] for row in rows[:10]) / 10 < 0.4
+    assert sum(row["reward"] for row in rows[-10:]) / 10 > 0.5  # at most 0.4 for a model that does not see
+    assert "parts of the model that training has changed: language_model, lm_head, visual" in said
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model=/nowhere"], "is no Hugging Face folder"),
+        (["--engine=lmdeploy"], "LMDeploy does not serve on a CPU"),
+        (["--via=pigeon"], "invalid choice: 'pigeon'"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments, words, tiny):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "rl_disaggregated.py", f"--model={tiny}", *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr

@@ -24,5 +24,5 @@ def test_a_few_updates_with_faults():
 
 def test_a_soak_says_what_it_needs(tmp_path):
     done = weightcast("bench", "soak", "--model", tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "config.json" in done.stderr

@@ -1,9 +1,10 @@
-"""A virtual environment for a real engine, made once and kept under the user's cache folder.
+"""A virtual environment for a real engine, or a real trainer, made once and kept under the user's cache folder.
 
 Its name carries a digest of its list, so a changed list makes a new one.  weightcast is not installed in it: what is
 under test is found by path, with the entry points that ``pyproject.toml`` declares.
 
 ``python -m tests.engines.environment [NAME ...]`` makes all of them, or those named, and prints their Pythons.
+``python -m tests.integrations.environment`` does the same for the trainers of ``tests/integrations``.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ LISTS = Path(__file__).parent
 QUICK = LISTS / "quick"  # for a ``PYTHONPATH``
 
 
-def engine_python(name: str) -> Path:
+def engine_python(name: str, lists: Path = LISTS) -> Path:
     """The Python of an environment, which is made first if it is not there: minutes, and up to 2 GB.
 
     Args:
-        name: Of a list beside this file, without ``.txt``.
+        name: Name of a list, without ``.txt``.
+        lists: Folder of the lists.
     """
-    text = (LISTS / f"{name}.txt").read_text()
+    text = (lists / f"{name}.txt").read_text()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     with _made_once(f"{name}-py{version}-{hashlib.sha256(text.encode()).hexdigest()[:8]}") as (folder, ready):
         python = folder / "bin" / "python"
@@ -118,8 +120,13 @@ def package_path(folder: Path) -> str:
     return os.pathsep.join(map(str, (ROOT / "src", folder, QUICK)))
 
 
-if __name__ == "__main__":
-    wanted = sys.argv[1:] or sorted(path.stem for path in LISTS.glob("*.txt"))
+def main(lists: Path = LISTS) -> None:
+    """Makes the environments that the command line names, or all, and prints their Pythons."""
+    wanted = sys.argv[1:] or sorted(path.stem for path in lists.glob("*.txt"))
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
-        for made in pool.map(engine_python, wanted):
+        for made in pool.map(lambda name: engine_python(name, lists), wanted):
             print(made)
+
+
+if __name__ == "__main__":
+    main()

@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def teach_form(model: Any, tokenizer: Any, *, steps: int) -> None:
     """Teach it to end as the examples' judge wants, with any number: without a reward nothing is learned."""
-    job: Any = runpy.run_path(str(ROOT / "examples" / "rl_colocated.py"), run_name="example")
+    job: Any = runpy.run_path(str(ROOT / "examples" / "grpo" / "task.py"), run_name="example")
     problems = job["read_problems"](ROOT / "examples" / "arithmetic.jsonl")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for step in range(steps):

@@ -73,6 +73,7 @@ def test_shards_of_a_tensor_have_the_words_of_the_whole_one() -> None:
     pattern = Pattern(CPU)
     whole = torch.empty(3000, 700, dtype=torch.bfloat16)
     pattern.fill(whole, key=11)
+    assert whole.isfinite().all()
     part = torch.empty(1000, 700, dtype=torch.bfloat16)
     pattern.fill(part, key=11, first_word=1500 * 700)
     assert torch.equal(part.view(torch.int16), whole[1500:2500].view(torch.int16))
@@ -136,13 +137,21 @@ def test_a_case_compares_every_bit_and_says_who_failed(monkeypatch: pytest.Monke
 
 
 def test_the_command_prints_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightcast.cli import bench_updates
     from weightcast.cli.app import app
 
     monkeypatch.setattr(rig, "multiprocessing", InsteadOfSpawn("forkserver"))
     asked = ["bench", "updates", "--model", "tiny-moe", "--turns", "1", "--device", "cpu", "--placement", "colocated"]
     found = CliRunner().invoke(app, [*asked, "--json"])
     assert found.exit_code == 0, found.output
+    assert "{" not in found.stderr, "options are words"
+    assert "weightcast ipc: measured with" in found.stderr
+    assert "1 trainer, 1 engine" in found.stderr
     (result,) = json.loads(found.stdout)
+    shown = bench_updates._shown(result)
+    header = shown.splitlines()[1].split("   ")
+    explained = bench_updates._COLUMNS
+    assert all(f"{name.strip()}  " in explained for name in header if name.strip())
     assert result["ok"]
     assert [row["name"] for row in result["methods"]] == ["weightcast ipc", "weightcast ipc, verify none"]
     assert result["floor_s"] == result["limits"]["shared memory"]["usable_s"]["median"] > 0

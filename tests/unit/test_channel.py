@@ -138,7 +138,7 @@ class Answering:
 
     def leave(self, group: str | None) -> None: ...
 
-    def ask(self, index: int, *, timeout_s: float, bucket: int) -> None:
+    def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
         if index > 0:
             self._group.wait_for_abort()
             raise TargetRejected(f"{self.url}: group failed", url=self.url, status=GROUP_FAILED)
@@ -156,7 +156,7 @@ class Refusing(Answering):
         super().__init__(url, group, threading.Event())
         self._told = told
 
-    def ask(self, index: int, *, timeout_s: float, bucket: int) -> None:
+    def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
         if self.accepts:
             self._group.wait_for_abort()
             raise TargetRejected(f"{self.url}: its group failed", url=self.url, status=GROUP_FAILED)
@@ -228,7 +228,7 @@ class Member:
         self.refused = threading.Event()
         self._groups: list[UpdateGroup] = []
 
-    def ask(self, invitation: Invitation, *, timeout_s: float) -> None:
+    def ask(self, kind: str, invitation: Invitation, *, timeout_s: float) -> None:
         if self._after is not None:
             assert self._after.wait(PATIENCE_S)
         with ThreadPoolExecutor(self.info.tp_size) as pool:

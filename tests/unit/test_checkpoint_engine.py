@@ -51,7 +51,7 @@ class Engine:
             adapter=SimpleNamespace(handles=self.told),
             touch=lambda: None,
             took_over=lambda: None,
-            ask=lambda steps, timeout_s: self.over.wait(PATIENCE_S),
+            ask=lambda kind, steps, timeout_s: self.over.wait(PATIENCE_S),
         )
 
     def told(self, addresses: dict[str, str]) -> None:

@@ -247,3 +247,15 @@ def test_without_its_packages_the_command_says_what_to_install():
 def test_help_does_not_import_torch():
     code = "import sys\nfrom weightcast.cli import app\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"), [([], 14), (["--quick"], 3), (["--quick", "--steps", "5"], 5), (["--steps", "2"], 2)]
+)
+def test_a_quick_demo_takes_fewer_steps_in_both_modes(arguments, steps, monkeypatch, tmp_path):
+    from weightcast.lab import demo
+
+    asked: list[demo.DemoConfig] = []
+    monkeypatch.setattr(demo, "run_demo", lambda config, console: asked.append(config) or 0)
+    assert run("demo", "--out", tmp_path, *arguments).exit_code == 0
+    assert [(config.steps, config.modes) for config in asked] == [(steps, ("colocated", "disaggregated"))]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import pytest
@@ -138,6 +139,18 @@ def test_progress_of_short_work_is_one_line(capsys):
             advance(done, 100)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("push: 100 B of 100 B")
+
+
+def test_a_bar_appears_with_its_total(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress("push") as advance:
+        time.sleep(0.3)  # several frames, as while engines are asked and sessions open
+        advance(1000, 1000)
+    shown = capsys.readouterr().err
+    assert "/?" not in shown
+    assert "1,000/1,000 bytes" in shown
 
 
 def test_progress_of_nothing(capsys):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
+from weightcast.lab.demo import plot, table
 from weightcast.lab.demo import report as reporting
-from weightcast.lab.demo import table
 from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, reward_gain
+from weightcast.lab.demo.waiting import waiting
 
 
 def step(version, *, reward, matched=4):
@@ -79,8 +81,37 @@ def test_report_json_has_the_promised_shape(tmp_path):
 
 
 def test_plot_is_a_picture(tmp_path):
-    modes = [mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[::-1])]
-    assert reporting.write_plot(modes, tmp_path).read_bytes().startswith(b"\x89PNG")
+    both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[::-1], matched=3))
+    assert plot.write_plot(both, tmp_path, copy_s=0.05).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_headline_says_what_was_proven_and_where():
+    both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[::-1], matched=3))
+    first, second = plot.headline(both, copy_s=0.05).splitlines()
+    assert first == "SmolLM2-135M-Instruct, 476.8 MiB: 8 of 16 updates proven on every engine rank"
+    assert f"{both.machine['cores']} CPU cores" in second
+    assert second.endswith("median update 2.50 s, one copy of the same bytes 0.050 s (2.0% of it)")
+
+
+def test_the_limit_is_a_measured_copy():
+    small, large = (plot.measure_copy_s(size, on_gpu=False) for size in (1 << 10, 64 << 20))
+    assert 0 < small < large
+
+
+def test_a_wait_is_announced_at_once_and_told_again():
+    lines, told = [], threading.Event()
+
+    def note(line):
+        lines.append(line)
+        if len(lines) > 2:
+            told.set()
+
+    with waiting("engines start", note, interval_s=0.01):
+        assert lines[0] == "  engines start"
+        assert told.wait(30)
+    count = len(lines)
+    assert all(line.startswith("  engines start: ") for line in lines[1:])
+    assert len(lines) == count
 
 
 def files(folder):

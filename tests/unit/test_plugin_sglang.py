@@ -384,25 +384,25 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
 )
 def test_settings_that_were_not_shown_to_be_right_are_refused_by_name(setting: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_settings(SimpleNamespace(**setting), {})
+        check_settings(SimpleNamespace(**setting))
 
 
-def test_default_settings_are_taken() -> None:
+def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SimpleNamespace(dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", quantization=None)
-    check_settings(plain, {"SGLANG_RUST_SERVER": "0"})
+    check_settings(plain)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(ConfigError, match="Rust"):
-        check_settings(plain, {"SGLANG_RUST_SERVER": "1"})
+        check_settings(plain)
 
 
-def test_staging_is_read_from_the_environment() -> None:
-    assert [staging_setting({"WEIGHTCAST_STAGING": value}) for value in ("", "auto", "device", "host")] == [
-        "auto",
-        "auto",
-        "device",
-        "host",
-    ]
+def test_staging_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert staging_setting() == "auto"
+    for value in ("auto", "device", "host"):
+        monkeypatch.setenv("WEIGHTCAST_STAGING", value)
+        assert staging_setting() == value
+    monkeypatch.setenv("WEIGHTCAST_STAGING", "none")
     with pytest.raises(ConfigError, match="'none'"):
-        staging_setting({"WEIGHTCAST_STAGING": "none"})
+        staging_setting()
 
 
 @pytest.mark.parametrize("named", [None, "", "other", "other, weightcasts"])

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.procs import gone, wait_until_gone
-from weightcast.ray import RolloutEngines, reference_engine, sglang_engine, vllm_engine
+from weightcast.ray import RolloutEngines, lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
 from weightcast.ray.engines import _Member
 from weightcast.report import TargetReport, UpdateReport
 
@@ -28,6 +28,10 @@ def test_command_lines():
     assert "VLLM_PLUGINS" not in plain.env
     assert "--weight-transfer-config" not in plain.command
     assert sglang_engine("m").wake == ("/resume_memory_occupation",)
+    lmdeploy = lmdeploy_engine("m", "--dtype", "bfloat16")
+    assert lmdeploy.command[:6] == ("lmdeploy", "serve", "api_server", "m", "--backend", "pytorch")
+    assert lmdeploy.command[-2:] == ("--dtype", "bfloat16")
+    assert (lmdeploy.sleep, lmdeploy.wake) == (("/sleep?level=1",), ("/wakeup",))
 
 
 def keeper(code: str) -> subprocess.Popen[bytes]:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from weightcast.cli import bench_soak
 from weightcast.comm.ipc import SharedBuffer
 from weightcast.lab.soak.leaks import Sample, Series, buffers_of, segments_of, still_there
 from weightcast.lab.soak.load import Answer, Judge
@@ -268,3 +269,10 @@ def test_every_kind_of_trouble_spoils_the_result():
 def test_orders_survive_the_pipe():
     order = Order(version=1, urls=["http://h:1"], transport="ipc", pause="wait", abort_at=0.5)
     assert msgspec.json.decode(msgspec.json.encode(order), type=Order) == order
+
+
+def test_a_long_soak_says_how_far_it_is(capsys):
+    show = bench_soak._Progress("of 100 updates", iter([0.0, 1.0, 2.0, 9.0, 12.0, 13.0]).__next__)
+    for done in (0, 1, 2, 3, 4):
+        show(done, 100)
+    assert capsys.readouterr().err.splitlines() == ["1 of 100 updates, 2 s", "3 of 100 updates, 12 s"]

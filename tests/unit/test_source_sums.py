@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.unit.exports import ALONE, CPU
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest import transfers
 from weightcast.digest.bucket_sums import RepeatedTotals
 from weightcast.digest.definition import RepeatedSums, tensor_digest
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
+from weightcast.digest.transfers import transfers_on
 from weightcast.exporters import gather, own_parts, sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
@@ -406,8 +406,7 @@ def test_weights_of_now_are_summed_whatever_became_of_their_memory():
 
 
 def test_what_is_summed_while_it_is_copied_is_not_read_again(monkeypatch):
-    # As on a GPU, where the launch that fills the bucket sums what it reads.
-    monkeypatch.setattr(transfers, "_DEVICES", {"cpu"})
+    assert transfers_on(CPU)
     monkeypatch.setattr(RepeatedSums, "sums", None)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     for bucket_bytes in (64, 4096):

@@ -319,3 +319,46 @@ def test_addresses_and_backends():
         local_address_towards("no-such-host.invalid", 80)
     assert backend_for(CPU) == "gloo"
     assert backend_for(torch.device("cuda", 0)) == "nccl"
+
+
+class CountedStore:
+    """A store that counts its operations and keys."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.asked = 0
+
+    def __getattr__(self, name: str):
+        def call(*arguments):
+            self.asked += max(1, len(arguments[0])) if name == "check" else 1
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def test_a_members_cost_of_the_rendezvous_does_not_grow_with_the_members():
+    costs = []
+    for world_size in (2, 500):
+        store = dist.HashStore()
+        for rank in range(world_size - 1):
+            store.add(f"here/{rank}/{world_size}", 1)
+            store.add(f"arrived/{world_size}", 1)
+        last = UpdateGroup.__new__(UpdateGroup)
+        last.name, last.rank, last.world_size = "g", world_size - 1, world_size
+        last._aborted = threading.Event()
+        counted = CountedStore(store)
+        last._meet(counted, time.monotonic() + 30, 30.0)  # type: ignore[arg-type]
+        costs.append(counted.asked)
+    assert costs[0] == costs[1] < 6
+
+
+def test_a_member_that_comes_twice_counts_once():
+    store = dist.HashStore()
+    for rank, name in ((1, "first"), (1, "again"), (2, "other")):
+        member = UpdateGroup.__new__(UpdateGroup)
+        member.name, member.rank, member.world_size = name, rank, 3
+        member._aborted = threading.Event()
+        with pytest.raises(DeadlineExceeded, match="missing"):
+            member._meet(store, time.monotonic(), 0.0)
+    assert store.add("arrived/3", 0) == 2
+    assert not store.check(["go/3"])

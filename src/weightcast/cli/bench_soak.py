@@ -5,17 +5,24 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import HtmlFile, Json, Traceback, check_writable
 from weightcast.cli.render import note, parse_size, say, say_json
 from weightcast.errors import ConfigError
+from weightcast.report import count_of
 
 if TYPE_CHECKING:
     from weightcast.lab.soak.result import Result
+
+
+_INTERVAL_S = 10.0
 
 
 def soak(
@@ -93,7 +100,9 @@ def soak(
             timeout_s=timeout,
             folder=folder,
         )
-        with Soak(plan, _show_progress) as running:
+        of = f"of {updates} updates" + (f" and of {seconds:.0f} s" if seconds else "")
+        note(f"starting {count_of(engines, 'engine')} and the trainer; logs in {folder}")
+        with Soak(plan, _Progress(of)) as running:
             result = running.run()
     if html is not None:
         page = write_soak_page(_fields(result), html, ok=result.ok, command=shlex.join(sys.argv))
@@ -103,16 +112,27 @@ def soak(
     else:
         _show(result)
     if not result.ok:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 def _fields(result: Result) -> dict[str, object]:
     return {name: getattr(result, name) for name in result.__struct_fields__}
 
 
-def _show_progress(done: int, wanted: int) -> None:
-    if done % 50 == 0 and done:
-        note(f"{done} of {wanted} updates")
+class _Progress:
+    """Shows the number of updates: the first one, and then the number every ten seconds."""
+
+    def __init__(self, of: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of = of
+        self._clock = clock
+        self._started = clock()
+        self._next = 0.0
+
+    def __call__(self, done: int, wanted: int) -> None:
+        now = self._clock()
+        if done and now >= self._next:
+            self._next = now + _INTERVAL_S
+            note(f"{done} {self._of}, {now - self._started:.0f} s")
 
 
 def _show(result: Result) -> None:

@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import HtmlFile, Json, Traceback, check_writable
 from weightcast.cli.render import note, parse_size, say, say_json, table
 from weightcast.errors import ConfigError
-from weightcast.report import format_bytes
+from weightcast.report import count_of, format_bytes
 
 if TYPE_CHECKING:
     from weightcast.lab.bench.rig import Layout
+
+
+_COLUMNS = """\
+median    time until every engine can use the new weights
+fastest   the shortest of these times
+GB/s      bytes of one model divided by the median, in 10^9 bytes per second
+of limit  the limit's median divided by this one; the limit moves the same bytes by the same kind of copy, as above
+stall     time in which an engine could not generate"""
 
 
 def updates(
@@ -72,16 +81,17 @@ def updates(
     for layout in _layouts(name, ranks, device, torch.cuda.device_count()):
         if placement not in ("", layout.placement):
             continue
-        note(f"{layout.placement}: {layout.trainers} trainers, {layout.engines} engines, {layout.model}")
+        who = f"{count_of(layout.trainers, 'trainer')}, {count_of(layout.engines, 'engine')}"
+        note(f"{layout.placement}: {who}, {layout.model}, {count_of(turns, 'timed update')} of each method")
         results.append(run_case(layout, ours(layout, bucket_bytes=sizes), Plan(turns=turns), say=note))
     if html is not None and results:
         note(f"{write_page(results, html, command=shlex.join(sys.argv))}: open it in a browser")
     if as_json:
         say_json(results)
     else:
-        say("\n\n".join(_shown(result) for result in results))
+        say("\n\n".join([*(_shown(result) for result in results), _COLUMNS]))
     if not all(result["ok"] for result in results):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 def _layouts(model: str, ranks: int, device: str, gpus: int) -> list[Layout]:
@@ -105,12 +115,12 @@ def _layouts(model: str, ranks: int, device: str, gpus: int) -> list[Layout]:
 def _shown(result: dict[str, Any]) -> str:
     case, floor = result["case"], result["floor_s"]
     head = (
-        f"{case['placement']}, {case['trainers']} + {case['engines']}, {case['model']}: "
-        f"{format_bytes(case['bytes'])} in {case['tensors']} tensors"
+        f"{case['placement']}, {count_of(case['trainers'], 'trainer')}, {count_of(case['engines'], 'engine')}, "
+        f"{case['model']}: {format_bytes(case['bytes'])} in {count_of(case['tensors'], 'tensor')}"
     )
     rows = [[f"limit: {name}", *_cells(found, case["bytes"], floor)] for name, found in result["limits"].items()]
     rows += [[row["name"], *_cells(row, case["bytes"], floor)] for row in result["methods"]]
-    lines = [head, table(("", "usable", "least", "GB/s", "of the limit", "stall"), rows)]
+    lines = [head, table(("", "median", "fastest", "GB/s", "of limit", "stall"), rows)]
     lines += [f"failed: {name}: {why}" for name, why in result["failed"].items()]
     return "\n".join(lines)
 

@@ -13,6 +13,9 @@ from weightcast.cli.options import Json, Traceback
 if TYPE_CHECKING:
     from weightcast.lab.demo.settings import DeviceChoice, EngineChoice, Mode
 
+_STEPS = 14
+_QUICK_STEPS = 3
+
 
 def demo(
     out: Annotated[
@@ -23,8 +26,15 @@ def demo(
         typer.Option(metavar="MODE,MODE", help="Modes to run, in order: colocated (ipc), disaggregated (broadcast)."),
     ] = "colocated,disaggregated",
     steps: Annotated[
-        int, typer.Option(metavar="N", help="Training steps in each mode; each is followed by a weight update.")
-    ] = 14,
+        int | None,
+        typer.Option(
+            metavar="N",
+            help=f"Training steps in each mode; each is followed by a weight update. "
+            f"[default: {_STEPS}, or {_QUICK_STEPS} with --quick]",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer training steps in each mode.")] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the prompts' order and of sampling.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto uses GPUs if there are any.")] = "auto",
     engine: Annotated[
@@ -53,6 +63,7 @@ def demo(
 
     \b
     weightcast demo
+    weightcast demo --quick
     weightcast demo --steps 4 --modes disaggregated --out /tmp/demo
     weightcast demo --engine vllm --engine-python /opt/vllm/bin/python
     """
@@ -62,7 +73,7 @@ def demo(
     config = DemoConfig(
         out=out,
         modes=cast("tuple[Mode, ...]", chosen),
-        steps=steps,
+        steps=steps if steps is not None else _QUICK_STEPS if quick else _STEPS,
         seed=seed,
         device=cast("DeviceChoice", device),
         engine=cast("EngineChoice", engine),

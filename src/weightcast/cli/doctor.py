@@ -260,7 +260,7 @@ def _staging(info: EngineInfo) -> Check:
             name="staging",
             level="warn",
             text="none, and no proof of the weights it keeps: an update that fails half way quarantines it",
-            hint='install the plug-in where there is one (docs/engines), or prove with verify="behaviour"',
+            hint='install the plug-in for vLLM (docs/engines/vllm.md), or prove with verify="behaviour"',
         )
     if info.staging == "none":
         return Check(

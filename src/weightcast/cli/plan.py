@@ -400,7 +400,10 @@ def _show(result: Plan) -> None:
     )
     ranks = f"each of {result.trainer_ranks} trainer ranks" if result.trainer_ranks > 1 else "a trainer rank"
     scratch = " and what a gather needs" if result.trainer_ranks > 1 else ""
-    say(f"memory: {format_bytes(result.trainer_peak_bytes)} extra on {ranks}, at most two buckets{scratch}")
+    say(
+        f"memory: {format_bytes(result.trainer_peak_bytes)} extra on {ranks}, at most two buckets{scratch}; "
+        "on a CPU up to 40 MiB more for sums"
+    )
     say(
         f"wire: {format_bytes(result.link_bytes)} into each of {result.engine_ranks} engine "
         f"{_plural(result.engine_ranks, 'rank')}, {format_bytes(result.all_links_bytes)} in all"

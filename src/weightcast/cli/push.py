@@ -91,6 +91,14 @@ def push(
             "tensor while loading cannot prove it.",
         ),
     ] = 1.0,
+    check_finite: Annotated[
+        bool | None,
+        typer.Option(
+            "--check-finite/--no-check-finite",
+            help="Refuse weights that are NaN or infinite. By default where it costs nothing: on CPUs, with proof.",
+            show_default=False,
+        ),
+    ] = None,
     digest: Annotated[str, typer.Option(metavar="fast|sha256", help="Digest of the data sent.")] = "fast",
     timeout: Annotated[float, typer.Option(metavar="S", help="Deadline of each single wait, in seconds.")] = 120.0,
     on_failure: Annotated[
@@ -176,6 +184,7 @@ def push(
             min_proven_share=min_proven_share,
             require=cast("VerifyLevel", require),
             first_version=version,
+            check_finite=check_finite,
             digest=cast("DigestKind", digest),
             timeout_s=timeout,
             on_failure=cast("OnFailure", on_failure),

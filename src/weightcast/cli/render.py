@@ -126,10 +126,10 @@ def progress(what: str) -> Generator[Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(what, total=None)
+        task = bars.add_task(what, total=None, visible=False)  # there is no bar before the total is known
 
         def advance(done_bytes: int, total_bytes: int) -> None:
-            bars.update(task, completed=done_bytes, total=total_bytes)
+            bars.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
         yield advance
 

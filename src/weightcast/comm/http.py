@@ -47,8 +47,13 @@ _FAILURES = (
 class Client:
     """HTTP to one target.  Thread-safe; ``close`` is safe to call twice."""
 
-    def __init__(self, target: Target, *, timeout_s: float) -> None:
+    def __init__(self, target: Target, *, timeout_s: float, max_connections: int = _MAX_CONNECTIONS) -> None:
         """Makes the client without sending anything.
+
+        Args:
+            target: The engine.
+            timeout_s: Deadline of each request that sets none, in seconds.
+            max_connections: Requests that may be under way at the same time.
 
         Raises:
             ConfigError: A certificate file cannot be used, or the host name is not valid.
@@ -75,7 +80,7 @@ class Client:
             self._trust = client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
         self._pool = httpcore.ConnectionPool(
             ssl_context=self._trust,
-            max_connections=_MAX_CONNECTIONS,
+            max_connections=max_connections,
             keepalive_expiry=_KEEP_ALIVE_S,
             network_backend=Backend(),
         )

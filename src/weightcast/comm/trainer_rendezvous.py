@@ -75,9 +75,10 @@ def _meet(
         # If the store answers late, this rank may have given up: then the others must not meet it.
         if fresh and not gave_up.is_set():
             store.set(f"{prefix}/here/{rank}", "1")
+            store.add(f"{prefix}/arrived", 1)
             joined = prefix
         while fresh and not over():
-            if rank == 0 and store.check([f"{prefix}/here/{other}" for other in others]) and not gave_up.is_set():
+            if rank == 0 and store.add(f"{prefix}/arrived", 0) == world_size and not gave_up.is_set():
                 store.set(f"{prefix}/go", "1")
             if store.check([f"{prefix}/go"]):
                 return prefix, ()

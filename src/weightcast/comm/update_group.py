@@ -314,15 +314,22 @@ class UpdateGroup:
         self._group = None
 
     def _meet(self, store: dist.Store, deadline: float, timeout_s: float) -> None:
-        """Waits until every member is at the store."""
-        store.set(_here(self.rank, self.world_size), "1")
-        others = {rank: _here(rank, self.world_size) for rank in range(self.world_size) if rank != self.rank}
+        """Waits until every member is at the store.  The cost for a member does not grow with their number.
+
+        Each member counts once; the one that makes the number full sets the key that all of them wait for.
+        """
+        go = f"go/{self.world_size}"
+        if store.add(_here(self.rank, self.world_size), 1) == 1:
+            arrived = store.add(f"arrived/{self.world_size}", 1)
+            if arrived == self.world_size:
+                store.set(go, "1")
         pause_s = _FIRST_POLL_S
-        while others and not store.check(list(others.values())):
+        while not store.check([go]):
             if self._aborted.is_set():
                 raise GroupFailed(f"group {self.name}: {self._why}")
             if time.monotonic() > deadline:
-                missing = [rank for rank, key in others.items() if not store.check([key])]
+                others = (rank for rank in range(self.world_size) if rank != self.rank)
+                missing = [rank for rank in others if not store.check([_here(rank, self.world_size)])]
                 raise self._too_late(timeout_s, f"the rendezvous of all {self.world_size} members; missing {missing}")
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, _LONGEST_POLL_S)

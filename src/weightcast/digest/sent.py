@@ -28,6 +28,7 @@ from weightcast.digest.definition import (
 )
 from weightcast.digest.source_sums import Folded, Mismatch, merged
 from weightcast.errors import TrainerMismatch
+from weightcast.runtime.scratch import Scratch
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec
 
@@ -159,6 +160,7 @@ class SentDigests:
         self._cast: list[tuple[TensorSpec, str, torch.Tensor]] = []
         self._repeated = repeated or Repeated()
         self._lying: dict[int, Bucket] = {}
+        self._scratch = Scratch()
 
     def add(self, bucket: Bucket) -> None:
         """Digests a filled bucket, as far as that is needed."""
@@ -169,7 +171,9 @@ class SentDigests:
             slot.spec.name in self._unsummed or slot.spec.name in self._casts
             for slot in (bucket.layout.slots if self._unsummed or self._casts else ())
         )
-        sums = sums_of_slots(bucket, self._repeated.sums) if needed else bucket.sums
+        # On a CPU the sums on the way are of the source, which was read once to be copied and once to be summed.
+        found = replace(bucket, sums=None) if needed and bucket.data.device.type == "cpu" else bucket
+        sums = sums_of_slots(found, self._repeated.sums) if needed else bucket.sums
         self._sums.append((bucket.layout, sums))
         for slot in bucket.layout.slots if self._casts else ():
             for dtype in self._casts.get(slot.spec.name, ()):
@@ -241,6 +245,7 @@ class SentDigests:
     def release(self) -> None:
         """Drops the references to the buffers."""
         self._lying.clear()
+        self._scratch.free()
 
     def _add_cast(self, slot: TensorSlot, view: torch.Tensor, dtype: str) -> None:
         """Casts and sums at most 16 MiB at a time, so that the copy stays below the memory ceiling."""
@@ -251,7 +256,7 @@ class SentDigests:
         row_bytes = max(1, slot.spec.row_bytes // slot.spec.torch_dtype.itemsize * DTYPES[dtype].itemsize)
         step = max(1, _CAST_BYTES // row_bytes)
         for row in range(0, max(slot.num_rows, 1), step):
-            part = view[row : row + step].to(DTYPES[dtype])
+            part = self._scratch.cast(view[row : row + step], DTYPES[dtype])
             sums = partial_sums([piece_of(slot, part, slot.first_row + row)])
             self._cast.append((slot.spec, dtype, sums))
 

@@ -16,6 +16,7 @@ from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.source_sums import Taker
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
 from weightcast.exporters.held_parts import Held, HeldParts, InMemory, region, slices, to_sum
+from weightcast.runtime.scratch import Scratch
 from weightcast.wire.box import Box, split
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot
@@ -189,8 +190,9 @@ class OwnParts:
             found = self._held.look_at(list(steps.looks))
         if steps.views and not summed_on_the_way:
             self._sum_views(steps, found, taker)
+        scratch = Scratch()
         for own in steps.rest:
-            self._sum_one(own, taker, summed_on_the_way=summed_on_the_way)
+            self._sum_one(own, taker, scratch, summed_on_the_way=summed_on_the_way)
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of slots from those of own parts."""
@@ -291,7 +293,7 @@ class OwnParts:
             sums = self._sums.sums((self._layout.index, device), (where, steps), device, pieces)
             taker.add([place for place, _ in views], sums)
 
-    def _sum_one(self, own: OwnPart, taker: Taker, *, summed_on_the_way: bool) -> None:
+    def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch, *, summed_on_the_way: bool) -> None:
         held = self._held.find(own.slot.spec.name, own.box)
         memory = held.memory
         if own.origin is not None:
@@ -301,7 +303,7 @@ class OwnParts:
             return
         part, dtype = memory.detach()[slices(own.box, held.box.offset)], own.slot.spec.torch_dtype
         for box in split(own.box, max(_CAST_BYTES // dtype.itemsize, 1)):
-            values = part[slices(box, own.box.offset)].to(dtype)
+            values = scratch.cast(part[slices(box, own.box.offset)], dtype)
             taker.add([own.place], partial_sums([to_sum(own.slot, box, values)]))
 
 

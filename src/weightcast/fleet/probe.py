@@ -39,6 +39,6 @@ def probe(client: Client, kinds: Sequence[Kind], *, timeout_s: float | None = No
     names = ", ".join(kind.name for kind in kinds)
     raise ConfigError(
         f"{url} answers, but is not an engine that weightcast can update (known kinds: {names})",
-        hint="check the port; start the engine with `weightcast serve`, or SGLang, vLLM or LMDeploy with the flags of "
-        "docs/engines",
+        hint="check the port; start the engine with `weightcast serve`, or SGLang, vLLM or LMDeploy with the flags on "
+        "their pages in docs/engines",
     )

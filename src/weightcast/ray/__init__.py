@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from weightcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weightcast.ray.engine_kinds import EngineKind, reference_engine, sglang_engine, vllm_engine
+    from weightcast.ray.engine_kinds import (
+        EngineKind,
+        lmdeploy_engine,
+        reference_engine,
+        sglang_engine,
+        vllm_engine,
+    )
     from weightcast.ray.engines import RolloutEngines
     from weightcast.ray.executor import RayExecutor
     from weightcast.ray.placement import Bundles, colocated, disaggregated
@@ -28,6 +34,7 @@ __all__ = [
     "TrainWorkers",
     "colocated",
     "disaggregated",
+    "lmdeploy_engine",
     "reference_engine",
     "sglang_engine",
     "vllm_engine",

@@ -86,3 +86,21 @@ def sglang_engine(
         sleep=("/release_memory_occupation",),
         wake=("/resume_memory_occupation",),
     )
+
+
+def lmdeploy_engine(model: str, *arguments: str, program: tuple[str, ...] = ("lmdeploy",)) -> EngineKind:
+    """Describes ``lmdeploy serve api_server`` with the PyTorch engine.
+
+    Args:
+        model: Model argument of LMDeploy.
+        *arguments: Further arguments of its command line.
+        program: Command that starts LMDeploy, e.g. with the Python of another environment.
+    """
+    return EngineKind(
+        command=(
+            *(*program, "serve", "api_server", model, "--backend", "pytorch"),
+            *("--server-name", "{host}", "--server-port", "{port}", "--tp", "{tp}", *arguments),
+        ),
+        sleep=("/sleep?level=1",),
+        wake=("/wakeup",),
+    )

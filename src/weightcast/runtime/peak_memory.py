@@ -26,12 +26,16 @@ _open: list[PeakMemory] = []
 class PeakMemory:
     """Measures from entering to leaving; measurements may nest and overlap, in any thread.
 
-    On the CPU it measures the process's resident set, which includes shared memory that the process has touched.  On
-    CUDA it measures torch's allocations on the device.  So overlapping measurements see each other's memory.  On CUDA
-    no other code may call ``torch.cuda.reset_peak_memory_stats`` meanwhile.
+    On the CPU it measures the process's resident set, which includes shared memory that the process has touched.  Pages
+    of files that came in meanwhile do not count: a model loaded from a mapped checkpoint is read from the disk when it
+    is first touched, and the kernel may drop those pages at any time.  On CUDA it measures torch's allocations on the
+    device.  So overlapping measurements see each other's memory.  On CUDA no other code may call
+    ``torch.cuda.reset_peak_memory_stats`` meanwhile.
 
     Args:
         device: Device to measure.
+        trim: On the CPU, return freed heap memory to the kernel first; work that reuses it would not show.  What the
+            process needs again afterwards it faults in again, a quarter of a second for each GB.
 
     Example:
         >>> with PeakMemory(torch.device("cpu")) as peak:
@@ -39,9 +43,10 @@ class PeakMemory:
         >>> peak.extra_bytes
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, trim: bool = True) -> None:
         self._device = device
-        self._start_bytes = 0
+        self._trim = trim
+        self._start_bytes = self._start_file_bytes = 0
         self._peak_bytes = 0
         self._running = False
 
@@ -54,8 +59,7 @@ class PeakMemory:
         return max(self._peak_bytes - self._start_bytes, 0)
 
     def __enter__(self) -> PeakMemory:
-        if self._device.type == "cpu":
-            # Return freed memory to the kernel first: work that reuses it would not show.
+        if self._device.type == "cpu" and self._trim:
             _trim()
         with _lock:
             # All measurements share one high-water mark: record it for those inside before resetting it.
@@ -63,6 +67,7 @@ class PeakMemory:
                 other._observe()
             _reset(self._device)
             self._start_bytes = self._peak_bytes = _current_bytes(self._device)
+            self._start_file_bytes = _file_bytes(self._device)
             self._running = True
             _open.append(self)
         return self
@@ -78,7 +83,8 @@ class PeakMemory:
                 _Sampler.stop()
 
     def _observe(self) -> None:
-        self._peak_bytes = max(self._peak_bytes, _high_water_bytes(self._device))
+        came_in = max(_file_bytes(self._device) - self._start_file_bytes, 0)
+        self._peak_bytes = max(self._peak_bytes, _high_water_bytes(self._device) - came_in)
 
 
 def _reset(device: torch.device) -> None:
@@ -107,17 +113,22 @@ def _current_bytes(device: torch.device) -> int:
     return _status_bytes("VmRSS")
 
 
+def _file_bytes(device: torch.device) -> int:
+    """Resident pages of mapped files, without shared memory; 0 where the kernel does not tell."""
+    return _status_bytes("RssFile", default=0) if device.type == "cpu" else 0
+
+
 def _allocated_bytes(device: torch.device, which: str) -> int:
     """Reads one figure; ``torch.cuda.memory_allocated`` would flatten and sort hundreds for it."""
     found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
     return found.get(which, 0)
 
 
-def _status_bytes(field: str) -> int:
+def _status_bytes(field: str, *, default: int | None = None) -> int:
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    return _statm_bytes()
+    return _statm_bytes() if default is None else default
 
 
 def _statm_bytes() -> int:

@@ -149,7 +149,8 @@ def choose_transport(asked: TransportName, placement: Placement) -> TransportSpe
         if spec.name not in info.transports:
             raise ConfigError(
                 f"{url} ({info.engine}) takes no update by {spec.name}, only by {', '.join(info.transports) or 'none'}",
-                hint=info.message or "see docs/engines for the flags that it needs; choose a transport with --via",
+                hint=info.message
+                or "docs/engines/matrix.md lists the transports of each engine; choose one with --via",
             )
     if spec.one_host and placement.other_host is not None:
         raise ConfigError(

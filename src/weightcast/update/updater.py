@@ -67,12 +67,17 @@ class WeightUpdater:
         config: UpdateConfig,
         progress: Progress | None = None,
         listeners: Sequence[Listener] = (),
+        *,
+        alone: bool = False,
     ) -> None:
         self._exporter = exporter
         self._config = config
         self._progress = progress
         self._targets = tuple(targets)
-        self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
+        if alone:
+            self._group = TrainerGroup(device=exporter.device, timeout_s=config.timeout_s)
+        else:
+            self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
         self._ranks = TrainerRanks(self._group, timeout_s=config.timeout_s)
         self._head: Head | None = None
         self._stream: BucketStream | None = None
@@ -83,6 +88,7 @@ class WeightUpdater:
         self._choice = Choice()
         self._events = Events()
         self._timeline = TimelineRecorder()
+        self._trimmed = False
         try:
             self._events = Events((self._timeline, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
@@ -110,6 +116,7 @@ class WeightUpdater:
         timeout_s: float = 120.0,
         on_failure: OnFailure = "raise",
         wire_dtype: torch.dtype | str | None = None,
+        check_finite: bool | None = None,
         require: VerifyLevel = "none",
         first_version: int | None = None,
         allow_older: bool = False,
@@ -120,6 +127,7 @@ class WeightUpdater:
         disk_readers: DiskReaders = "user",
         progress: Progress | None = None,
         on_event: Listeners = None,
+        alone: bool = False,
     ) -> Self:
         """Connects to the engines and checks that an update can work.  Collective: every trainer rank calls it.
 
@@ -133,6 +141,7 @@ class WeightUpdater:
             wire_dtype: A torch dtype, or its name (``"bf16"``).
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
             on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
+            alone: True if only this rank of ``torch.distributed`` calls ``connect``, and has all weights whole.
 
         Raises:
             ConfigError: The options cannot work.  Nothing has moved.
@@ -148,6 +157,7 @@ class WeightUpdater:
             timeout_s=timeout_s,
             on_failure=on_failure,
             wire_dtype=dtype_name_of("wire_dtype", wire_dtype) if wire_dtype is not None else None,
+            check_finite=check_finite,
             require=require,
             first_version=first_version,
             allow_older=allow_older,
@@ -160,7 +170,7 @@ class WeightUpdater:
         known = targets_of(targets)
         exporter, release = exporter_of(model, config.wire_dtype)
         try:
-            updater = cls(exporter, known, config, progress, listeners_of(on_event))
+            updater = cls(exporter, known, config, progress, listeners_of(on_event), alone=alone)
         except BaseException:
             release()
             raise
@@ -363,7 +373,9 @@ class WeightUpdater:
         head, stream = self._head, self._stream
         assert stream is not None
         kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
-        with PeakMemory(self._exporter.device) as peak, gc_paused():
+        # Later on, training would have to fault in again what it keeps in its heap from step to step.
+        with PeakMemory(self._exporter.device, trim=not self._trimmed) as peak, gc_paused():
+            self._trimmed = True
             try:
                 result = AttemptResult()
                 if head is not None:

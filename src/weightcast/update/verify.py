@@ -19,6 +19,7 @@ from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
 from weightcast.update.choose import Plan
+from weightcast.update.finite import check_finite
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Ack
@@ -76,7 +77,14 @@ class Verifier:
         return mute and self._config.verify != "none"
 
     def add(self, bucket: Bucket) -> None:
-        """Digests a bucket.  The caller sends it afterwards, so a bit that flips later cannot go unseen."""
+        """Digests a bucket.  The caller sends it afterwards, so a bit that flips later cannot go unseen.
+
+        Raises:
+            NotFinite: Weights in it are NaN or infinite.
+        """
+        wanted = self._config.check_finite
+        if wanted or (wanted is None and bucket.data.device.type == "cpu" and self._config.verify != "none"):
+            check_finite(bucket)
         if self._config.verify != "none":
             self._digests.add(bucket)
 

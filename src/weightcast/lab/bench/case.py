@@ -139,7 +139,8 @@ class _Run:
                 break
             if time.monotonic() > until and best is not None:
                 break
-            self._say(f"{contender.name}: {method.options}")
+            options = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in method.options.items())
+            self._say(f"{contender.name}: measured with {options or 'its defaults'}")
             entry = _Entry(contender=contender, method=method)
             try:
                 rig = self._at()

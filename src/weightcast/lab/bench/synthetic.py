@@ -1,8 +1,8 @@
 """Synthetic weights that are cheap to make and different for every tensor and version.
 
 Every tensor of every version is a window of one long random pattern, at a start of its own.  A trainer can fill a shard
-without its neighbours, and an engine can check every bit without being sent the expected weights.  The bits are random,
-so some values are NaN; nothing computes with them.
+without its neighbours, and an engine can check every bit without being sent the expected weights.  All bits are random
+but the highest of the exponent, so that every value is finite, as weights must be.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ POISON = -1
 _SHORT, _LONG = 1_048_583, 33_554_467  # primes, so that no shape is in step with the pattern
 _STEP = 7919
 _COMPARED_WORDS = 1 << 25
+_HIGHEST_EXPONENT_BIT = 1 << 14
 
 
 class Pattern:
@@ -28,7 +29,7 @@ class Pattern:
         length = _LONG if device.type == "cuda" else _SHORT
         generator = torch.Generator().manual_seed(20)
         words = torch.randint(-(1 << 15), 1 << 15, (length,), generator=generator, dtype=torch.int32)
-        self._words = words.to(torch.int16).to(device)
+        self._words = (words & ~_HIGHEST_EXPONENT_BIT).to(torch.int16).to(device)
 
     def fill(self, tensor: torch.Tensor, *, key: int, first_word: int = 0) -> None:
         """Overwrites a contiguous tensor of a 16-bit dtype.

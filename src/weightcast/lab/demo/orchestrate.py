@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -25,11 +26,13 @@ from weightcast.lab.demo.children import Child, ChildFailed, Children
 from weightcast.lab.demo.console import Console
 from weightcast.lab.demo.page import write_page
 from weightcast.lab.demo.placement import Placement, place
+from weightcast.lab.demo.plot import measure_copy_s, write_plot
 from weightcast.lab.demo.processes import TRANSPORTS, describe, start_engines, start_trainers, write_job
 from weightcast.lab.demo.records import Event, ModeRecord, Sample, StepRecord, reward_gain
 from weightcast.lab.demo.settings import DemoConfig, Mode
 from weightcast.lab.demo.smollm2 import MODEL_NAME, ensure_smollm2, require_packages
 from weightcast.lab.demo.vllm_engine import engine_python
+from weightcast.lab.demo.waiting import waiting
 
 Say = Callable[[str], None]
 
@@ -95,7 +98,8 @@ def _run(config: DemoConfig, console: Console) -> int:
         modes=modes,
     )
     written = reporting.write_report(result, config.out)
-    plot = reporting.write_plot(modes, config.out)
+    copy_s = measure_copy_s(modes[0].steps[0].bytes, on_gpu=num_gpus > 0)
+    plot = write_plot(result, config.out, copy_s=copy_s)
     page = write_page(result, config.out)
     say("\n" + reporting.summary(result, page=page, plot=plot, written=written))
     if config.as_json:
@@ -121,13 +125,17 @@ def _run_mode(
         engines = start_engines(children, model, placement, vllm=vllm)
         trainers = start_trainers(children, write_job(config, mode, model, placement, Path(scratch)), placement)
         try:
-            urls = _wait_for_urls(children, engines, timeout_s=config.ready_timeout_s)
+            with waiting("engines and trainers start and load the model", console.note):
+                urls = _wait_for_urls(children, engines, timeout_s=config.ready_timeout_s)
             places = [f"{url} {describe(place)}" for url, place in zip(urls, placement.engines, strict=True)]
             for line in places:
                 say(f"  engine {line}")
             for trainer in trainers:
                 trainer.tell(msgspec.json.encode(urls))
-            for event in _events(children, trainers[0], timeout_s=4 * config.step_timeout_s):
+            events = _events(children, trainers[0], timeout_s=4 * config.step_timeout_s)
+            with waiting("the trainers connect, and the engines answer the first questions", console.note):
+                first = next(events, None)
+            for event in chain([] if first is None else [first], events):
                 match event:
                     case Sample():
                         samples.append(event)

@@ -1,26 +1,19 @@
-"""Results of the demo: ``report.json``, ``plot.png`` and a summary as text."""
+"""Results of the demo: ``report.json`` and a summary as text."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from weightcast.lab.demo.records import ModeRecord, Sample
-from weightcast.report import format_bytes
+from weightcast.report import count_of, format_bytes
 from weightcast.version import __version__
 
 _EXPECTED_GAIN = 0.2
-# On the CPU both modes sample the same answers; the line styles keep one curve from hiding the other.
-_STYLES: dict[str, dict[str, Any]] = {
-    "colocated": {"color": "tab:blue", "linewidth": 6, "alpha": 0.4, "solid_capstyle": "round"},
-    "disaggregated": {"color": "tab:orange", "linewidth": 1.8, "marker": "o", "markersize": 4},
-}
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,31 +71,6 @@ def write_report(report: DemoReport, folder: Path) -> Path:
     return path
 
 
-def write_plot(modes: Sequence[ModeRecord], folder: Path) -> Path:
-    """Plots reward and update time by step into ``plot.png`` and returns its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure: Any = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    rewards, times = figure.subplots(1, 2)
-    for mode in modes:
-        steps = [step.version for step in mode.steps]
-        style = {**_STYLES[mode.mode], "label": f"{mode.mode} ({mode.transport})"}
-        rewards.plot(steps, [step.reward for step in mode.steps], **style)
-        times.plot(steps, [step.update_s for step in mode.steps], **style)
-    rewards.set(title="Mean reward of the sampled answers", ylim=(0, 1.02), xlabel="step", ylabel="reward, 0 to 1")
-    times.set(title="Time of one weight update, verified", xlabel="step", ylabel="seconds")
-    times.set_ylim(bottom=0)
-    for axes in (rewards, times):
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, loc="lower right")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    path = folder / "plot.png"
-    figure.savefig(path, dpi=130)
-    return path
-
-
 def summary(report: DemoReport, *, page: Path, plot: Path, written: Path) -> str:
     """Returns the summary that the demo prints last."""
     lines: list[str] = []
@@ -114,7 +82,7 @@ def summary(report: DemoReport, *, page: Path, plot: Path, written: Path) -> str
         lines.append("every version has the same digest in both modes: both transports moved the same weights")
     num_updates = sum(len(mode.steps) for mode in report.modes)
     lines += [
-        f"{num_updates} updates in {report.seconds:.0f} s, {proven}, seed {report.seed}",
+        f"{count_of(num_updates, 'update')} in {report.seconds:.0f} s, {proven}, seed {report.seed}",
         "",
         f"  {page}   reward, time and engines by step: open it in a browser",
         f"  {plot}   reward and update time as one picture",
@@ -146,7 +114,7 @@ def _mode_lines(mode: ModeRecord) -> list[str]:
     weak = "" if mode.reward_gain >= _EXPECTED_GAIN else f"  (less than {_EXPECTED_GAIN}: too few steps?)"
     lines = [
         f"{mode.mode} ({mode.transport}): reward {first:.2f} -> {last:.2f}, gain {mode.reward_gain:+.2f}{weak}",
-        f"  {size} to {ranks} engine ranks in {median:.2f} s (median of {len(times)} updates)",
+        f"  {size} to {count_of(ranks, 'engine rank')} in {median:.2f} s (median of {count_of(len(times), 'update')})",
     ]
     for sample in mode.samples:
         lines += sample_lines(sample)

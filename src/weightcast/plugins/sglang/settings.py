@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, get_args
 
 from weightcast.errors import ConfigError
 from weightcast.receiver.rank import StagingChoice
-
-STAGING = "WEIGHTCAST_STAGING"
 
 
 def _set(name: str, *off: object) -> Callable[[Any], bool]:
@@ -42,18 +40,17 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 )
 
 
-def check_settings(server_args: Any, environment: Mapping[str, str] = os.environ) -> None:
+def check_settings(server_args: Any) -> None:
     """Refuses settings that were not shown to work.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
-        environment: Environment of the process.
 
     Raises:
         ConfigError: A setting is one of them; all are named.
     """
     found = [(what, hint) for is_set, what, hint in _REFUSED if is_set(server_args)]
-    if environment.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
         found.append(("SGLang's Rust front end (SGLANG_RUST_SERVER)", "unset the variable"))
     if found:
         raise ConfigError(
@@ -62,15 +59,15 @@ def check_settings(server_args: Any, environment: Mapping[str, str] = os.environ
         )
 
 
-def staging_setting(environment: Mapping[str, str] = os.environ) -> StagingChoice:
+def staging_setting() -> StagingChoice:
     """Reads where new weights wait until they are switched to, from ``WEIGHTCAST_STAGING``: auto, device or host.
 
     Raises:
         ConfigError: It is something else.
     """
-    value = environment.get(STAGING) or "auto"
+    value = os.environ.get("WEIGHTCAST_STAGING") or "auto"
     choices = [choice for choice in get_args(StagingChoice) if choice != "none"]
     for choice in choices:
         if value == choice:
             return choice
-    raise ConfigError(f"{STAGING} is {value!r}", hint=f"use one of {', '.join(choices)}")
+    raise ConfigError(f"WEIGHTCAST_STAGING is {value!r}", hint=f"use one of {', '.join(choices)}")

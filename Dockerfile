@@ -1,0 +1,20 @@
+# vLLM with weightcast's receiver.
+#
+#   docker build -t vllm-weightcast .
+#   docker run --gpus all --ipc=host -p 8000:8000 -v /models:/models vllm-weightcast /models/Qwen3-8B
+#   weightcast push B --to http://127.0.0.1:8000 --version 1
+#
+# `ipc` from a trainer outside of the container needs --ipc=host and --pid=host, and the trainer's user.  See
+# docs/engines/vllm.md for staging, keys and the versions that ran.
+ARG VLLM_VERSION=v0.25.1
+FROM vllm/vllm-openai:${VLLM_VERSION}
+
+WORKDIR /opt/weightcast
+COPY pyproject.toml README.md LICENSE ./
+COPY src ./src
+# The image's torch fits, so pip leaves it alone.  The import shows that the plug-in loads beside this vLLM.
+RUN python3 -m pip install --no-cache-dir . \
+ && python3 -c "import vllm, weightcast.plugins.vllm"
+
+ENV VLLM_PLUGINS=weightcast
+ENTRYPOINT ["vllm", "serve", "--weight-transfer-config", "{\"backend\": \"weightcast\"}"]

@@ -1,0 +1,1 @@
+"""Builds the parts of the docs site that are not files in ``docs/``."""

@@ -1,0 +1,76 @@
+"""Hooks of MkDocs: pages from outside ``docs/``, pages made from the code, and links that work in a checkout too."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # MkDocs imports this file by its path
+
+from docs_site import configuration, links  # noqa: E402
+
+_IMAGES = ROOT / "benchmarks" / "results"
+
+
+def on_config(config: Any) -> Any:
+    """Fills in the entries of ``nav`` that stand for folders, and leaves out optional pages that do not exist."""
+    optional = set(config.extra.get("optional_pages", ()))
+    config.nav = present(config.nav, Path(config.docs_dir), optional)
+    return config
+
+
+def present(nav: list[Any], docs: Path, optional: set[str]) -> list[Any]:
+    """Entries of a `nav` whose pages exist; an entry that ends in `/` becomes the pages of that folder."""
+    found: list[Any] = []
+    for entry in nav:
+        [(title, value)] = entry.items()
+        if isinstance(value, list):
+            found.append({title: present(value, docs, optional)})
+        elif value.endswith("/"):
+            pages = sorted(path.relative_to(docs).as_posix() for path in (docs / value).rglob("*.md"))
+            if pages:
+                found.append({title: list(pages)})
+        elif value not in optional or (docs / value).exists():
+            found.append(entry)
+    return found
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Adds the pages that are not files in ``docs/``, and the pictures of the results."""
+    for path, place in links.PAGES.items():
+        files.append(File.generated(config, place, content=(ROOT / path).read_text()))
+    files.append(File.generated(config, configuration.PAGE, content=configuration.page()))
+    for picture in _pictures():
+        files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Translates the links of a page."""
+    try:
+        return links.translated(
+            markdown,
+            page=page.file.src_uri,
+            root=ROOT,
+            extra={picture.relative_to(ROOT).as_posix(): f"results/{picture.name}" for picture in _pictures()},
+            source_url=_source_url(),
+        )
+    except links.BrokenLink as error:
+        raise PluginError(str(error)) from error
+
+
+def _pictures() -> list[Path]:
+    return sorted(_IMAGES.glob("*.svg"))
+
+
+def _source_url() -> str | None:
+    """URL of the sources on the web, if the project has one."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    repository = urls.get("Source") or urls.get("Repository")
+    return f"{repository.rstrip('/')}/blob/main" if repository else None

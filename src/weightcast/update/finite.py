@@ -1,0 +1,76 @@
+"""Finds weights that are NaN or infinite in a bucket, before it is sent.
+
+One pass over the bucket tells whether anything in it is wrong.  Only then each tensor is looked at, to name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from weightcast.errors import NotFinite
+from weightcast.wire.bucket import Bucket
+
+_SHOWN = 6
+
+
+def check_finite(bucket: Bucket) -> None:
+    """Refuses a filled bucket with a value that is not finite.  Waits for the bucket's device.
+
+    Integers and 8-bit floats pass: the scales of 8-bit floats are not finite if their weights are not.
+
+    Raises:
+        NotFinite: Values of these tensors are NaN or infinite.
+    """
+    if all(_finite(run) for run in _runs(bucket)):
+        return
+    found = {
+        slot.spec.name: int(view.isfinite().logical_not().sum())
+        for slot, view in bucket.views()
+        if _checked(view.dtype)
+    }
+    found = {name: count for name, count in found.items() if count}
+    if found:  # else the bytes between two tensors, which mean nothing, or a sum that was too large
+        shown = ", ".join(f"{name} ({count})" for name, count in list(found.items())[:_SHOWN])
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise NotFinite(
+            f"values that are NaN or infinite, counted by tensor: {shown}{more}; no engine was told to switch",
+            names=tuple(found),
+            hint="look at the step that made them, or send them on purpose with check_finite=False (--no-check-finite)",
+        )
+
+
+def _runs(bucket: Bucket) -> Iterator[torch.Tensor]:
+    """The bucket's floating-point values, neighbours of one dtype as one flat tensor."""
+    start = end = 0
+    dtype: torch.dtype | None = None
+    for slot in bucket.layout.slots:
+        own = slot.spec.torch_dtype
+        if not _checked(own):
+            continue
+        if slot.spec.name in bucket.lent:
+            yield bucket.view(slot)
+            continue
+        joins = own == dtype and slot.offset_bytes >= end and (slot.offset_bytes - start) % own.itemsize == 0
+        if dtype is not None and not joins:
+            yield bucket.data[start:end].view(dtype)
+        if not joins:
+            start, dtype = slot.offset_bytes, own
+        end = slot.end_bytes
+    if dtype is not None:
+        yield bucket.data[start:end].view(dtype)
+
+
+def _checked(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def _finite(values: torch.Tensor) -> bool:
+    """False if a value is not finite; may be False for finite values whose sum is too large."""
+    if not values.numel():
+        return True
+    if values.dtype.itemsize == 2:
+        return bool(values.sum().isfinite())  # several times as fast as the extremes of 16-bit floats
+    least, most = values.aminmax()  # a NaN becomes both
+    return bool(least.isfinite() & most.isfinite())

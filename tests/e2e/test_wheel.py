@@ -1,0 +1,215 @@
+"""The wheel in environments that have nothing but what it and an extra require."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.tiny import tiny_model
+from weightcast.version import __version__
+
+ROOT = Path(__file__).parents[2]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+FOR_USERS = sorted(EXTRAS.keys() - {"dev", "fuzz"})
+# Modules that an extra makes importable, and that fail without it.
+OPENED = {
+    "cli": ["weightcast.cli.app"],
+    "serve": ["weightcast.rollout.launch", "weightcast.receiver.server"],
+    "demo": ["weightcast.lab.demo.orchestrate"],
+    "ray": ["weightcast.ray.trainers", "weightcast.ray.engines"],
+    "checkpoint-engine": ["zmq"],
+    "nccl": ["nccl"],
+    "docs": ["mkdocs", "material", "mkdocstrings"],
+}
+# Everything that a trainer or an engine of its own needs.
+CORE = [
+    "weightcast.update.updater",
+    "weightcast.transports.registry",
+    "weightcast.adapters.registry",
+    "weightcast.exporters.converter",
+    "weightcast.exporters.lora",
+    "weightcast.exporters.multi_module",
+    "weightcast.exporters.quantise",
+    "weightcast.exporters.state_dict",
+    "weightcast.fleet.roster",
+    "weightcast.receiver",
+    "weightcast.receiver.executor",
+    "weightcast.receiver.session",
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def build(project: Path, folder: Path) -> Path:
+    """Builds the wheel of a project into a folder, without a package index."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(project)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    [found] = folder.glob("weightcast-*.whl")
+    return found
+
+
+def closure(requirements: Iterable[str], extras: frozenset[str]) -> dict[str, Distribution]:
+    """Installed distributions that some requirements need, with those that these need in turn.
+
+    Args:
+        requirements: Requirements of the wheel.
+        extras: The extras of the wheel that are asked for.
+    """
+    found: dict[str, Distribution] = {}
+    waiting = [(text, extras) for text in requirements]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        text, asked = waiting.pop()
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in (asked or {""})):
+            continue
+        if (requirement.name, frozenset(requirement.extras)) in seen:
+            continue
+        seen.add((requirement.name, frozenset(requirement.extras)))
+        if requirement.name == "weightcast":
+            waiting += [(own, frozenset(requirement.extras)) for own in _requires(distribution("weightcast"))]
+            continue
+        here = distribution(requirement.name)
+        assert requirement.specifier.contains(here.version, prereleases=True), (
+            f"{text}, and {here.version} is installed"
+        )
+        found[here.metadata["Name"]] = here
+        waiting += [(own, frozenset(requirement.extras)) for own in _requires(here)]
+    return found
+
+
+def _requires(found: Distribution) -> list[str]:
+    return list(found.requires or ())
+
+
+def bare(folder: Path, wheel: Path, extra: str | None) -> Path:
+    """Makes an environment of the wheel and its requirements alone, linked from this one; returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
+    [site] = folder.glob("lib/python*/site-packages")
+    metadata = _metadata(wheel)
+    extras = frozenset({extra} if extra else ())
+    for found in closure(metadata, extras).values():
+        for top in _top_level(found):
+            link = site / top
+            if not link.exists():
+                link.symlink_to(Path(str(found.locate_file(top))).resolve(), Path(str(found.locate_file(top))).is_dir())
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
+    options = ["--disable-pip-version-check", "--no-deps", "--no-index", str(wheel)]
+    done = subprocess.run([*install, *options], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return python
+
+
+def _metadata(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(opened.read(name)).get_all("Requires-Dist") or []
+
+
+def _top_level(found: Distribution) -> Iterator[str]:
+    """First parts of a distribution's paths, without scripts and byte code."""
+    yield from {path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}
+
+
+def run(python: Path, *arguments: str, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": os.environ.get("PATH", ""), "HOME": os.environ.get("HOME", "/"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([str(python), *arguments], capture_output=True, text=True, env=env, timeout=timeout_s)
+
+
+def imports(python: Path, modules: Iterable[str]) -> str:
+    """Imports modules in a process of an environment; returns the error's words, or nothing."""
+    code = f"import importlib\nfor name in {list(modules)!r}:\n    importlib.import_module(name)\n"
+    return run(python, "-I", "-W", "ignore", "-c", code).stderr
+
+
+def test_core_suffices_for_a_trainer_and_the_command_names_the_missing_extra(wheel: Path, tmp_path: Path) -> None:
+    python = bare(tmp_path / "core", wheel, None)
+    code = (
+        f"import importlib, torch\nfor name in {CORE!r}:\n    importlib.import_module(name)\n"
+        "import weightcast\nprint(weightcast.__version__, weightcast.__file__)\n"
+        "try:\n    weightcast.WeightUpdater.connect(torch.nn.Linear(2, 2), 'http://127.0.0.1:9', timeout_s=5)\n"
+        "except weightcast.TargetUnreachable as error:\n    print('unreachable:', error)\n"
+    )
+    done = run(python, "-I", "-W", "ignore", "-c", code)
+    assert done.returncode == 0, done.stderr
+    version, file = done.stdout.splitlines()[0].split()
+    assert version == __version__
+    assert Path(file).is_relative_to(tmp_path)  # the wheel's package, not this checkout's
+    assert Path(file).with_name("py.typed").exists()
+    assert done.stdout.splitlines()[1].startswith("unreachable: http://127.0.0.1:9")
+    command = run(python.with_name("weightcast"), "--version")
+    assert command.returncode != 0
+    assert 'pip install "weightcast[cli]"' in command.stderr
+
+
+def test_command_line_runs_with_its_extra(wheel: Path, tmp_path: Path) -> None:
+    python = bare(tmp_path / "cli", wheel, "cli")
+    command = python.with_name("weightcast")
+    assert run(command, "--version").stdout == f"weightcast {__version__}\n"
+    tiny_model(tmp_path / "model", seed=1)
+    planned = run(command, "plan", str(tmp_path / "model"))
+    assert planned.returncode == 0, planned.stderr
+    serve = run(command, "serve", str(tmp_path / "model"))
+    assert serve.returncode != 0
+    assert 'pip install "weightcast[serve]"' in serve.stderr
+
+
+def test_files_that_the_dockerfile_copies_suffice_for_the_package(wheel: Path, tmp_path: Path) -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) == allowed
+    for name in copied:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tmp_path / name)
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(build(tmp_path, tmp_path / "wheel")) as copy:
+        assert set(copy.namelist()) == set(whole.namelist())
+    [entry] = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT ")]
+    assert json.loads(entry[entry.index("--weight-transfer-config") + 1]) == {"backend": "weightcast"}
+    assert "ENV VLLM_PLUGINS=weightcast" in lines
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("extra", FOR_USERS)
+def test_extra_brings_everything_that_its_modules_import(wheel: Path, tmp_path: Path, extra: str) -> None:
+    try:
+        python = bare(tmp_path / extra, wheel, extra)
+    except PackageNotFoundError as missing:
+        pytest.skip(f"{missing} is not installed here")
+    modules = OPENED.get(extra, [])
+    assert imports(python, ["weightcast", *modules]) == ""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("extra", ["", *FOR_USERS])
+def test_resolver_finds_packages_for_every_extra(wheel: Path, tmp_path: Path, extra: str) -> None:
+    """Asks the package index, with torch pinned to the installed release so that no CUDA packages come."""
+    wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+    pin = f"torch=={distribution('torch').version.partition('+')[0]}"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    done = subprocess.run([*command, wanted, pin], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,1 @@
+"""Integrations with real trainers: TRL, verl, vLLM's trainer side, and classes for miles and xtuner."""

@@ -1,0 +1,70 @@
+"""Weights that are NaN or infinite are found in a bucket, and named."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from weightcast.errors import NotFinite
+from weightcast.update.finite import check_finite
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import Packing, TensorSpec, dtype_name, plan_buckets
+
+
+def bucket_of(tensors, *, lent=(), packing=None):
+    specs = [TensorSpec(name=name, dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for name, t in tensors.items()]
+    (layout,) = plan_buckets(specs, bucket_bytes=1 << 20, packing=packing or Packing(alignment_bytes=64))
+    data = torch.full((layout.size_bytes,), 255, dtype=torch.uint8)  # between tensors lie NaNs, of any dtype
+    stays = {name: tensors[name].view(-1).view(torch.uint8) for name in lent}
+    bucket = Bucket(layout, data, lent=stays)
+    for slot, view in bucket.views():
+        if slot.spec.name not in lent:
+            view.copy_(tensors[slot.spec.name].view(slot.shape))
+    return bucket
+
+
+def tensors():
+    make = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn(7, 33, generator=make),
+        "b": torch.randn(5, generator=make),
+        "half": torch.randn(3, 11, generator=make).to(torch.bfloat16),
+        "count": torch.tensor([2**31 - 1, -1]),
+        "f16": torch.randn(4, 3, generator=make).to(torch.float16),
+        "scalar": torch.tensor(1.5),
+        "none": torch.empty(0, 4),
+        "small": torch.full((9,), 448.0).to(torch.float8_e4m3fn),
+        "double": torch.randn(3, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize("lent", [(), ("a", "half")])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("names", [["a"], ["half"], ["f16", "double"], ["scalar"], ["b", "half"]])
+def test_every_tensor_with_such_a_value_is_named(names, value, lent):
+    found = tensors()
+    for name in names:
+        found[name].view(-1)[-1] = value
+    with pytest.raises(NotFinite) as caught:
+        check_finite(bucket_of(found, lent=lent))
+    assert sorted(caught.value.names) == sorted(names)
+    assert all(f"{name} (1)" in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize("packing", [Packing(alignment_bytes=1), Packing(alignment_bytes=64)])
+def test_finite_weights_pass_whatever_lies_between_them(packing):
+    check_finite(bucket_of(tensors(), packing=packing))
+    check_finite(bucket_of({"only": torch.tensor([1, 2])}))
+
+
+def test_a_sum_that_is_too_large_is_no_reason():
+    big = {name: torch.full((100,), torch.finfo(dtype).max, dtype=dtype) for name, dtype in DTYPES.items()}
+    check_finite(bucket_of(big))
+    big["bf16"][3] = math.inf
+    with pytest.raises(NotFinite, match=r"bf16 \(1\)"):
+        check_finite(bucket_of(big))
+
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
