@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,11 +54,13 @@ class Perfetto:
 
     def picture(self, path: Path) -> Path:
         """Opens every group of rows and writes what a user sees."""
+        self._page.until("document.querySelectorAll('.pf-track').length > 1", "the rows")
         self._page.run(
-            "(() => { for (const node of app.trace.currentWorkspace?.flatTracks ?? app.trace.workspace.flatTracks)"
-            " node.expand?.(); app.trace.raf?.scheduleFullRedraw?.(); })()"
+            "(() => { for (const row of app.trace.workspaces.currentWorkspace.flatTracks) row.expand();"
+            " app.trace.raf.scheduleFullRedraw?.(); })()"
         )
-        self._page.until("!document.querySelector('.pf-track--loading') ? 1 : 0", "the rows")
+        self._page.until("!document.querySelector('.pf-track__canvas--pending, .pf-loading') ? 1 : 0", "the spans")
+        time.sleep(2)  # the canvas is drawn some frames later, which no element tells
         return self._page.picture(path, whole=False)
 
 

@@ -1,4 +1,4 @@
-"""What an operator types: ``status --watch``, ``push --trace --html`` and ``trace``, against reference engines."""
+"""Commands of an operator: ``status --watch``, ``push --trace --html`` and ``trace``, against reference engines."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from weightcast.cli.app import app
 
 pytestmark = pytest.mark.timeout(400)
 PATIENCE_S = 150.0
+STOCK = {"dialect": "sglang", "staging": "none", "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +237,8 @@ def test_watch_on_a_terminal_draws_a_table_in_place_and_leaves_the_cursor(pair, 
 
 
 def test_watch_shows_a_stock_engine_by_what_it_tells(models, tmp_path):
-    with engines(models / "old", tmp_path, {"dialect": "sglang"}) as [stock]:
-        watching = Watching(stock.url, "--json")
+    with engines(models / "old", tmp_path, STOCK) as [stock]:
+        watching = Watching(stock.url, "--json", "--engine", "sglang")
         try:
             watching.until(lambda lines: len(lines) >= 1, "the first look")
         finally:
@@ -358,15 +359,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_moves(option,
 
 
 def test_failed_push_writes_what_every_rank_did_until_then(models, tmp_path):
-    refusal = {"dialect": "sglang", "faults": "refuse@/update_weights_from_tensor#2"}
-    with engines(models / "old", tmp_path, {}, refusal) as [good, bad]:
+    refusal = STOCK | {"faults": "refuse@/update_weights_from_tensor#2"}
+    with engines(models / "old", tmp_path, STOCK, refusal) as [good, bad]:
         done = run(
-            *("push", models / "new", *to(good, bad), "--version", 1, "--via", "ipc", "--verify", "none"),
-            *("--bucket-bytes", "256KiB", "--timeout", "30", "--json"),
+            *("push", models / "new", *to(good, bad), "--version", 1, "--via", "ipc", "--engine", "sglang"),
+            *("--bucket-bytes", "256KiB", "--timeout", "30", "--verify", "none", "--json"),
             *("--trace", tmp_path / "trace.json", "--html", tmp_path / "update.html"),
         )
         assert done.exit_code == 1, done.output
-        assert good.info()["version"] != 1
     trace = json.loads((tmp_path / "trace.json").read_text())
     check_format(trace)
     failed = [event for event in trace["traceEvents"] if "error" in event.get("args", {})]

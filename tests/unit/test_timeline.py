@@ -186,6 +186,7 @@ def check_format(trace: dict) -> None:
         assert isinstance(event["ts"], int)
         assert event["ts"] >= 0
         assert (event["pid"], event["tid"]) in named
+        assert event["tid"] != event["pid"]  # or Perfetto would call it the main thread
         assert (event["pid"], None) in named
         if event["ph"] == "X":
             assert isinstance(event["dur"], int)

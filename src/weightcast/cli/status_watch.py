@@ -164,7 +164,7 @@ def _cells(found: Observation, newest: int | None, tokens_per_s: float | None) -
 def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
     """Returns the columns that fit into a terminal."""
     widths = {name: max([len(name), *(len(row[name]) for row in rows)]) for name in _COLUMNS}
-    shown = list(_COLUMNS)
+    shown: list[str] = list(_COLUMNS)
     for name in _LEFT_OUT_FIRST:
         if sum(widths[each] + _GAP for each in shown) - _GAP > width:
             shown.remove(name)

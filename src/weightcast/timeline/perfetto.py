@@ -53,7 +53,9 @@ def trace_of(updates: Sequence[Update]) -> dict[str, Any]:
     first = min(update.timeline.began_unix_s for update in known)
     names = dict.fromkeys(track.process for update in known for track in update.timeline.tracks)
     pids = {name: number for number, name in enumerate(names, start=_UPDATES + 1)}
-    events = _process(_UPDATES, "updates", _UPDATES) + _thread(_UPDATES, 1, "update()", 1)
+    # Thread ids differ from all process ids: Perfetto takes such a thread for the main one, and moves it to the top.
+    first_row = 1_000 * (1 + (_UPDATES + len(pids)) // 1_000)
+    events = _process(_UPDATES, "updates", _UPDATES) + _thread(_UPDATES, first_row, "update()", 1)
     for name, pid in pids.items():
         events += _process(pid, "trainer" if name == "trainer" else f"engine {name}", pid)
     rows: dict[tuple[str, str], int] = {}
@@ -62,12 +64,14 @@ def trace_of(updates: Sequence[Update]) -> dict[str, Any]:
         about = {"transport": update.transport, "bytes": update.bytes, "version": update.version}
         if update.timeline.note:
             about["note"] = update.timeline.note
-        events.append(_slice(_UPDATES, 1, f"version {update.version}", start_us, round(update.seconds * 1e6), about))
+        events.append(
+            _slice(_UPDATES, first_row, f"version {update.version}", start_us, round(update.seconds * 1e6), about)
+        )
         for track in update.timeline.tracks:
             pid = pids[track.process]
             row = rows.get((track.process, track.name))
             if row is None:
-                row = rows[track.process, track.name] = len(rows) + 1
+                row = rows[track.process, track.name] = first_row + 1 + len(rows)
                 events += _thread(pid, row, _label(track), row)
             events += _spans(track, pid, row, start_us)
         events += _arrows(update.timeline, pids, rows, start_us, number)

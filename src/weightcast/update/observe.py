@@ -94,7 +94,8 @@ class Observer:
             ConfigError: As ``Client``.
         """
         self._client = Client(target, timeout_s=timeout_s)
-        self._in_short = True
+        self._is_ours = target.engine in ("auto", "native")
+        self._in_short = self._is_ours
         self._has_metrics = True
 
     def look(self) -> Observation:
@@ -106,7 +107,7 @@ class Observer:
                 return _of_status(url, status, self._requests())
             return _of_info(url, recognise(self._client), self._requests())
         except WeightcastError as error:
-            self._in_short = self._has_metrics = True  # it may come back as another one
+            self._in_short, self._has_metrics = self._is_ours, True  # it may come back as another one
             return Observation(url=url, state="no answer", message=str(error))
 
     def _status(self) -> EngineStatus | None:
