@@ -34,9 +34,7 @@ def parser(description: str, *, out: str, via: str, pause: str) -> argparse.Argu
     task = made.add_argument_group("task")
     task.add_argument("--model", default=str(SMOLLM2), help="Hugging Face model folder")
     task.add_argument("--problems", default=str(HERE / "arithmetic.jsonl"), help="problems in the format of GSM8K")
-    task.add_argument(
-        "--reward", choices=tuple(JUDGES), default="arithmetic", help="what is rewarded"
-    )
+    task.add_argument("--reward", choices=tuple(JUDGES), default="arithmetic", help="what is rewarded")
     task.add_argument("--steps", type=int, default=14, help="training steps")
     task.add_argument("--prompts", type=int, default=4, help="prompts in one step")
     task.add_argument("--group", type=int, default=8, help="completions of each prompt")
