@@ -22,9 +22,9 @@ from weightcast.plugins import sglang as plugin
 from weightcast.plugins.rank_sockets import tables_of
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.executor import SglangExecutor
-from weightcast.plugins.sglang.generation import Generation
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.rank import SglangRank
+from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
 from weightcast.plugins.sglang.settings import check_settings, staging_setting
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
@@ -319,28 +319,28 @@ def request(key: str | None = None, *, holds: bool = False) -> Any:
 
 def test_requests_with_cache_keep_their_name_and_the_others_get_a_new_one() -> None:
     scheduler = Scheduler()
-    generation = Generation(scheduler, torch.device("cpu"))
+    requests = RequestsAtSwitch(scheduler, torch.device("cpu"))
     users, plain, holding = request("tenant"), request(), request(holds=True)
     for each in (users, plain, holding):
-        generation.name(each)
+        requests.name(each)
     scheduler.waiting_queue = [users, holding]
     scheduler.grammar_manager.grammar_queue = [plain]
     before = [each.extra_key for each in (users, plain, holding)]
-    generation.switch(lambda: None, mode="in_place", version="1")
+    requests.switch(lambda: None, mode="in_place", version="1")
     assert scheduler.log == []
     assert holding.extra_key == before[2]
     assert users.extra_key != before[0]
     assert users.extra_key.startswith("tenant|")
     assert plain.extra_key != before[1]
     fresh = request("tenant")
-    generation.name(fresh)
+    requests.name(fresh)
     assert fresh.extra_key == users.extra_key
 
 
 def test_a_paused_server_stays_paused_and_abort_drops_what_is_left() -> None:
     scheduler = Scheduler()
     scheduler._engine_paused = True
-    Generation(scheduler, torch.device("cpu")).switch(lambda: None, mode="abort", version="1")
+    RequestsAtSwitch(scheduler, torch.device("cpu")).switch(lambda: None, mode="abort", version="1")
     assert scheduler.log == ["pause retract", "abort all", "flush"]
     assert scheduler._engine_paused
 
@@ -351,7 +351,7 @@ def test_a_switch_that_fails_lets_sglang_go_on() -> None:
 
     scheduler = Scheduler()
     with pytest.raises(torch.OutOfMemoryError):
-        Generation(scheduler, torch.device("cpu")).switch(fail, mode="retract", version="1")
+        RequestsAtSwitch(scheduler, torch.device("cpu")).switch(fail, mode="retract", version="1")
     assert scheduler.log[-1] == "continue"
 
 
@@ -359,7 +359,7 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
     scheduler = Scheduler()
     del scheduler.grammar_manager
     with pytest.raises(ConfigError, match="Scheduler has no grammar_manager") as caught:
-        Generation(scheduler, torch.device("cpu"))
+        RequestsAtSwitch(scheduler, torch.device("cpu"))
     assert "0.5.23" in str(caught.value.hint)
 
 

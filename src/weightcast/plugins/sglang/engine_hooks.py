@@ -1,7 +1,7 @@
 """The receiver's engine hooks in SGLang's API server: hold requests back, wait for those that run, set the version.
 
 Threads of the server call these methods; SGLang's tokenizer manager lives on the server's event loop.  The pause modes
-``in_place`` and ``retract`` are part of the switch itself, in the ranks (``generation``).
+``in_place`` and ``retract`` are part of the switch itself, in the ranks (``requests_at_switch``).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from weightcast.plugins.rank_sockets import (
 )
 from weightcast.plugins.sglang.boundary import Boundary, BoundaryTask
 from weightcast.plugins.sglang.executor import CANCEL, GO, NOTHING, READY
-from weightcast.plugins.sglang.generation import Generation
 from weightcast.plugins.sglang.hook_points import FOLDER
+from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
 from weightcast.plugins.sglang.settings import check_settings, staging_setting
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.layout_check import changed_since_load
@@ -63,7 +63,7 @@ class SglangRank:
         self._stages = int(parallel.pp_size)
         self.device = torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
         self._boundary = Boundary(self._carry_out)
-        self._generation: Generation | None = None
+        self._requests: RequestsAtSwitch | None = None
         self._connection: Connection | None = None
         self._decisions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._said_ready = False
@@ -76,7 +76,7 @@ class SglangRank:
 
     def attach(self, scheduler: Any) -> None:
         """Adds the switch to a scheduler and listens for the API server."""
-        self._generation = Generation(scheduler, self.device)
+        self._requests = RequestsAtSwitch(scheduler, self.device)
         self._boundary.attach(scheduler)
         listener = Listener(socket_path(os.environ[FOLDER], self.rank), family="AF_UNIX", backlog=1)
         threading.Thread(
@@ -96,16 +96,16 @@ class SglangRank:
 
     def request_made(self, request: Any) -> None:
         """Called with every new request."""
-        if self._generation is not None:
-            self._generation.name(request)
+        if self._requests is not None:
+            self._requests.name(request)
 
     def _carry_out(self, task: BoundaryTask) -> None:
         assert self._open is not None
-        assert self._generation is not None
+        assert self._requests is not None
         forward = isinstance(self._switching, Commit)
         version = str(self._open.version) if forward else self._other
         try:
-            self._generation.switch(task.do, mode=self._open.pause, version=version)
+            self._requests.switch(task.do, mode=self._open.pause, version=version)
         except BaseException as error:  # noqa: BLE001  an error here would end the server
             task.finish(error)
         else:

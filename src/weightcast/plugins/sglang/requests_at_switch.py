@@ -22,7 +22,7 @@ log = logging.getLogger("weightcast.plugins.sglang")
 _MARK = "|weightcast="
 
 
-class Generation:
+class RequestsAtSwitch:
     """Switches the weights under one rank's scheduler."""
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
