@@ -78,7 +78,7 @@ def test_every_message_is_told_at_debug_alone(lines):
 def test_the_end_of_a_session_is_one_line(lines, outcome, level, text):
     told = lines(*session_events(outcome))
     assert told == [
-        ("INFO", "weightcast.receiver", "update to version 7 opened by process 1 on t"),
+        ("INFO", "weightcast.receiver", "update opened by process 1 on t"),
         (level, "weightcast.receiver", text),
     ]
     assert {record.session for record in lines.records()} == {SESSION}

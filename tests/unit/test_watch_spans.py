@@ -21,8 +21,8 @@ TRAINER_TREE = [
         ["weightcast.commit"],
         ["weightcast.gather"],
         ["weightcast.send"],
-        ["weightcast.target", ["weightcast.buckets"], ["weightcast.commit"], ["weightcast.open"]],
-        ["weightcast.target", ["weightcast.commit"]],
+        ["weightcast.target"],
+        ["weightcast.target"],
     ]
 ]
 ENGINE_TREE = [
@@ -71,6 +71,8 @@ def test_an_update_is_one_tree_with_phases_and_targets(exporter):
     targets = {span["values"]["weightcast.target"]: span for span in spans if span["name"] == "weightcast.target"}
     assert (targets[A]["error"], targets[B]["error"]) == (None, "out of memory")
     assert targets[A]["kind"] == "CLIENT"
+    assert [name for name, _ in targets[A]["events"]] == ["weightcast.open", "weightcast.buckets", "weightcast.commit"]
+    assert targets[A]["events"][1][1] == pytest.approx({"weightcast.seconds": 0.6, "weightcast.count": 2})
 
 
 def test_a_failed_update_says_so(exporter):

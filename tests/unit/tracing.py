@@ -34,6 +34,7 @@ def plain(span: ReadableSpan) -> dict[str, Any]:
         "id": span.context.span_id,
         "parent": None if span.parent is None else span.parent.span_id,
         "values": dict(span.attributes or {}),
+        "events": [(event.name, dict(event.attributes or {})) for event in span.events],
         "began": span.start_time,
         "ended": span.end_time,
         "error": span.status.description if not span.status.is_ok and span.status.description else None,
