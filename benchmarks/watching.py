@@ -1,4 +1,4 @@
-"""Measures what metrics, traces, log lines and callbacks cost an update, all of them switched on in both processes.
+"""Measures what metrics, traces, timelines, log lines and callbacks cost an update, all switched on in both processes.
 
     python benchmarks/watching.py --rounds 60
     python benchmarks/watching.py --model tiny --rounds 400
@@ -28,9 +28,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 from weightcast.lab.bench import ours  # noqa: E402
 from weightcast.lab.bench.machine import facts  # noqa: E402
 from weightcast.lab.bench.rig import Layout, Method, Rig, Turn  # noqa: E402
+from weightcast.timeline.tracks import Timeline  # noqa: E402
 from weightcast.update import updater  # noqa: E402
 from weightcast.watch.events import Event  # noqa: E402
 from weightcast.watch.listeners import Listener  # noqa: E402
+from weightcast.watch.timeline import TimelineRecorder  # noqa: E402
 
 _LIMIT_S, _LIMIT_SHARE = 0.001, 0.01
 _FIGURES: dict[str, Callable[[Turn], float]] = {
@@ -67,16 +69,28 @@ SPENT = Spent()
 
 
 class Bare(ours.Trainer):
-    """A trainer without any listener, not even those for logs and spans that ``connect`` adds."""
+    """A trainer without any listener, not even those for logs, spans and the timeline that ``connect`` adds."""
 
     def prepare(self) -> None:
         """As ``Trainer.prepare``."""
-        added = updater.listeners_of
+        added, recorder = updater.listeners_of, updater.TimelineRecorder
         updater.listeners_of = lambda _: ()
+        updater.TimelineRecorder = _NoTimeline
         try:
             super().prepare()
         finally:
-            updater.listeners_of = added
+            updater.listeners_of, updater.TimelineRecorder = added, recorder
+
+
+class _NoTimeline(TimelineRecorder):
+    """Keeps nothing, and makes an empty timeline."""
+
+    def __call__(self, event: Event) -> None:
+        """Ignores the event."""
+
+    def timeline(self, *arguments: Any, **named: Any) -> Timeline:
+        """Returns an empty one."""
+        return Timeline()
 
 
 class Watched(ours.Trainer):

@@ -6,6 +6,7 @@ Every ``WeightUpdater`` has a ``TimelineRecorder`` among its listeners; the repo
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,10 +16,11 @@ from weightcast.timeline.clocks import Alignment, RoundTrip, align
 from weightcast.timeline.tracks import MESSAGES, Side, Span, Timeline, Track
 from weightcast.watch.events import Asked, Event, Step, StepEnded, UpdateStarted
 
-MAX_STEPS = 100_000  # of all engines; thousands of engine ranks would otherwise fill the head's memory
+MAX_STEPS = 20_000  # of all engines: thousands of engine ranks would cost the head memory and time at every update
 MAX_SPANS = 4_000  # of one row
 _SHORTEST_WAIT_S = 50e-6
 TRAINER = "trainer"
+_start = operator.attrgetter("start_us", "us")  # of two that begin together, an empty one comes first
 
 
 class RankSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,8 +143,15 @@ class TimelineRecorder:
         return tracks
 
     def _spans(self, steps: Iterable[Step], way: Alignment) -> list[Span]:
+        shift = way.offset_s - self._began
         return [
-            self._span(step.phase, step.began + way.offset_s, step.ended + way.offset_s, step.bucket) for step in steps
+            Span(
+                step.phase,
+                start := round((step.began + shift) * 1e6),
+                round((step.ended + shift) * 1e6) - start,
+                step.bucket,
+            )
+            for step in steps
         ]
 
     def _span(
@@ -153,13 +162,17 @@ class TimelineRecorder:
 
     def _tracks(self, side: Side, process: str, name: str, spans: Sequence[Span], error_s: float = 0.0) -> list[Track]:
         """Returns a row for the spans, or several if they overlap."""
-        ordered = sorted(spans, key=lambda span: (span.start_us, -span.us))
+        ordered = sorted(spans, key=_start)
         lanes: list[list[Span]] = []
+        ends: list[int] = []
         for span in ordered[:MAX_SPANS]:
-            lane = next((lane for lane in lanes if lane[-1].end_us <= span.start_us), None)
-            if lane is None:
-                lanes.append(lane := [])
-            lane.append(span)
+            start = span.start_us
+            number = next((number for number, end in enumerate(ends) if end <= start), len(ends))
+            if number == len(ends):
+                lanes.append([])
+                ends.append(0)
+            lanes[number].append(span)
+            ends[number] = start + span.us
         dropped = max(0, len(ordered) - MAX_SPANS)
         return [
             Track(
