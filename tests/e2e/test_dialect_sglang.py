@@ -204,7 +204,9 @@ def test_a_fault_names_its_engine_and_the_next_update_works(
     assert one.url in str(caught.value)
     rows = {row.url: row for row in caught.value.report.targets}
     moved = step not in ("/pause_generation", "/begin_weight_update", "/init_weights_update_group")
-    assert rows[one.url].status == ("quarantined" if moved else "untouched")
+    # An answer that is too late may be too late for the question after it as well: then nobody knows.
+    late = {"unknown"} if (step, kind) == ("/end_weight_update", "delay") else set[str]()
+    assert rows[one.url].status in ({"quarantined"} | late if moved else {"untouched"})
     # The other one has either version, but whole; and it is the new one only if all had arrived everywhere.
     state = native.info()
     assert state["state"] == "serving"

@@ -388,8 +388,9 @@ def test_a_sharded_trainer_gives_the_digests_of_a_plain_one(engines, world_size)
         for transport in TRANSPORTS:
             version = next_version()
             answers = ranks.run(_sharded_update, [engines.one.url, engines.two.url], version, transport)
-            assert len(set(answers)) == 1
-            report = json.loads(answers[0])
+            reports = [json.loads(answer) | {"timeline": None} for answer in answers]  # the head's alone has one
+            assert all(report == reports[0] for report in reports)
+            report = reports[0]
             assert report["digest"] == model_digest(digests_of(version))
             assert [row["status"] for row in report["targets"]] == ["serving", "serving"]
             assert serves_whole(engines.one) == serves_whole(engines.two) == version

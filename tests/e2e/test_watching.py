@@ -95,7 +95,8 @@ def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
                 assert engine["weightcast_engine_update_seconds_count", "tiny", phase, "ipc"] == 1
 
         # -- an update that the trainer breaks off half way: one engine keeps its version, the other one has none
-        updater._progress = fail
+        assert updater._stream is not None
+        updater._stream._progress = fail
         with pytest.raises(Fails):
             updater.update(version=2)
         trainer, kept, lost = read(exporter), *map(read, urls)

@@ -147,7 +147,7 @@ def test_abort_drops_what_runs_and_what_waits(dense: Served) -> None:
 
 
 def test_wait_lets_requests_finish(dense: Served) -> None:
-    running, waiting = loaded(dense, LONG // 4)
+    running, waiting = loaded(dense, LONG)
     old = dense.step("wait")
     for stream in (running, *waiting):
         assert (stream.ended().finish, len(stream.tokens)) == ("length", stream.count)

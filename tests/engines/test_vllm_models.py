@@ -99,7 +99,7 @@ def test_biases_of_experts_that_a_kernel_holds_are_updated_on_every_rank(tmp_pat
         assert row["staging"] == "none"
         assert "gets values computed from the source" in row["message"]
         code, found = verified(folders["A"], engine)
-        assert (code, found["differences"]) == (3, [])
+        assert (code, found["differences"]) == (1, [])
         assert any(name.endswith("experts.gate_up_proj") for name in found["unreadable"])
         for version, name, via in ((1, "B", "ipc"), (2, "A", "broadcast"), (3, "B", "ipc")):
             # Six of 37 tensors are computed while they load: the experts' matrices, and biases on the second rank.
@@ -145,7 +145,7 @@ def test_latent_attention_is_staged_and_layers_that_are_skipped_may_come_or_stay
         for folder, kept in ((full["B"], sorted(extra)), (folders["B"], [])):
             code, found = verified(folder, engine)
             assert (code, sorted(found["not_kept"]), found["unreadable"]) == (0, kept, [])
-        assert verified(full["A"], engine)[0] == 1
+        assert verified(full["A"], engine)[0] == 3
 
 
 @pytest.mark.engine

@@ -19,6 +19,7 @@ from weightcast.protocols import Invitation
 from weightcast.transports import blame as blame_module
 from weightcast.transports import channel as channel_module
 from weightcast.transports.channel import Channel
+from weightcast.watch.events import Events
 from weightcast.wire.messages import GROUP_FAILED
 
 REFUSED = TargetRejected("http://a: Failed to initialize custom process group", url="http://a", status=400)
@@ -127,6 +128,7 @@ class Answering:
         self.url = url
         self.session = "s"
         self.info = SimpleNamespace(tp_size=1)
+        self.events = Events()
         self.adapter = SimpleNamespace(
             bucket=lambda session, layout, **_: layout.index, leave=lambda group: None, meeting="weightcast"
         )
