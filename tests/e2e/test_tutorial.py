@@ -77,8 +77,8 @@ def test_commands_of_the_first_push_do_what_the_page_says(engine: Engine, folder
     assert "serving" in run(status, engine, folder).stdout
     refused = run(push_older, engine, folder)
     assert refused.returncode != 0
-    [words] = re.findall(r"This update fails: `(.+?)`", page)
-    assert words in refused.stdout + refused.stderr
+    [words] = re.findall(r"refused before anything moves: `(.+?)`", page)
+    assert words.replace(URL, engine.url) in refused.stdout + refused.stderr
     assert engine.info()["version"] == 1
 
 

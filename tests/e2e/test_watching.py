@@ -113,7 +113,7 @@ def test_metrics_after_an_update_a_failed_update_and_a_quarantine(world):
         assert lost["weightcast_engine_state", "tiny", "serving"] == 0
 
         # -- an update that is refused before anything moves
-        updater._progress = None
+        updater._stream._progress = None
         with pytest.raises(WeightcastError, match="older"):
             updater.update(version=0)
         assert read(exporter)["weightcast_updates_finished_total", "failed"] == 2
@@ -175,6 +175,7 @@ def test_one_trace_has_the_spans_of_both_processes(world, monkeypatch, transport
             target,
             target,
             ["weightcast.verify"],
+            *([["weightcast.wire"]] if transport == "broadcast" else []),
         ]
     ]
     # The clocks are the same, and a child lies within its parent: the target's span ends with the last answer.

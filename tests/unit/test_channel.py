@@ -19,7 +19,7 @@ from weightcast.protocols import Invitation
 from weightcast.transports import blame as blame_module
 from weightcast.transports import channel as channel_module
 from weightcast.transports.channel import Channel
-from weightcast.watch.events import Events
+from weightcast.watch.listeners import Events
 from weightcast.wire.messages import GROUP_FAILED
 
 REFUSED = TargetRejected("http://a: Failed to initialize custom process group", url="http://a", status=400)
