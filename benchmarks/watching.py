@@ -4,8 +4,9 @@
     python benchmarks/watching.py --model tiny --rounds 400
 
 Updates with and without them take turns in the same processes, in pairs whose order changes.  On a machine with other
-work, the difference of two long updates drowns in noise.  So the processor time inside listeners and inside the
-exporter of spans is also counted by itself, which noise hardly touches; it decides the exit code.
+work, the difference of two long updates drowns in noise.  So the processor time inside listeners is also counted by
+itself, which noise hardly touches; an update waits for it, and it decides the exit code.  What the exporter of spans
+does later, in a thread of its own, is printed beside it.
 """
 
 from __future__ import annotations
@@ -218,7 +219,8 @@ def main() -> int:
     }
     first, last = everything[0].extra, everything[-1].extra
     spent = {name: (last[name] - first[name]) / (len(everything) - 1) * 1e3 for name in _SPENT}
-    result["spent_ms"] = spent | {"all": sum(spent.values()), "allowed": result["processors"]["allowed_ms"]}
+    waited = spent["trainer_listening_s"] + spent["engine_listening_s"]
+    result["spent_ms"] = spent | {"waited_for": waited, "allowed": result["processors"]["allowed_ms"]}
     print(f"{arguments.model}, {arguments.placement}, {arguments.rounds} pairs; milliseconds of an update")
     for name in _FIGURES:
         row = result[name]
@@ -228,11 +230,11 @@ def main() -> int:
             f"{row['allowed_ms']:.3f}"
         )
     parts = "   ".join(f"{name.removesuffix('_s').replace('_', ' ')} {spent[name]:.3f}" for name in _SPENT)
-    print(f"  spent       {result['spent_ms']['all']:.3f}   ({parts})   allowed {result['spent_ms']['allowed']:.3f}")
+    print(f"  waited for  {waited:.3f}   of   {parts}   allowed {result['spent_ms']['allowed']:.3f}")
     if arguments.out is not None:
         options = {name: value for name, value in vars(arguments).items() if name != "out"}
         arguments.out.write_text(json.dumps({"case": options, "machine": facts(), **result}, indent=1) + "\n")
-    return 0 if result["spent_ms"]["all"] <= result["spent_ms"]["allowed"] else 1
+    return 0 if waited <= result["spent_ms"]["allowed"] else 1
 
 
 if __name__ == "__main__":

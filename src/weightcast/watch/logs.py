@@ -116,7 +116,7 @@ class UpdateLog(ByKind):
 
     def _session_opened(self, event: SessionOpened) -> None:
         self._session, self._version = event.session, event.version
-        self._engine(logging.INFO, "update opened by %s", event.owner)
+        self._engine(logging.DEBUG, "update opened by %s", event.owner)
 
     def _answered(self, event: Answered) -> None:
         if not engine_log.isEnabledFor(logging.DEBUG):

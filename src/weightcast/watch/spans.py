@@ -16,7 +16,7 @@ of its parts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -87,14 +87,21 @@ class TrainerSpans(ByKind):
         self._current = otel.make_current(root)  # spans and logs of the caller's own code in the update belong to it
         self._steps.clear()
         self._asked.clear()
+        self._begin_targets(event.targets, event.at)
+
+    def _begin_targets(self, urls: Sequence[str], began: float) -> None:
+        otel = self._otel
+        assert otel is not None
+        for url in urls:
+            self._targets[url] = otel.start("target", began, {"target": url}, parent=self._root, kind="CLIENT")
 
     def _attempt(self, event: AttemptStarted) -> None:
-        if self._otel is None or self._root is None:
+        if self._root is None:
             return
-        self._end_targets({})
         self._attempts, self._session = event.number, event.session
-        for url in event.targets:
-            self._targets[url] = self._otel.start("target", event.at, {"target": url}, parent=self._root, kind="CLIENT")
+        if event.number > 1:
+            self._end_targets({})
+            self._begin_targets(event.targets, event.at)
 
     def _end(self, event: UpdateEnded) -> None:
         otel, root = self._otel, self._root
