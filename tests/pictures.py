@@ -69,9 +69,12 @@ def _run(folder: Path, out: Path) -> None:
 def _status(urls: list[str], path: Path) -> None:
     """Draws the live table of one moment, as a terminal shows it."""
     observers = [Observer(Target(url), timeout_s=30.0) for url in urls]
+    observed = [observer.look() for observer in observers]
+    for observer in observers:
+        observer.close()
     rates = TokenRates()
     console = Console(file=io.StringIO(), record=True, width=178, force_terminal=True)
-    console.print(table_of([observer.look() for observer in observers], rates, width=178))
+    console.print(table_of(observed, rates, width=178))
     svg = console.export_svg(title="weightcast status --watch")
     path.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))  # fonts of another host
 

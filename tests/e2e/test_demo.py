@@ -18,6 +18,7 @@ import pytest
 from tests import commands
 from tests.commands import COMMAND
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.test_page import check_alone
 
 STEPS = 2
 
@@ -80,6 +81,28 @@ def test_the_trainer_computes_the_log_probabilities_that_the_engines_report(fini
     steps = [step for mode in json.loads((out / "report.json").read_text())["modes"] for step in mode["steps"]]
     assert all(step["completion_tokens"] > 100 for step in steps)
     assert max(step["logprob_gap"] for step in steps) < 1e-3
+
+
+def test_page_shows_both_modes_and_every_step(finished):
+    out, stdout = finished
+    assert str(out / "report.html") in stdout
+    html = (out / "report.html").read_text()
+    check_alone(html)
+    assert f"{2 * STEPS} of {2 * STEPS}" in html  # proven updates
+    for words in (
+        "Colocated: weights over ipc",
+        "Disaggregated: weights over broadcast",
+        "Versions by engine",
+        "Reward",
+    ):
+        assert words in html
+    report = json.loads((out / "report.json").read_text())
+    for mode in report["modes"]:
+        for step in mode["steps"]:
+            assert [(row["status"], row["version"]) for row in step["targets"]] == [("serving", step["version"])] * 2
+            for row in step["targets"]:
+                label = row["url"].removeprefix("http://")
+                assert f"{label}\nstep {step['version']}: serving, version {step['version']}" in html
 
 
 def test_rows_summary_picture_and_logs(finished):

@@ -245,7 +245,7 @@ def test_a_key_and_a_cache_of_prefixes(tmp_path: Path) -> None:
     tiny_model(tmp_path / "B", seed=1, **SIZES)
     tiny_tokenizer(tmp_path / "A")
     with vllm(tmp_path / "A", tmp_path, key="secret") as engine:
-        for path in ("/weightcast/info", "/weightcast/digests"):
+        for path in ("/weightcast/info", "/weightcast/status", "/weightcast/digests"):
             assert engine.client.get(engine.url + path).status_code == 401
             wrong = engine.client.get(engine.url + path, headers={"Authorization": "Bearer other"})
             assert wrong.status_code == 401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.test_vllm_short import check_metrics
 from tests.engines.vllm_server import vllm, vllm_command
 from tests.tiny import tiny_model, tiny_tokenizer
+from weightcast.config import Target
+from weightcast.update.observe import Observer
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(900)]
 
@@ -33,3 +36,13 @@ def test_metrics_of_several_processes_have_no_label_for_a_process(tmp_path: Path
             push(tmp_path / name, [engine], version, "--bucket-bytes", "64KiB")
         assert list(files.glob("gauge_mostrecent_*.db"))
         check_metrics(engine, version=2, updates=2)
+        engine.complete([[5, 17, 30]], 4)  # before its first request, vLLM's page has no load in this mode
+        with closing(Observer(Target(engine.url), timeout_s=60.0)) as observer:
+            seen = observer.look()  # as `weightcast status --watch` asks it
+        assert (seen.state, seen.version, seen.engine.split()[0]) == ("serving", 2, "vllm")
+        assert seen.update is not None
+        assert seen.update.outcome == "committed"
+        assert {"wire", "load", "switch"} <= seen.update.phases.keys()
+        assert seen.requests is not None
+        assert (seen.requests.running, seen.requests.waiting) == (0, 0)
+        assert seen.requests.tokens == 4

@@ -6,12 +6,14 @@ import itertools
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from tests.forking import InsteadOfSpawn
+from tests.unit.test_page import check_alone
 from weightcast.errors import ConfigError
 from weightcast.lab.bench import rig
 from weightcast.lab.bench.case import Contender, Plan, order_of, run_case
@@ -136,14 +138,21 @@ def test_a_case_compares_every_bit_and_says_who_failed(monkeypatch: pytest.Monke
     assert row["watched"]["trainer_messages"] > 4
 
 
-def test_the_command_prints_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_one_document(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from weightcast.cli import bench_updates
     from weightcast.cli.app import app
 
     monkeypatch.setattr(rig, "multiprocessing", InsteadOfSpawn("forkserver"))
     asked = ["bench", "updates", "--model", "tiny-moe", "--turns", "1", "--device", "cpu", "--placement", "colocated"]
-    found = CliRunner().invoke(app, [*asked, "--json"])
+    found = CliRunner().invoke(app, [*asked, "--json", "--html", str(tmp_path / "bench.html")])
     assert found.exit_code == 0, found.output
+    html = (tmp_path / "bench.html").read_text()
+    check_alone(html)
+    assert "limit: shared memory" in html
+    assert "weightcast ipc, verify none" in html
+    refused = CliRunner().invoke(app, [*asked, "--html", str(tmp_path / "absent" / "bench.html")])
+    assert refused.exit_code == 2
+    assert "cannot write" in refused.stderr
     assert "{" not in found.stderr, "options are words"
     assert "weightcast ipc: measured with" in found.stderr
     assert "1 trainer, 1 engine" in found.stderr

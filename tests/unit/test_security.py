@@ -175,7 +175,8 @@ def test_key_that_no_header_can_carry_is_refused_and_not_printed():
 def test_requests_from_web_pages_are_refused(app):
     for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
         assert Call(app, "POST", "/weightcast/apply", [encode(Leave())], headers).status == 403
-        assert Call(app, "GET", "/weightcast/info", [], headers).status == 403
+        for path in ("info", "status"):
+            assert Call(app, "GET", f"/weightcast/{path}", [], headers).status == 403
     assert Call(app, "POST", "/weightcast/apply", [encode(Leave())], {}).status == 200
 
 
@@ -596,12 +597,19 @@ def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
     app = FastAPI()
     endpoints.attach_router(app)
     path = "/weightcast/info"
-    assert Call(app, "GET", path, [], {}).status == 503  # the engine is still starting
+    for starting in (path, "/weightcast/status"):
+        assert Call(app, "GET", starting, [], {}).status == 503  # the engine is still starting
     monkeypatch.setenv("VLLM_API_KEY", "other")
     monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
     asyncio.run(endpoints.init_state(None, None, Namespace(api_key=[KEY])))
     for header in ("", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY[:-1]}"):
-        for method, route in (("GET", "info"), ("POST", "apply"), ("POST", "open"), ("GET", "digests")):
+        for method, route in (
+            ("GET", "info"),
+            ("GET", "status"),
+            ("POST", "apply"),
+            ("POST", "open"),
+            ("GET", "digests"),
+        ):
             call = Call(app, method, f"/weightcast/{route}", [b"x"] * 3, {"authorization": header})
             assert (route, call.status, call.chunks_read) == (route, 401, 0)
     for key in (KEY, "other"):

@@ -110,6 +110,10 @@ class Observer:
             self._in_short, self._has_metrics = self._is_ours, True  # it may come back as another one
             return Observation(url=url, state="no answer", message=str(error))
 
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
     def _status(self) -> EngineStatus | None:
         """Asks an engine with our receiver; None for one that has no such route."""
         if not self._in_short:
@@ -129,11 +133,10 @@ class Observer:
         if not self._has_metrics:
             return None
         try:
-            found = parse_requests(self._client.get_json("/metrics"), at=time.monotonic())
+            return parse_requests(self._client.get_json("/metrics"), at=time.monotonic())
         except TargetRejected:
-            found = None
-        self._has_metrics = found is not None
-        return found
+            self._has_metrics = False
+            return None
 
 
 def parse_requests(metrics: bytes, *, at: float) -> Requests | None:

@@ -64,15 +64,12 @@ class Endpoints:
     def info(self) -> EngineInfo:
         """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
         info = self._ready().info()
-        asleep = self._hooks.asleep if self._hooks is not None else ()
-        if not asleep:
-            return info
-        words = "; ".join(filter(None, (info.message, f"asleep: {', '.join(sorted(asleep))}")))
-        return msgspec.structs.replace(info, message=words)
+        return msgspec.structs.replace(info, message=self._with_sleep(info.message))
 
     def status(self) -> EngineStatus:
-        """Implements ``SessionHandler.status``."""
-        return self._ready().status()
+        """Implements ``SessionHandler.status``, likewise."""
+        status = self._ready().status()
+        return msgspec.structs.replace(status, message=self._with_sleep(status.message))
 
     def apply(self, message: Message) -> Ack:
         """Implements ``SessionHandler.apply``."""
@@ -91,6 +88,10 @@ class Endpoints:
         if self._hooks is None or self._ready().state == "quarantined" or self._hooks.asleep:
             raise Refused("this engine is paused and cannot score")
         return self._hooks.score(token_ids)
+
+    def _with_sleep(self, message: str) -> str:
+        asleep = self._hooks.asleep if self._hooks is not None else ()
+        return "; ".join(filter(None, (message, f"asleep: {', '.join(sorted(asleep))}" if asleep else "")))
 
     def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace) -> None:
         import vllm
