@@ -145,9 +145,7 @@ def _tiles(reports: Sequence[ReportView]) -> list[Tile]:
 def _of_one(report: ReportView) -> list[Figure]:
     figures: list[Figure] = []
     if report.timeline is not None and report.timeline.tracks:
-        caption = (
-            "Every row is a process, or the threads of its transport. All times are on the clock of trainer rank 0."
-        )
+        caption = "Every row is a process, or the threads of its transport. Times are on the clock of trainer rank 0."
         figures.append(timeline("What every rank did", caption, report.timeline))
     known = {name: took for name, took in report.phases.items() if took}
     colours = of_phases(known)

@@ -50,7 +50,8 @@ from weightcast.runtime.free_memory import free_host_bytes
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message, RankAck
 
-log = logging.getLogger("weightcast.plugins.vllm")
+# In the tree of vLLM: its worker processes have no handler for others.
+log = logging.getLogger("vllm.weightcast")
 
 _MAIN_S = 60.0
 
