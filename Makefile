@@ -36,7 +36,6 @@ demo: setup
 # Environments of real engines, created once under the user's cache folder, and before the tests with short deadlines.
 engines: $(TORCHED)
 	$(BIN)/python -m tests.engines.environment
-	$(BIN)/python -m tests.integrations.environment trl-1.16.0
 
 # Hundreds of processes import the package and the engines' sources, so byte code is kept even if the shell forbids it.
 test wide-test engine-test example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
