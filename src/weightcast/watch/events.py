@@ -35,8 +35,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     Attributes:
         phase: On a trainer rank ``open``, ``gather``, ``pack``, ``send``, ``verify`` or ``commit``, as in
-            ``UpdateReport.phases``.  On an engine rank ``wire`` (a bucket arrives), ``load`` (it is copied), ``verify``
-            (digests) or ``switch`` (new weights become live).  In an engine's server ``pause`` or ``resume``.
+            ``UpdateReport.phases``, and ``wire`` for each broadcast of the head.  On an engine rank ``wire`` (a bucket
+            arrives), ``load`` (it is copied), ``verify`` (digests) or ``switch`` (new weights become live).  In an
+            engine's server ``pause`` or ``resume``.
         rank: The trainer rank or engine rank; None for an engine's server.
         began: Beginning, on the clock of that rank's host.
         ended: End, likewise.
