@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -166,16 +167,20 @@ def test_metrics_count_a_stop_string_as_a_stop(served, stream):
     else:
         reply = served.complete(**body)
         assert reply["choices"][0]["finish_reason"] == "stop"
-    after = counters(served)
-    changed = {
-        reason: after[key] - before.get(key, 0)
-        for key in after
-        if isinstance(key, tuple) and (reason := key[1]) and after[key] != before.get(key, 0)
-    }
-    assert changed == {"stop": 1}
+    after, changed = before, dict[str, float]()
+    deadline = time.monotonic() + 60
+    while "stop" not in changed and time.monotonic() < deadline:  # an answer may come before it is counted
+        after = counters(served)
+        changed = {
+            reason: after[key] - before.get(key, 0)
+            for key in after
+            if isinstance(key, tuple) and (reason := key[1]) and after[key] != before.get(key, 0)
+        }
+    assert changed.get("stop") == 1
+    assert changed.keys() <= {"stop", "length"}  # the first request may have been counted late as well
     # Nothing is generated beyond the stop string.
     made = after["weightcast_generated_tokens_total"] - before["weightcast_generated_tokens_total"]
-    assert made < 40
+    assert made < 40 + (40 if "length" in changed else 0)
 
 
 def test_a_model_is_found_by_its_name(served):
