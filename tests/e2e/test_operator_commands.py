@@ -58,13 +58,23 @@ def to(*found: Engine) -> list[str]:
     return [part for engine in found for part in ("--to", engine.url)]
 
 
+def heed_ctrl_c() -> None:
+    """In the new process: a shell that runs tests in the background has it ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Watching:
     """``weightcast status --watch`` as a user starts it, with its output in a pipe."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "weightcast", "status", "--watch", "--interval", "0.1", *arguments]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            preexec_fn=heed_ctrl_c,
         )
         self.lines: list[str] = []
         self._came = threading.Condition()
@@ -169,7 +179,12 @@ def test_watch_sees_an_engine_go_while_the_other_one_serves(pair, models, tmp_pa
 def test_watch_ends_when_its_reader_goes(pair):
     command = [sys.executable, "-m", "weightcast", "status", pair[0].url, "http://127.0.0.1:9", "--watch"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=heed_ctrl_c,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
