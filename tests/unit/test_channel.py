@@ -338,7 +338,9 @@ def test_error_names_the_single_rank_that_did_not_join(meet_in_vain: Callable[..
     assert not isinstance(error, TargetsFailed)
 
 
-@pytest.mark.parametrize("told", [{"world_size": 7}, {"world_size": 2}, {"rank": 3}, pytest.param({"port": 1}, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "told", [{"world_size": 7}, {"world_size": 2}, {"rank": 3}, pytest.param({"port": 1}, marks=pytest.mark.wide)]
+)
 def test_error_names_the_engine_with_a_wrong_invitation(meet_in_vain: Callable[..., TargetError], told: Any) -> None:
     error = meet_in_vain(Member("a", stray=(0,), told=told), Member("b"), Member("c"))
     assert "http://a: rank 0 did not come" in str(error)
