@@ -7,12 +7,10 @@ the same report or raises the same error.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Self, cast
+from typing import Self
 
-import msgspec
 import torch
 
 from weightcast.comm.ipc import device_uuid
@@ -27,13 +25,11 @@ from weightcast.config import (
     UpdateConfig,
     VerifyLevel,
 )
-from weightcast.errors import ConfigError, TrainerRankFailed, UpdateFailed, WeightcastError
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.health import TargetHealth
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Exporter, Scorer
+from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport
-from weightcast.runtime.gc_pause import gc_paused
-from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.update.arguments import (
     Listeners,
     Model,
@@ -44,17 +40,16 @@ from weightcast.update.arguments import (
     listeners_of,
     targets_of,
 )
+from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
 from weightcast.update.trainer_ranks import TrainerRanks
-from weightcast.update.watched import gather_ends, run_watched, tell_targets
+from weightcast.update.watched import run_watched, tell_targets
 from weightcast.watch.listeners import Events, Listener
 from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.layout import BucketLayout, plan_buckets
-
-_PROBE_TOKENS = tuple(range(5, 37))
 
 
 class WeightUpdater:
@@ -87,11 +82,11 @@ class WeightUpdater:
         self._release: Callable[[], None] | None = None  # closes an exporter that ``connect`` has made
         self._choice = Choice()
         self._events = Events()
-        self._timeline = TimelineRecorder()
-        self._trimmed = False
+        timeline = TimelineRecorder()
         try:
-            self._events = Events((self._timeline, *listeners), rank=self._group.rank)
+            self._events = Events((timeline, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
+            self._attempts = Attempts(exporter, self._specs, self._group, self._ranks, timeline)
             exporter.prepare(self._group)
             self._choose()
             tell_targets(self._events, self.health)
@@ -355,11 +350,9 @@ class WeightUpdater:
         return plan_buckets(self._specs, bucket_bytes=self._config.bucket_bytes, packing=choice.packing)
 
     def _transact(self, version: int) -> UpdateReport:
-        """Repeats attempts until the update is over; the version counts on the head alone."""
-        while True:
-            result = self._attempt(version)
-            if not result.again:
-                break
+        """Runs the update; the version counts on the head alone."""
+        assert self._stream is not None
+        result = self._attempts.run(version, self._head, self._stream)
         if result.report is not None:
             known = [row.version_after for row in result.report.targets if row.version_after is not None]
             self._served = max(known, default=self._served)
@@ -367,70 +360,3 @@ class WeightUpdater:
             raise result.failure.rebuild(result.report)
         assert result.report is not None
         return result.report
-
-    def _attempt(self, version: int) -> AttemptResult:
-        """Runs one attempt; every rank returns the same result."""
-        head, stream = self._head, self._stream
-        assert stream is not None
-        kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
-        # Later on, training would have to fault in again what it keeps in its heap from step to step.
-        with PeakMemory(self._exporter.device, trim=not self._trimmed) as peak, gc_paused():
-            self._trimmed = True
-            try:
-                result = AttemptResult()
-                if head is not None:
-                    head.look_ahead()
-                filling = stream.start()
-                if head is not None:
-                    result = head.open(version, self._specs, filling.runs)
-                result = self._ranks.hear(result)
-                if result.failure is not None or result.again:
-                    return result
-                folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
-                if head is not None:
-                    result = head.finish(folded, found)
-            except BaseException as error:
-                if head is not None:
-                    head.give_up(f"the trainer failed: {type(error).__name__}: {error}".rstrip(": "))
-                if self._group.world_size > 1:  # the other ranks would wait for this rank
-                    self._group.abort(f"{type(error).__name__}: {error}")
-                raise
-        try:
-            return self._conclude(result, lambda: kept_bytes + peak.extra_bytes)
-        except TrainerRankFailed as error:
-            report = head.switched() if head is not None else None
-            if report is None:
-                raise
-            raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
-
-    def _conclude(self, result: AttemptResult, extra_bytes: Callable[[], int]) -> AttemptResult:
-        """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
-
-        The head's report has the timeline as well, which may be long.
-        """
-        asked_at = time.monotonic()
-        result = self._ranks.hear(result)
-        heard = time.monotonic()
-        if result.score:
-            result = self._score()
-        if result.report is None:
-            return result
-        ends = gather_ends(self._group, self._timeline, extra_bytes(), heard=heard, asked_at=asked_at)
-        if ends is None:
-            return self._ranks.hear(result)
-        report = msgspec.structs.replace(result.report, peak_extra_bytes=ends.extra_bytes)
-        result = self._ranks.hear(msgspec.structs.replace(result, report=report))
-        return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=ends.timeline()))
-
-    def _score(self) -> AttemptResult:
-        """Compares the trainer's log-probabilities with the engines'."""
-        scorer = cast(Scorer, self._exporter)
-        mine, why = list[float](), ""
-        try:
-            mine = scorer.logprobs(_PROBE_TOKENS)
-        except Exception as error:  # noqa: BLE001  the model's own code; the engines have switched, and that stands
-            why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
-        result = AttemptResult()
-        if self._head is not None:
-            result = self._head.compare(_PROBE_TOKENS, mine, why)
-        return self._ranks.hear(result)

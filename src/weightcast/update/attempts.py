@@ -1,0 +1,140 @@
+"""The attempts of one update, as every trainer rank runs them.
+
+An attempt fills and sends every bucket once.  The head decides after each attempt whether there is another one, with
+fewer targets, and every rank hears its decision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import msgspec
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.errors import TrainerRankFailed, UpdateFailed
+from weightcast.protocols import Exporter, Scorer
+from weightcast.runtime.gc_pause import gc_paused
+from weightcast.runtime.peak_memory import PeakMemory
+from weightcast.update.bucket_stream import BucketStream
+from weightcast.update.head import Head
+from weightcast.update.messages import AttemptResult
+from weightcast.update.trainer_ranks import TrainerRanks
+from weightcast.update.watched import gather_ends
+from weightcast.watch.timeline import TimelineRecorder
+from weightcast.wire.layout import TensorSpec
+
+_PROBE_TOKENS = tuple(range(5, 37))
+
+
+class Attempts:
+    """Runs the attempts of one update after the other.
+
+    Args:
+        exporter: The source of the weights.
+        specs: The exporter's tensors.
+        group: The group of the trainer ranks.
+        ranks: Tells every rank the head's decisions.
+        timeline: Recorder of this rank's steps.
+    """
+
+    def __init__(
+        self,
+        exporter: Exporter,
+        specs: Sequence[TensorSpec],
+        group: TrainerGroup,
+        ranks: TrainerRanks,
+        timeline: TimelineRecorder,
+    ) -> None:
+        self._exporter = exporter
+        self._specs = tuple(specs)
+        self._group = group
+        self._ranks = ranks
+        self._timeline = timeline
+        self._trimmed = False
+
+    def run(self, version: int, head: Head | None, stream: BucketStream) -> AttemptResult:
+        """Repeats attempts until the update is over.  Collective: every trainer rank calls it.
+
+        Args:
+            version: The weight version, which counts on the head alone.
+            head: The head of the present targets; None on other ranks.
+            stream: The buckets for the present targets.
+
+        Returns:
+            The last attempt's result, the same on every rank; the head's report has the timeline as well.
+
+        Raises:
+            TrainerRankFailed: Another trainer rank failed.
+            UpdateFailed: Another trainer rank failed after the engines had switched; on the head only.
+        """
+        while True:
+            result = self._attempt(version, head, stream)
+            if not result.again:
+                return result
+
+    def _attempt(self, version: int, head: Head | None, stream: BucketStream) -> AttemptResult:
+        """Runs one attempt; every rank returns the same result."""
+        kept_bytes = stream.buffer_bytes  # buffers of an earlier update count too
+        # Later on, training would have to fault in again what it keeps in its heap from step to step.
+        with PeakMemory(self._exporter.device, trim=not self._trimmed) as peak, gc_paused():
+            self._trimmed = True
+            try:
+                result = AttemptResult()
+                if head is not None:
+                    head.look_ahead()
+                filling = stream.start()
+                if head is not None:
+                    result = head.open(version, self._specs, filling.runs)
+                result = self._ranks.hear(result)
+                if result.failure is not None or result.again:
+                    return result
+                folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
+                if head is not None:
+                    result = head.finish(folded, found)
+            except BaseException as error:
+                if head is not None:
+                    head.give_up(f"the trainer failed: {type(error).__name__}: {error}".rstrip(": "))
+                if self._group.world_size > 1:  # the other ranks would wait for this rank
+                    self._group.abort(f"{type(error).__name__}: {error}")
+                raise
+        try:
+            return self._conclude(result, head, lambda: kept_bytes + peak.extra_bytes)
+        except TrainerRankFailed as error:
+            report = head.switched() if head is not None else None
+            if report is None:
+                raise
+            raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
+
+    def _conclude(self, result: AttemptResult, head: Head | None, extra_bytes: Callable[[], int]) -> AttemptResult:
+        """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
+
+        The head's report has the timeline as well, which may be long.
+        """
+        asked_at = time.monotonic()
+        result = self._ranks.hear(result)
+        heard = time.monotonic()
+        if result.score:
+            result = self._score(head)
+        if result.report is None:
+            return result
+        ends = gather_ends(self._group, self._timeline, extra_bytes(), heard=heard, asked_at=asked_at)
+        if ends is None:
+            return self._ranks.hear(result)
+        report = msgspec.structs.replace(result.report, peak_extra_bytes=ends.extra_bytes)
+        result = self._ranks.hear(msgspec.structs.replace(result, report=report))
+        return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=ends.timeline()))
+
+    def _score(self, head: Head | None) -> AttemptResult:
+        """Compares the trainer's log-probabilities with the engines'."""
+        scorer = cast(Scorer, self._exporter)
+        mine, why = list[float](), ""
+        try:
+            mine = scorer.logprobs(_PROBE_TOKENS)
+        except Exception as error:  # noqa: BLE001  the model's own code; the engines have switched, and that stands
+            why = f"the trainer's forward pass failed: {type(error).__name__}: {error}"
+        result = AttemptResult()
+        if head is not None:
+            result = head.compare(_PROBE_TOKENS, mine, why)
+        return self._ranks.hear(result)
