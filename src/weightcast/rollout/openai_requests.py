@@ -1,21 +1,16 @@
-"""OpenAI's requests and responses as data, with fields for reinforcement learning.
+"""Bodies of OpenAI's requests, with fields for reinforcement learning.
 
 Fields beyond OpenAI's: `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `stop_token_ids`, `ignore_eos`,
-`return_token_ids` in requests; `weight_version`, `weight_versions` and `token_ids` in responses.  Other fields are
-refused, unless they ask for nothing (`neutral.py`).
+`return_token_ids`.  Other fields are refused, unless they ask for nothing (`neutral.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator, model_validator
 
 from weightcast.rollout.neutral import without_neutral
-from weightcast.rollout.requests import Answer
-from weightcast.rollout.text import Text
 
 MAX_PROMPTS = 1024
 _MOST = (1 << 31) - 1  # largest count of tokens and largest token id; the ranks' commands have 64-bit integers
@@ -155,103 +150,3 @@ class ChatRequest(Sampled):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
-
-
-class PauseRequest(BaseModel):
-    """Body of POST /pause and /sleep."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    mode: Literal["abort", "retract", "in_place", "wait"] = "abort"
-    timeout_s: float = Field(default=60.0, gt=0, le=86400)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One complete answer, as text and as tokens.
-
-    Attributes:
-        index: Place in the response.
-        text: The text, or None for a model without a tokenizer.
-        answer: Tokens, log-probabilities and versions of the text, without tokens after a stop string.
-        finish_reason: Reason of the end.
-    """
-
-    index: int
-    text: str | None
-    answer: Answer
-    finish_reason: str | None
-
-
-def usage(prompt_tokens: int, answers: Iterable[Answer]) -> dict[str, int]:
-    """Token counts of a response."""
-    completion = sum(len(answer.tokens) for answer in answers)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
-    }
-
-
-def spans(answers: Iterable[Answer]) -> list[dict[str, int]]:
-    """Number of tokens from each weight version: one answer's in order, several answers' summed by version."""
-    listed = list(answers)
-    if len(listed) == 1:
-        return [{"version": version, "tokens": count} for version, count in listed[0].spans]
-    totals: dict[int, int] = {}
-    for answer in listed:
-        for version, count in answer.spans:
-            totals[version] = totals.get(version, 0) + count
-    return [{"version": version, "tokens": count} for version, count in sorted(totals.items())]
-
-
-def versions(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The response fields with the weight versions."""
-    return {"weight_version": max(answer.version for answer in answers), "weight_versions": spans(answers)}
-
-
-def completion_logprobs(
-    text: Text | None,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    top: Sequence[list[tuple[int, float]]],
-    start: int,
-) -> dict[str, Any]:
-    """The ``logprobs`` of a completion's choice, for tokens whose text starts at character `start`."""
-    pieces = [_piece(text, token) for token in tokens]
-    offsets: list[int] = []
-    for piece in pieces:
-        offsets.append(start)
-        start += len(piece)
-    return {
-        "tokens": pieces,
-        "token_logprobs": list(logprobs),
-        "top_logprobs": [{_piece(text, token): value for token, value in entry} for entry in top] if any(top) else None,
-        "text_offset": offsets,
-    }
-
-
-def chat_logprobs(
-    text: Text | None, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
-) -> dict[str, Any]:
-    """The ``logprobs`` of a chat choice."""
-    return {
-        "content": [
-            {**_entry(text, token, value), "top_logprobs": [_entry(text, *other) for other in others]}
-            for token, value, others in zip(tokens, logprobs, top, strict=True)
-        ]
-    }
-
-
-def _entry(text: Text | None, token: int, value: float) -> dict[str, Any]:
-    piece = _piece(text, token)
-    return {"token": piece, "logprob": value, "bytes": list(piece.encode())}
-
-
-def _piece(text: Text | None, token: int) -> str:
-    return text.piece(token) if text is not None else f"token_id:{token}"
-
-
-def error_body(message: str, *, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}

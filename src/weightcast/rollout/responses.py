@@ -1,0 +1,86 @@
+"""JSON responses, and errors as responses in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused, WeightcastError
+from weightcast.rollout.neutral import refusal
+
+REFUSED: dict[str, Any] = {"description": "Refused; the body is an error in OpenAI's shape"}
+# OpenAI answers 400 where FastAPI would answer 422.
+REFUSALS: dict[int | str, dict[str, Any]] = {code: REFUSED for code in (400, 409, 413, 422, 503, 504)}
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """A response with a JSON body."""
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+def error_body(message: str, *, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+def answer_errors(app: FastAPI, parameters: Iterable[str]) -> None:
+    """Adds handlers that answer every error in OpenAI's shape.
+
+    Args:
+        app: The app.
+        parameters: Names of all parameters that a body may have, for hints at misspelt ones.
+    """
+    known = tuple(parameters)
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        errors = error.errors()
+        unknown = [_place(entry) for entry in errors if entry["type"] == "extra_forbidden"]
+        place = unknown[0] if unknown else _place(errors[0])
+        if unknown:
+            message = refusal(unknown, known)
+        else:
+            words = str(errors[0]["msg"]).removeprefix("Value error, ")
+            message = f"{place}: {words}" if place else words
+        return json_response(error_body(message, param=place.split(".")[0] or None), 400)
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return json_response(error_body(str(error.detail)), error.status_code)
+
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, WeightcastError)
+        status, kind = _meaning(error)
+        hint = f" ({error.hint})" if error.hint else ""
+        return json_response(error_body(f"{error}{hint}", kind=kind), status)
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        RequestValidationError: invalid,
+        HTTPException: http,
+        WeightcastError: ours,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def _place(entry: dict[str, Any]) -> str:
+    return ".".join(str(part) for part in entry["loc"] if part != "body")
+
+
+def _meaning(error: WeightcastError) -> tuple[int, str]:
+    match error:
+        case ConfigError():
+            return 400, "invalid_request_error"
+        case Refused():
+            return 409, "conflict"
+        case DeadlineExceeded():
+            return 504, "timeout"
+        case EngineFailure():
+            return 503, "engine_error"
+        case _:
+            return 500, "internal_error"
