@@ -200,6 +200,7 @@ def _cpu_plan() -> list[Case]:
             deadline_s=600,
         ),
         _cpu("cpu-colocated-many", "many-2048", "colocated", 1, 1, bucket_bytes=(16 * MIB,), peer_bytes=(16 * MIB,)),
+        _cpu("cpu-colocated-small", "small-65536", "colocated", 1, 1, bucket_bytes=(64 * MIB,), peer_bytes=(64 * MIB,)),
         _cpu("cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1),
         _cpu("cpu-stall", "dense-256MiB", "colocated", 1, 1, generate=True, bucket_bytes=(64 * MIB,)),
         _cpu("cpu-limits", "dense-256MiB", "disaggregated", 1, 1, kind="limits", deadline_s=120),

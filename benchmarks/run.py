@@ -3,6 +3,7 @@
     python benchmarks/run.py --plan cpu --out benchmarks/results
     python benchmarks/run.py --plan h200-4 --out $OUT --limit-s 560
     python benchmarks/run.py --plan h200-4 --only disaggregated-1+1-8b --out $OUT
+    python benchmarks/run.py --plan h200-1 --only colocated-1-many --profile 6 --out $OUT
 
 Each case runs in a process of its own, with a deadline, most valuable first; each result is written when it is there.
 What fails is written down as well, and the exit code says how many did. ``report.py`` makes tables and plots of it.
@@ -49,6 +50,46 @@ def measure(case: Case) -> dict[str, Any]:
     result = run_case(case.layout, [*found, *taking_part], plan, not_run=not_run | case.left_out, say=_say)
     result["peers"] = sources.versions()
     return result
+
+
+def profile(case: Case, *, turns: int) -> dict[str, Any]:
+    """Measures updates of weightcast alone, with the phases of each and the functions that they spend time in."""
+    from weightcast.lab.bench.contenders import ours
+    from weightcast.lab.bench.machine import facts
+    from weightcast.lab.bench.rig import Rig
+
+    assert case.layout is not None
+    rows: list[dict[str, Any]] = []
+    with Rig(case.layout) as rig:
+        for contender in ours(
+            case.layout, bucket_bytes=case.bucket_bytes[:1], levels=case.levels, staging=case.staging
+        ):
+            method = contender.settings[0]
+            rig.prepare(method, timeout_s=case.deadline_s)
+            for number in range(turns + 1):
+                last = number == turns
+                turn, stacks = rig.turn(method, timeout_s=case.deadline_s, profile=last)
+                row: dict[str, Any] = {"method": method.name, "update": number + 1, "profiled": last}
+                row["usable_s"] = turn.usable_s
+                row |= {"returned_s": turn.returned_s, "phases": turn.extra}
+                rows.append(row | {key: stacks[key] for key in ("trainer", "engine") if last})
+            rig.drop(method)
+    return {"what": "profile", "machine": facts(), "case": case.name, "rows": rows}
+
+
+def print_profile(found: dict[str, Any]) -> None:
+    """Prints the result of ``profile`` as tables."""
+    for row in found["rows"]:
+        phases = "  ".join(f"{name.removesuffix('_s')} {seconds * 1e3:.1f}" for name, seconds in row["phases"].items())
+        profiled = ", profiled (the times are useless)" if row["profiled"] else ""
+        print(f"{row['method']}, update {row['update']}{profiled}: usable {row['usable_s'] * 1e3:.1f} ms")
+        print(f"    returned {row['returned_s'] * 1e3:.1f}  {phases}")
+        for role in ("trainer", "engine"):
+            for kind, places in row.get(role, {}).items():
+                words = "with all that it calls" if kind == "inside" else "without weightcast's functions that it calls"
+                print(f"  {role}, ms in a function {words}")
+                for place, ms in places.items():
+                    print(f"    {ms:9.1f}  {place}")
 
 
 def script_for(case: Case, plan: str, out: Path) -> list[str]:
@@ -100,6 +141,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="time limit of all cases together, in seconds")
     parser.add_argument("--only", action="append", default=[], help="name of a case to run; may be repeated")
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="print phases of N updates, and a profile, of one --only"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -112,6 +156,13 @@ def main() -> int:
         )
         (arguments.out / f"{case.name}.json").write_text(json.dumps(result, indent=1) + "\n")
         return 0 if result["ok"] else 1
+
+    if arguments.profile:
+        case = next(case for case in cases if [case.name] == arguments.only)
+        found = profile(case, turns=arguments.profile)
+        print_profile(found)
+        (arguments.out / f"profile-{case.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        return 0
 
     until = time.monotonic() + arguments.limit_s
     log: list[dict[str, Any]] = []

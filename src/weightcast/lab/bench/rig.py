@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -31,6 +31,7 @@ from weightcast.lab.bench.decoding import Decoding
 from weightcast.lab.bench.peak import Peak, held_bytes
 from weightcast.lab.bench.raw import Pipe, RawGroup, stamp, store_for, synchronize
 from weightcast.lab.bench.shapes import ModelShape, model_shape
+from weightcast.lab.bench.stacks import StackSampler
 from weightcast.lab.bench.synthetic import Engine, Pattern, key_of, nested
 from weightcast.runtime.gc_pause import spare_what_lives
 
@@ -236,16 +237,20 @@ class Rig:
         """Closes the halves of a method."""
         self._ask("drop", method.name, timeout_s=timeout_s)
 
-    def turn(self, method: Method, *, timeout_s: float, watch: bool = False) -> tuple[Turn, dict[str, Any]]:
+    def turn(
+        self, method: Method, *, timeout_s: float, watch: bool = False, profile: bool = False
+    ) -> tuple[Turn, dict[str, Any]]:
         """Runs one turn: new weights on the trainers, poison on the engines, one update, and a check of every bit.
 
         Args:
             method: Method to run.
             timeout_s: Deadline of each step, in seconds.
             watch: Also measure memory and count launches, which makes the times of this turn useless.
+            profile: Also sample stacks; see ``StackSampler.table``.
 
         Returns:
-            Times of the turn, and the watched figures.
+            Times of the turn, and the watched figures.  With ``profile``, also ``trainer`` and ``engine``, the tables
+            of the first process of each role.
 
         Raises:
             MeasuringFailed: A process failed or hung.
@@ -255,9 +260,9 @@ class Rig:
         version = self.version
         if method.writes:
             self._ask("fill", version, timeout_s=timeout_s)
-        self._tell("engine", "update", method.name, version, method.pauses, watch)
+        self._tell("engine", "update", method.name, version, method.pauses, watch, profile)
         self._hear("engine", timeout_s)  # the engines are ready
-        self._tell("trainer", "update", method.name, version, method.pauses, watch)
+        self._tell("trainer", "update", method.name, version, method.pauses, watch, profile)
         trainers = self._hear("trainer", timeout_s)
         engines = self._hear("engine", timeout_s)
         if method.writes:
@@ -270,6 +275,8 @@ class Rig:
         extra: dict[str, float] = {}
         watched: dict[str, Any] = {}
         for role, answers in (("trainer", trainers), ("engine", engines)):
+            if profile:
+                watched[role] = answers[0]["stacks"]
             for answer in answers:
                 for key, value in answer["extra"].items():
                     extra[key] = max(extra.get(key, value), value)
@@ -434,7 +441,9 @@ class _Worker:
         assert isinstance(self._side, EngineSide)
         return self._side.engine.wrong(self._pattern, version)
 
-    def do_update(self, driver: Connection, name: str, version: int, pauses: bool, watch: bool) -> dict[str, Any]:
+    def do_update(
+        self, driver: Connection, name: str, version: int, pauses: bool, watch: bool, profile: bool
+    ) -> dict[str, Any]:
         side, half = self._side, self._halves[name]
         watched: dict[str, int] = {}
         peak = Peak(side.device) if watch else None
@@ -449,8 +458,10 @@ class _Worker:
                 engine.decoding.pause()
             driver.send((True, None))
         started, busy = time.monotonic(), time.process_time()
-        extra = half.update(version) or {}
-        ended = stamp(side.device)
+        sampler = StackSampler()
+        with sampler if profile else nullcontext():
+            extra = half.update(version) or {}
+            ended = stamp(side.device)
         # CPU time of all threads: it shows the cost of an update even on a busy machine.
         extra["engine_cpu_s" if engine is not None else "trainer_cpu_s"] = time.process_time() - busy
         stall_s = 0.0
@@ -471,6 +482,7 @@ class _Worker:
             "stall_s": stall_s,
             "extra": extra,
             "watched": watched,
+            "stacks": sampler.table() if profile else {},
         }
 
     def do_end(self, driver: Connection) -> None:
