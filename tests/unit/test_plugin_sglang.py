@@ -21,11 +21,12 @@ from weightcast.errors import ConfigError, DeadlineExceeded, Refused
 from weightcast.plugins import sglang as plugin
 from weightcast.plugins.rank_sockets import tables_of
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
-from weightcast.plugins.sglang.executor import SglangExecutor
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.rank import SglangRank
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
-from weightcast.plugins.sglang.settings import check_settings, staging_setting
+from weightcast.plugins.sglang.settings import check_settings
+from weightcast.plugins.staged_receiver import staging_setting
+from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.messages import Ack, Message, Revert
@@ -133,7 +134,7 @@ class Server:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
-        executor = SglangExecutor(2, os.environ[FOLDER])
+        executor = SwitchExecutor(2, os.environ[FOLDER])
         specs, _ = tables_of(executor.hellos)
         facts = EngineFacts(
             engine="sglang 0",

@@ -1,21 +1,17 @@
-"""Work of the receiver's thread that must run between two steps of SGLang, in the same pass of the loop on all ranks.
+"""The mark that makes all ranks switch between the same two steps of SGLang.
 
 SGLang's first rank broadcasts its requests to all ranks at the top of every pass of every event loop.  It adds a
-``Step`` to them, and each rank carries out what waits when the ``Step`` comes to it.  Before the first rank may do so,
-every rank has said that it is ready (``executor``).
+``Step`` to them, and each rank carries out what waits when the ``Step`` comes to it (``plugins.switch_rank``).
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-
-from weightcast.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +21,16 @@ class Step:
     number: int
 
 
-class BoundaryTask:
-    """Work for the scheduler's thread."""
-
-    def __init__(self, do: Callable[[], None]) -> None:
-        self.do = do
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def finish(self, error: BaseException | None) -> None:
-        """Notes that the work is over, and how it failed."""
-        self._error = error
-        self._done.set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits until the work is over.
-
-        Raises:
-            DeadlineExceeded: SGLang's loop did not come to it in time; it may still do so.
-            BaseException: The error of the work.
-        """
-        if not self._done.wait(timeout_s):
-            raise DeadlineExceeded(who="SGLang", waiting_for="its loop to switch weights", timeout_s=timeout_s)
-        if self._error is not None:
-            raise self._error
-
-
 class Boundary:
-    """One rank's queue of such work."""
+    """Sends such marks from the first rank, and takes them on every rank."""
 
-    def __init__(self, carry_out: Callable[[BoundaryTask], None]) -> None:
-        """Makes an empty queue.
+    def __init__(self, step: Callable[[], None]) -> None:
+        """Makes a boundary without marks.
 
         Args:
-            carry_out: Called on the scheduler's thread with each task; it must not raise.
+            step: Called on the scheduler's thread when a mark comes; it must not raise.
         """
-        self._carry_out = carry_out
-        self._tasks: deque[BoundaryTask] = deque()
+        self._step = step
         self._steps: deque[Step] = deque()
         self._count = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -71,22 +40,11 @@ class Boundary:
         # SGLang is not installed where this is checked.
         from sglang.utils import TypeBasedDispatcher  # pyright: ignore[reportMissingImports]
 
-        scheduler._request_dispatcher += TypeBasedDispatcher([(Step, self.step)])
+        scheduler._request_dispatcher += TypeBasedDispatcher([(Step, self._take)])
         if scheduler.idle_sleeper is not None:  # --sleep-on-idle: the first rank waits for its sockets up to a second
             import zmq
 
             scheduler.idle_sleeper.poller.register(self._wake, zmq.POLLIN)
-
-    def post(self, do: Callable[[], None]) -> BoundaryTask:
-        """Queues work; it runs when the next ``Step`` comes."""
-        task = BoundaryTask(do)
-        self._tasks.append(task)
-        return task
-
-    def withdraw(self, task: BoundaryTask) -> None:
-        """Takes work back for which no ``Step`` will come."""
-        with suppress(ValueError):
-            self._tasks.remove(task)
 
     def inject(self) -> None:
         """First rank only: adds a ``Step`` to the next requests."""
@@ -103,7 +61,5 @@ class Boundary:
         while self._steps:
             requests.append(self._steps.popleft())
 
-    def step(self, step: Step) -> None:
-        """Carries out the oldest work that waits.  A rank with none has nothing to switch."""
-        if self._tasks:
-            self._carry_out(self._tasks.popleft())
+    def _take(self, step: Step) -> None:
+        self._step()

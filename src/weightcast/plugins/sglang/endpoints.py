@@ -17,9 +17,9 @@ from weightcast.comm.ipc import host_id
 from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
-from weightcast.plugins.sglang.executor import SglangExecutor
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.settings import check_settings
+from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
@@ -45,7 +45,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     from sglang.srt.utils.auth import AuthLevel
 
     check_settings(server_args)
-    executor = SglangExecutor(server_args.tp_size * server_args.pp_size, os.environ[FOLDER])
+    executor = SwitchExecutor(server_args.tp_size * server_args.pp_size, os.environ[FOLDER])
     hooks = SglangHooks(tokenizer_manager)
     specs, optional = tables_of(executor.hellos)
     notes = notes_of(executor.hellos, optional)

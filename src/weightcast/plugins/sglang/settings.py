@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from weightcast.errors import ConfigError
-from weightcast.receiver.rank import StagingChoice
 
 
 def _set(name: str, *off: object) -> Callable[[Any], bool]:
@@ -57,17 +56,3 @@ def check_settings(server_args: Any) -> None:
             f"not shown to be right with weightcast's receiver: {', '.join(what for what, _ in found)}",
             hint="; ".join(dict.fromkeys(hint for _, hint in found)) + "; or leave weightcast out of SGLANG_PLUGINS",
         )
-
-
-def staging_setting() -> StagingChoice:
-    """Reads where new weights wait until they are switched to, from ``WEIGHTCAST_STAGING``: auto, device or host.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    value = os.environ.get("WEIGHTCAST_STAGING") or "auto"
-    choices = [choice for choice in get_args(StagingChoice) if choice != "none"]
-    for choice in choices:
-        if value == choice:
-            return choice
-    raise ConfigError(f"WEIGHTCAST_STAGING is {value!r}", hint=f"use one of {', '.join(choices)}")

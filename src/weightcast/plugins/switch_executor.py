@@ -1,4 +1,7 @@
-"""The executor in SGLang's API server: all ranks behind their sockets, and the round in which they agree to switch."""
+"""The executor in an engine's API server, and the round in which all ranks agree to switch weights.
+
+For engines whose ranks switch between two steps, at a mark that travels with the engine's own work (SGLang, LMDeploy).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ READY, NOTHING = b"ready", b"nothing"
 GO, CANCEL = b"go", b"cancel"
 
 
-class SglangExecutor(SocketRanks):
+class SwitchExecutor(SocketRanks):
     """Sends messages to all ranks.  None of them switches weights before all have said that they can."""
 
     def __init__(self, world_size: int, folder: str) -> None:
@@ -27,6 +30,13 @@ class SglangExecutor(SocketRanks):
             return self._tell(message, timeout_s)
         return self._tell(message, timeout_s, lambda: self._agree(message, timeout_s))
 
+    def before_switch(self, timeout_s: float) -> bool:
+        """Called when all ranks are ready.  False keeps all of them from switching."""
+        return True
+
+    def after_decision(self) -> None:
+        """Called once the ranks have been told to switch."""
+
     def _agree(self, message: Message, timeout_s: float) -> None:
         """Waits until each rank has said whether it has something to switch; then lets all of them do so, or none."""
         try:
@@ -37,4 +47,8 @@ class SglangExecutor(SocketRanks):
         ready = [frame == READY for frame in said]
         # A rank that refuses a commit has nothing to switch, and then nobody switches.  A rank may well have nothing to
         # take back.
-        self._note(GO if (all(ready) if isinstance(message, Commit) else any(ready)) else CANCEL)
+        go = all(ready) if isinstance(message, Commit) else any(ready)
+        go = go and self.before_switch(timeout_s)
+        self._note(GO if go else CANCEL)
+        if go:
+            self.after_decision()

@@ -1,0 +1,104 @@
+"""Makes the receiver of an engine that goes on generating: new weights wait beside those that serve, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from weightcast.errors import ConfigError
+from weightcast.receiver import WeightReceiver
+from weightcast.receiver.layout_check import changed_since_load
+from weightcast.receiver.rank import StagingChoice
+from weightcast.receiver.recorder import LoadWeights
+from weightcast.wire.layout import TensorSpec
+
+log = logging.getLogger("weightcast.plugins")
+
+Checkpoint = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+def staged_receiver(
+    model: nn.Module,
+    *,
+    load_weights: LoadWeights,
+    checkpoint: Checkpoint,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    between_steps: Callable[[Callable[[], None]], None],
+    engine: str,
+    without: str,
+    **more: Any,
+) -> WeightReceiver:
+    """Makes a receiver whose parameters stay at their addresses, because captured graphs know them.
+
+    Args:
+        model: This rank's model, with the checkpoint loaded.
+        load_weights: Takes ``(name, tensor)`` pairs of whole tensors.
+        checkpoint: Reads the checkpoint: name and whole tensor, in the dtypes of its files.
+        rank: This rank.
+        world_size: Number of ranks.
+        device: Device of the model.
+        between_steps: As for ``WeightReceiver``.
+        engine: Name of the engine, for errors.
+        without: Advice on how to start the engine without our receiver.
+        more: Further arguments of ``WeightReceiver``.
+
+    Raises:
+        ConfigError: This model's new weights cannot wait, or the engine changed its weights after loading.
+    """
+    receiver = WeightReceiver(
+        model,
+        load_weights=load_weights,
+        expected=[TensorSpec.of(name, tensor) for name, tensor in checkpoint()],
+        tp_rank=rank,
+        tp_size=world_size,
+        device=device,
+        staging=staging_setting(),
+        keep_storage=True,
+        between_steps=between_steps,
+        **more,
+    )
+    loader = receiver.loader
+    if not loader.staging.staged:
+        why = loader.unstaged_because(keep_storage=True) or "there is no memory for a second set of weights"
+        raise ConfigError(f"new weights of this model cannot wait beside those that serve: {why}", hint=without)
+    changed = changed_since_load(loader, checkpoint())
+    if changed:
+        raise ConfigError(
+            f"{engine} has changed {_some(changed)} after loading, so that an update through the loader's own copies "
+            "would be wrong",
+            hint="use an attention and MoE backend that keeps weights as they are loaded",
+        )
+    loader.expect_kept_dtypes()
+    log.info(
+        "weightcast: rank %d stages updates on: %s, %.2f GiB; %d tensors",
+        rank,
+        loader.staging.place,
+        loader.staging.size_bytes / 2**30,
+        len(loader.expected),
+    )
+    return receiver
+
+
+def staging_setting() -> StagingChoice:
+    """Reads where new weights wait until they are switched to, from ``WEIGHTCAST_STAGING``: auto, device or host.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    value = os.environ.get("WEIGHTCAST_STAGING") or "auto"
+    choices = [choice for choice in get_args(StagingChoice) if choice != "none"]
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ConfigError(f"WEIGHTCAST_STAGING is {value!r}", hint=f"use one of {', '.join(choices)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

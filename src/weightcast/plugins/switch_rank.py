@@ -1,0 +1,190 @@
+"""Our receiver in a rank process of an engine that goes on generating: messages on one thread, the switch on another.
+
+Weight messages come over a Unix socket, on a thread of their own.  What waits is proven before the switch and what is
+resident after it, on that thread too.  Only the exchange and the finishers run on the engine's thread, between two
+steps, when the engine's mark comes to this rank.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, Listener
+from typing import ClassVar
+
+import torch
+
+from weightcast.errors import DeadlineExceeded, Refused
+from weightcast.plugins.rank_sockets import (
+    Hello,
+    committed_after,
+    hello_of,
+    serve_api_server,
+    socket_path,
+    switches_weights,
+)
+from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
+from weightcast.receiver import WeightReceiver
+from weightcast.wire.messages import Commit, Message, Open, RankAck
+
+_AGREE_S = 60.0  # the other ranks and the API server need this long at most to agree on a switch
+
+
+class BoundaryTask:
+    """Work for the engine's thread."""
+
+    def __init__(self, do: Callable[[], None], *, engine: str) -> None:
+        self.do = do
+        self._engine = engine
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """Notes that the work is over, and how it failed."""
+        self._error = error
+        self._done.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the work is over.
+
+        Raises:
+            DeadlineExceeded: The engine's loop did not come to it in time; it may still do so.
+            BaseException: The error of the work.
+        """
+        if not self._done.wait(timeout_s):
+            raise DeadlineExceeded(who=self._engine, waiting_for="its loop to switch weights", timeout_s=timeout_s)
+        if self._error is not None:
+            raise self._error
+
+
+class SwitchRank:
+    """One rank's receiver.  ``apply`` is called by one thread at a time; ``interrupt`` and ``on_note`` by another.
+
+    A subclass sets ``receiver``, and says how the engine's requests are treated (``carry_out``).
+    """
+
+    engine: ClassVar[str]
+    receiver: WeightReceiver
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.device = device
+        self._tasks: deque[BoundaryTask] = deque()
+        self._connection: Connection | None = None
+        self._decisions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._said_ready = False
+        self._committed = ""
+        self._open: Open | None = None
+        self._switching: Message | None = None
+
+    # -- for subclasses
+
+    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
+        """Runs a task on the engine's thread, between two steps.
+
+        Args:
+            task: The exchange of weights.
+            session: Session whose weights are switched.
+            forward: True for a commit, False if the old version comes back.
+        """
+        raise NotImplementedError
+
+    def why_not(self, message: Open) -> str:
+        """The reason why a session cannot be had from this engine; empty if it can."""
+        return ""
+
+    def told_to_switch(self) -> None:
+        """Called on the thread that reads, when all ranks are ready."""
+
+    # -- the engine's side, on its own thread
+
+    def listen(self, folder: str) -> None:
+        """Serves the API server on a thread of our own."""
+        listener = Listener(socket_path(folder, self.rank), family="AF_UNIX", backlog=1)
+        threading.Thread(
+            target=serve_api_server,
+            args=(listener, self, self._hello),
+            kwargs={"device": self.device, "on_note": self.on_note, "on_connection": self._connected},
+            name="weightcast",
+            daemon=True,
+        ).start()
+
+    def step(self) -> None:
+        """Carries out the oldest work that waits.  A rank with none has nothing to switch."""
+        if not self._tasks:
+            return
+        task = self._tasks.popleft()
+        assert self._open is not None
+        try:
+            self.carry_out(task, self._open, forward=isinstance(self._switching, Commit))
+        except BaseException as error:  # noqa: BLE001  an error here would end the engine
+            task.finish(error)
+        else:
+            task.finish(None)
+
+    # -- the API server's side, on threads of our own
+
+    def apply(self, message: Message) -> RankAck:
+        """Carries out one weight message at a time."""
+        if isinstance(message, Open):
+            why = self.why_not(message)
+            if why:
+                return RankAck(rank=self.rank, ok=False, refused=True, error=why)
+            self._open = message
+        switches = switches_weights(message, self._committed)
+        self._committed = committed_after(message, self._committed)
+        self._said_ready = False
+        self._switching = message
+        ack = self.receiver.apply(message)
+        if switches and not self._said_ready:
+            self._say(NOTHING)
+            self._decisions.get(timeout=_AGREE_S)  # or it would be taken for that of the next message
+        return ack
+
+    def interrupt(self, reason: str) -> None:
+        """Ends a wait for the trainer."""
+        self.receiver.interrupt(reason)
+
+    def on_note(self, note: bytes) -> None:
+        """Takes the API server's decision on a switch for which the ranks are ready."""
+        if note == GO:
+            self.told_to_switch()
+        self._decisions.put(note)
+
+    def between_steps(self, do: Callable[[], None]) -> None:
+        """Has work done between two steps, at the same step as on the other ranks.
+
+        Raises:
+            Refused: Another rank cannot switch; nothing was done.
+            DeadlineExceeded: The engine's loop did not come to it.
+        """
+        task = BoundaryTask(do, engine=self.engine)
+        self._tasks.append(task)
+        self._said_ready = True
+        self._say(READY)
+        try:
+            decision = self._decisions.get(timeout=_AGREE_S)
+        except queue.Empty:
+            decision = CANCEL
+        if decision != GO:
+            with suppress(ValueError):
+                self._tasks.remove(task)  # no mark will come for it
+            raise Refused("not all ranks were ready to switch weights")
+        task.wait(self._open.timeout_s if self._open is not None else _AGREE_S)
+
+    def _connected(self, connection: Connection) -> None:
+        self._connection = connection
+        self._decisions = queue.SimpleQueue()
+
+    def _say(self, frame: bytes) -> None:
+        assert self._connection is not None
+        self._connection.send_bytes(frame)
+
+    def _hello(self) -> Hello:
+        loader = self.receiver.loader
+        return hello_of(
+            loader, rank=self.rank, device=self.device, places=loader.placed, staging_note=self.receiver.staging_note
+        )
