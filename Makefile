@@ -11,7 +11,8 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Two jobs: the engines' environments need only our torch, so make creates them while `setup` goes on.
 MAKEFLAGS += --jobs=2
 
-.PHONY: setup demo engines test wide-test fuzz faults soak docs check engine-test example-test gpu-test format clean
+.PHONY: setup demo engines test wide-test fuzz faults soak docs check engine-test sweep example-test gpu-test format \
+	clean
 
 setup: $(READY)
 
@@ -38,7 +39,7 @@ engines: $(TORCHED)
 	$(BIN)/python -m tests.engines.environment
 
 # Hundreds of processes import the package and the engines' sources, so byte code is kept even if the shell forbids it.
-test wide-test engine-test example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
+test wide-test engine-test sweep example-test faults soak: export PYTHONDONTWRITEBYTECODE :=
 
 # Three test files run at the same time on two cores, since tests also wait.  TEST_WORKERS=0 runs one at a time.
 TEST_WORKERS ?= 3
@@ -84,6 +85,12 @@ check: setup
 # Real engines, and trainers of other frameworks, on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
 engine-test: setup engines
 	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines tests/integrations $(TEST_ARGS)
+
+# Tiny models of every family into a real engine, compared with fresh servers.  Writes the tables of docs/models.md.  Half
+# a minute for each family on two cores.
+SWEEP_ARGS ?=
+sweep: setup engines
+	$(BIN)/python -m tests.sweep $(SWEEP_ARGS)
 
 # The programs of examples/: a few steps with a tiny model and every engine that serves on a CPU, then a whole run with
 # SmolLM2 until the reward has risen.  Also three Ray nodes on addresses of this machine.  Half an hour on two cores.
