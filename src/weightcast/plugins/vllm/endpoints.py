@@ -19,6 +19,7 @@ from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
+from weightcast.plugins.vllm.rank_protocol import is_dummy
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver.api_keys import Keys
@@ -30,6 +31,8 @@ from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
+_PAUSE_S = 30.0
+_RANDOM = "vLLM was started with random weights (--load-format dummy): it is paused until a full update"
 _FIRST_VERSION = 0  # of the weights that vLLM was started with
 
 
@@ -135,6 +138,10 @@ class Endpoints:
             executor, hooks, facts, version=_FIRST_VERSION, events=server_events(name, version=_FIRST_VERSION)
         )
         guard_sleep(client, loop, self._engine, hooks)
+        if is_dummy(config):
+            hooks.pause_anyway("abort", _PAUSE_S)
+            with self._engine.between_updates():
+                self._engine.discarded(_RANDOM)
 
     def _ready(self) -> SessionHandler:
         if self._engine is None:

@@ -29,6 +29,8 @@ from weightcast.receiver.loader import residents_of
 
 _PROBE_ROWS = 256
 _FEW_ROWS = 8
+_SMALL = 1e-3
+_KEEP_LAYOUT = ("TRITON", "BATCHED_TRITON")  # vLLM's names of kernels that compute with experts as they are loaded
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +99,28 @@ class UnpackedModel:
             for _, layer in self._derived:
                 _process(layer)
         self._attention.renew()
+
+    def fill_randomly(self) -> None:
+        """Fills the loaded form with small random values and packs it, as vLLM fills its own with ``dummy``.
+
+        Raises:
+            ConfigError: The kernels of experts may keep another layout than the checkpoint's.  Random weights cannot
+                show it, as ``check_layouts`` does.
+        """
+        modules = dict(self._model.named_modules())
+        for name in self._as_found:
+            backend = getattr(getattr(modules[name].quant_method, "unquantized_backend", None), "name", "unknown")
+            if backend not in _KEEP_LAYOUT:
+                raise ConfigError(
+                    f"with --load-format dummy the layout of experts in {name} (backend {backend}) cannot be checked",
+                    hint="start vLLM with --moe-backend triton, or without --load-format dummy",
+                )
+        generator = torch.Generator().manual_seed(0)
+        for part in self._packed:
+            for tensor in part.loaded.values():
+                if tensor.is_floating_point():
+                    tensor.data.uniform_(-_SMALL, _SMALL, generator=generator)
+        self.pack()
 
     def check_layouts(self) -> None:
         """Checks, after loading the first weights once more, that experts in place keep the layout of the checkpoint.

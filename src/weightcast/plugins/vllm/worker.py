@@ -27,10 +27,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.rank_sockets import (
     Hello,
@@ -40,6 +38,7 @@ from weightcast.plugins.rank_sockets import (
     socket_path,
     switches_weights,
 )
+from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, draft_of
 from weightcast.plugins.vllm.staging_budget import Budget, gib, staging_setting
@@ -47,7 +46,6 @@ from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
 from weightcast.runtime.free_memory import free_host_bytes
-from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Message, RankAck
 
 # In the tree of vLLM: its worker processes have no handler for others.
@@ -273,21 +271,19 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "on a CPU, weights can only be updated in eager mode", hint="start vLLM with --enforce-eager"
             )
         unpacked = UnpackedModel(self.model, device=self.device)
-        found: list[TensorSpec] = []
-        heads: dict[str, str] = {}
-        unpacked.load_weights(self._checkpoint(found, heads))
-        if not found:
-            raise ConfigError(
-                "vLLM was started without a checkpoint, so the names of its weights are unknown",
-                hint="start vLLM from a checkpoint",
-            )
-        unpacked.check_layouts()
+        checkpoint = CheckpointSpecs(self.vllm_config, self.model)
+        if checkpoint.dummy:
+            checkpoint.read_specs()
+            unpacked.fill_randomly()
+        else:
+            unpacked.load_weights(checkpoint.weights())
+            unpacked.check_layouts()
         unpacked.spot_check()
         finishers = (unpacked.pack, unpacked.spot_check)
         receiver = WeightReceiver(
             self.model,
             load_weights=unpacked.load_weights,
-            expected=found,
+            expected=checkpoint.specs,
             tp_rank=self._rank,
             tp_size=int(self.vllm_config.parallel_config.world_size),
             device=self.device,
@@ -299,17 +295,12 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         loader = receiver.loader
         loader.expect_kept_dtypes()
         loader.not_updated = tuple(name for name in loader.not_updated if name not in unpacked.constants)
+        heads = checkpoint.heads
         kept = {digest: name for name, digest in heads.items() if name not in loader.skipped}
         loader.copies = {
             name: kept[digest] for name, digest in heads.items() if name in loader.skipped and digest in kept
         }
         return receiver
-
-    def _may_tie(self) -> bool:
-        """Returns whether vLLM may drop a stored head because it equals the word embeddings."""
-        text = self.model_config.hf_config.get_text_config()
-        untied = getattr(self.model_config, "word_embeddings_untied_by_checkpoint", False)
-        return bool(untied or getattr(text, "tie_word_embeddings", False))
 
     def _stage(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
         """Allocates and logs the staging set; returns its bytes in the KV cache's memory."""
@@ -359,20 +350,3 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _allocated_bytes(self) -> int:
         return 0 if self.device.type == "cpu" else torch.cuda.memory_allocated(self.device)
-
-    def _checkpoint(self, found: list[TensorSpec], heads: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Reads the checkpoint that vLLM has loaded once more.
-
-        Args:
-            found: List that gets the specs of all tensors.
-            heads: Dict that gets the digests of tensors with a row for each word, by name, if the model may tie them.
-        """
-        words = self.model_config.get_vocab_size() if self._may_tie() else -1
-        loader = get_model_loader(self.vllm_config.load_config)
-        if not hasattr(loader, "get_all_weights"):
-            raise ConfigError(f"load format {self.vllm_config.load_config.load_format} has no checkpoint to read")
-        for name, tensor in loader.get_all_weights(self.model_config, self.model):
-            found.append(TensorSpec.of(name, tensor))
-            if tensor.ndim == 2 and tensor.shape[0] == words:
-                heads[name] = tensor_digest(tensor)
-            yield name, tensor

@@ -1,0 +1,53 @@
+"""Real vLLM on this CPU, started without the weights that it is to serve, or in ways that weightcast refuses."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import push, verify
+from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
+from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.tiny import greedy, tiny_model, tiny_tokenizer
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+# Experts, whose packed form vLLM makes from random weights at the start; B is what a fresh server would be started on.
+def test_a_start_on_random_weights_serves_nobody_before_the_first_update(tmp_path: Path) -> None:
+    said: dict[str, list[list[int]]] = {}
+    for seed, name in enumerate("AB"):
+        model: Any = tiny_model(tmp_path / name, family="qwen3_moe", seed=seed, **SIZES, **EXPERTS)
+        tiny_tokenizer(tmp_path / name)
+        said[name] = [greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    assert said["A"] != said["B"]
+    with vllm(tmp_path / "A", tmp_path, "--load-format=dummy", tp=2) as engine, ThreadPoolExecutor(1) as pool:
+        info = engine.info()
+        assert (info["state"], info["version"], info["paused"]) == ("quarantined", None, True)
+        assert "--load-format dummy" in info["message"]
+        early = pool.submit(greedy_tokens, engine, PROMPTS, COUNT)
+        for version, name in ((1, "B"), (2, "A")):
+            report = push(tmp_path / name, [engine], version, "--pause", "retract", "--bucket-bytes", "64KiB")
+            (target,) = report["targets"]
+            assert (target["status"], target["proof"], target["version_after"]) == ("serving", "resident", version)
+            if version == 1:
+                assert early.result() == said["B"]  # it waited for the first update
+            assert greedy_tokens(engine, PROMPTS, COUNT) == said[name]
+            assert verify(tmp_path / name, engine) == (0, set())
+
+
+def test_a_start_on_random_weights_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "A", **SIZES)
+    tiny_tokenizer(tmp_path / "A")
+    (tmp_path / "A" / "model.safetensors").unlink()
+    with (
+        pytest.raises(AssertionError, match="vLLM did not start"),
+        vllm(tmp_path / "A", tmp_path, "--load-format=dummy"),
+    ):
+        pass
+    log = (tmp_path / "vllm.log").read_text()
+    assert "has no readable checkpoint" in log
+    assert "start vLLM from a folder with the checkpoint's safetensors files" in log
