@@ -64,7 +64,7 @@ class SourceSums:
 
     def __init__(self) -> None:
         self._count = 0
-        self._taken: list[tuple[int, Sequence[int], torch.Tensor]] = []
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def reserve(self, count: int) -> Taker:
         """Reserves the next ``count`` sums, each 0 until something is added to it."""
@@ -72,19 +72,19 @@ class SourceSums:
         self._count += count
         return Taker(self, first)
 
-    def add(self, first: int, places: Sequence[int], sums: torch.Tensor) -> None:
-        """Add ``sums``, int64 ``[len(places)]`` on any device, to places counted from ``first``."""
-        self._taken.append((first, places, sums))
+    def add(self, places: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add ``sums``, int64 ``[len(places)]`` on any device, to places: int64, likewise, on the CPU."""
+        self._taken.append((places, sums))
 
     def values(self) -> torch.Tensor:
         """All sums in order, int64 on the CPU.  Waits for the devices."""
         found = torch.zeros(self._count, dtype=torch.int64)
-        by_device: dict[torch.device, list[tuple[int, Sequence[int], torch.Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for taken in self._taken:
-            by_device.setdefault(taken[2].device, []).append(taken)
+            by_device.setdefault(taken[1].device, []).append(taken)
         for some in by_device.values():  # one copy to the host for each device
-            places = torch.tensor([first + place for first, places, _ in some for place in places], dtype=torch.int64)
-            found.index_add_(0, places, torch.cat([sums for _, _, sums in some]).cpu())
+            places = torch.cat([places for places, _ in some])
+            found.index_add_(0, places, torch.cat([sums for _, sums in some]).cpu())
         return found
 
 
@@ -95,9 +95,9 @@ class Taker:
     sums: SourceSums
     first: int
 
-    def add(self, places: Sequence[int], sums: torch.Tensor) -> None:
-        """Add ``sums``, int64 ``[len(places)]``, to these places of the bucket."""
-        self.sums.add(self.first, places, sums)
+    def add(self, places: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add ``sums``, int64 ``[len(places)]``, to these places of the bucket: int64, likewise, on the CPU."""
+        self.sums.add(places + self.first, sums)
 
 
 @dataclass(slots=True)
@@ -112,6 +112,7 @@ class Ledger:
     _names: list[str] = field(default_factory=list[str])
     _slots: list[int] = field(default_factory=list[int])
     _rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    _table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # made by the first ``fold``
 
     def group(self, name: str, slot: int | None) -> int:
         """A new group: a part of the tensor ``name``, counted in ``slot`` if that is given."""
@@ -139,20 +140,24 @@ class Ledger:
         Args:
             answers: Of each rank in order, int64 ``[count(rank)]`` on the CPU.
         """
-        groups = torch.tensor([group for rank in range(len(answers)) for group in self._rows.get(rank, ())])
-        groups = groups.to(torch.int64)
+        if self._table is None:
+            self._table = self._tabulate(len(answers))
+        groups, firsts, slots = self._table
         values = torch.cat(list(answers))
-        count = len(self._names)
-        # The first sum of each group is the one that counts.
-        firsts = torch.full((count,), len(groups), dtype=torch.int64).scatter_reduce_(
-            0, groups, torch.arange(len(groups)), "amin"
-        )
-        slots = torch.tensor(self._slots, dtype=torch.int64)
         counted = (slots >= 0) & (firsts < len(groups))
         totals = torch.zeros(self.num_slots, dtype=torch.int64).index_add_(0, slots[counted], values[firsts[counted]])
         wrong = groups[values != values[firsts[groups]]].unique().tolist() if len(groups) else []
         mismatches = tuple(self._mismatch(group, answers) for group in wrong)
         return Folded(totals, torch.ones(self.num_slots, dtype=torch.bool), mismatches)
+
+    def _tabulate(self, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The group of each sum, the first sum of each group (the one that counts), and the slot of each group."""
+        listed = [group for rank in range(num_ranks) for group in self._rows.get(rank, ())]
+        groups, count = torch.tensor(listed, dtype=torch.int64), len(self._names)
+        firsts = torch.full((count,), len(groups), dtype=torch.int64).scatter_reduce_(
+            0, groups, torch.arange(len(groups)), "amin"
+        )
+        return groups, firsts, torch.tensor(self._slots, dtype=torch.int64)
 
     def _mismatch(self, group: int, answers: Sequence[torch.Tensor]) -> Mismatch:
         by_value: dict[int, list[int]] = {}

@@ -150,7 +150,7 @@ class CheckpointExporter:
         self._staging.wait()
         if sources is not None:
             count = len(layout.slots)
-            sources.reserve(count).add(range(count), sums_of_slots(bucket, self._sums))
+            sources.reserve(count).add(torch.arange(count), sums_of_slots(bucket, self._sums))
 
     def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
         """Implements ``Summing.source_counts``."""

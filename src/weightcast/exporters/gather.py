@@ -236,7 +236,7 @@ class Gatherer:
         outgoing = scratch.take(parcel.box.shape, parcel.slot.spec.torch_dtype)
         held.write(parcel.box, outgoing)
         if taker is not None and parcel.summed_at is not None:
-            taker.add([parcel.summed_at], partial_sums([to_sum(parcel.slot, parcel.box, outgoing)]))
+            taker.add(torch.tensor([parcel.summed_at]), partial_sums([to_sum(parcel.slot, parcel.box, outgoing)]))
         return outgoing
 
 

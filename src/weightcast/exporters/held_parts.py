@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -40,8 +41,28 @@ class Held(Protocol):
 
 # The parts that this rank holds now of the tensor with this number.
 Local = Callable[[int], Sequence[Held]]
-# The tensor with this number now, and a key that stays equal while it is the same part, laid out alike.
-Look = Callable[[int], tuple[object, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tensors as they lie in memory at one moment.
+
+    Attributes:
+        tensors: The tensors.
+        layout: Value that stays equal while they are the same parts, laid out alike.
+    """
+
+    tensors: list[torch.Tensor]
+    layout: object
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """Address of the first element of each, in order."""
+        return list(map(torch.Tensor.data_ptr, self.tensors))
+
+
+# The tensors with these numbers now.
+Look = Callable[[Sequence[int]], Seen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +108,9 @@ class HeldParts:
                 return held
         raise ConfigError(f"{name}: the model has been sharded anew since the exporter was prepared")
 
-    def look_at(self, sources: Sequence[int]) -> dict[int, tuple[object, torch.Tensor]]:
-        """Key and tensor of each source now."""
-        return {source: self.look(source) for source in sources} if self.look else {}
+    def look_at(self, sources: Sequence[int]) -> Seen:
+        """These sources now."""
+        return self.look(sources) if self.look else Seen([], None)
 
 
 def is_ready(tensor: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> bool:

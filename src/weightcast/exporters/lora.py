@@ -161,7 +161,7 @@ class Merger:
             self._gatherer.fill(bucket, adapters, group, tuple(range(group.world_size)), sources)
         if sources is not None:
             count = len(adapters.slots)
-            sources.reserve(count).add(range(count), sums_of_slots(bucket, RepeatedSums()))
+            sources.reserve(count).add(torch.arange(count), sums_of_slots(bucket, RepeatedSums()))
         number_of = {spec.name: number for number, spec in enumerate(self._specs)}
         self._whole = {number_of[slot.spec.name]: view for slot, view in bucket.views()}
 

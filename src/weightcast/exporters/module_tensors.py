@@ -7,9 +7,10 @@ not know what engines or checkpoints call a tensor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from weightcast.errors import ConfigError
+from weightcast.exporters.held_parts import Seen
 from weightcast.exporters.local_shard import ShardOf, stored_part, whole_shape
 from weightcast.exporters.names import strip_wrappers
 from weightcast.wire.box import Box
@@ -94,6 +96,7 @@ class PlacedTensors:
                 self.places.append(
                     Place(module=module, attribute=attribute, name=name, shape=shape, dtype=tensor.dtype)
                 )
+        self._attributes = [(place.module, place.attribute) for place in self.places]
         if not self.places:
             raise ConfigError("the model has no parameters and no persistent buffers")
         if device_bytes:
@@ -126,16 +129,25 @@ class PlacedTensors:
             self._parts[number] = stored_part(place.name, tensor, self._shard_of)
         return self._parts[number]
 
-    def look(self, number: int) -> tuple[object, torch.Tensor]:
-        """This rank's shard of a tensor now and a key of its layout, as ``Look`` in ``held_parts``.  No checks."""
-        place, tensor = self.places[number], self.tensor(number)
-        whole = self._shard_of(place.name, tensor) if self._shard_of is not None else None
-        if not isinstance(tensor, DTensor):
-            return (whole, tensor.shape, tensor.stride(), tensor.dtype, tensor.device), tensor
-        with torch.no_grad():
-            local = tensor.to_local()
-        placed = tensor.device_mesh, tensor.placements
-        return (whole, tensor.shape, placed, local.shape, local.stride(), local.dtype, local.device), local
+    def look(self, numbers: Sequence[int]) -> Seen:
+        """This rank's shards of these tensors now, as ``Look`` in ``held_parts``.  No checks, and no loop for each."""
+        places = [self._attributes[number] for number in numbers]
+        # Not by getattr, which takes eight times as long: there may be tens of thousands, and an update waits.
+        found = [module.__dict__["_parameters"].get(attribute) for module, attribute in places]
+        tensors: list[torch.Tensor] = [
+            tensor if tensor is not None else getattr(module, attribute)
+            for tensor, (module, attribute) in zip(found, places, strict=True)
+        ]
+        marks: list[object] = []
+        if self._shard_of is not None:
+            names = [self.places[number].name for number in numbers]
+            marks.append(list(map(self._shard_of, names, tensors)))
+        if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+            marks.append([_placing(tensor) for tensor in tensors])
+            with torch.no_grad():
+                tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        marks += [list(map(read, tensors)) for read in _LAYOUT]
+        return Seen(tensors, marks)
 
     @contextmanager
     def looking(self) -> Generator[None]:
@@ -151,6 +163,13 @@ class PlacedTensors:
         """Makes FSDP2 show shards: after some forward passes it leaves parameters gathered."""
         for module in self._fsdp_modules:
             module.reshard()
+
+
+_LAYOUT = attrgetter("shape"), attrgetter("dtype"), attrgetter("device"), torch.Tensor.stride
+
+
+def _placing(tensor: torch.Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else None
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

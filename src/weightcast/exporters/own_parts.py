@@ -5,7 +5,7 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from weightcast.digest.definition import RepeatedSums, partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.source_sums import Taker
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
-from weightcast.exporters.held_parts import Held, HeldParts, InMemory, region, slices, to_sum
+from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, region, slices, to_sum
 from weightcast.runtime.scratch import Scratch
 from weightcast.wire.box import Box, split
 from weightcast.wire.bucket import Bucket
@@ -88,14 +88,16 @@ class _CopySteps:
     """Remembered steps that copy this rank's parts into a bucket.
 
     Attributes:
-        looks: Key of each tensor when the steps were worked out, by number.
+        sources: Numbers of the tensors that are read.
+        layout: ``Seen.layout`` of them when the steps were worked out.
         summed: Copies that are summed on their way.
         copies: Plain copies.
         rest: Computed parts, which are written anew each time.
         lent: Names of the zero-copy tensors, which stay where they are.
     """
 
-    looks: dict[int, object]
+    sources: list[int]
+    layout: object
     summed: list[_Copy]
     copies: list[_Copy]
     rest: list[OwnPart]
@@ -107,12 +109,14 @@ class _SumSteps:
     """Remembered steps that sum this rank's parts where they lie.
 
     Attributes:
-        looks: Key of each tensor when the steps were worked out, by number.
+        sources: Numbers of the tensors that are read.
+        layout: ``Seen.layout`` of them when the steps were worked out.
         views: Memory that is summed as it is, with the places of the sums.
         rest: Parts that are read anew each time: cast before they are sent, or memory that a value is computed from.
     """
 
-    looks: dict[int, object]
+    sources: list[int]
+    layout: object
     views: list[tuple[int, _View]]
     rest: list[OwnPart]
 
@@ -141,6 +145,9 @@ class OwnParts:
         self._held = held
         self._transfers = transfers
         self._sums = sums
+        self._places = torch.tensor([own.place for own in parts if own.place is not None], dtype=torch.int64)
+        self._one_each = [own.number for own in parts] == list(range(len(layout.slots)))
+        self._seen: tuple[list[int], Seen | None] = [], None  # while one bucket is filled
         self._copying: _CopySteps | None = None
         self._summing: _SumSteps | None = None
 
@@ -153,27 +160,27 @@ class OwnParts:
         Returns:
             The sums of the slots, if all parts were summed on the way; ``taker`` has them too then.
         """
-        steps = self._copying
-        found = self._held.look_at(list(steps.looks)) if steps else {}
-        changed = steps is None or steps.lent != frozenset(bucket.lent)
-        if steps is None or changed or any(found[source][0] != look for source, look in steps.looks.items()):
-            steps = self._copying = self._plan_copies(bucket)
-            found = self._held.look_at(list(steps.looks))
+        self._seen = [], None
+        steps, found = self._copying, None
+        if steps is not None and steps.lent == frozenset(bucket.lent):
+            found = self._held.look_at(steps.sources)
+        if steps is None or found is None or found.layout != steps.layout:
+            steps, found = self._plan_copies(bucket)
+            self._copying = steps
         # Of some slots there would be no sum: then all parts are summed where they lie.
         summed = taker is not None and not steps.lent and not steps.copies and not steps.rest
         sums = self._copy_and_sum(steps, found, bucket, summed=summed) if steps.summed else None
-        if not steps.copies and not steps.rest:
-            if sums is None or not summed:
-                return None
+        if sums is not None and summed:
             assert taker is not None
-            taker.add([own.place for own in self._parts if own.place is not None], sums)
+            taker.add(self._places, sums)
             return self._by_slot(sums)
-        _copy_plainly(steps.copies, found, bucket)
+        self._seen = (steps.sources, found) if taker is not None else ([], None)
+        _copy_plainly(steps, found, bucket)
         for own in steps.rest:
             target = region(bucket, own.slot, own.box)
             self._held.find(own.slot.spec.name, own.box).write(own.box, target)
             if taker is not None and own.computed and own.place is not None:
-                taker.add([own.place], partial_sums([to_sum(own.slot, own.box, target)]))
+                taker.add(torch.tensor([own.place]), partial_sums([to_sum(own.slot, own.box, target)]))
         return None
 
     def sum_in_place(self, taker: Taker, *, summed_on_the_way: bool) -> None:
@@ -183,54 +190,58 @@ class OwnParts:
             taker: Takes the sums.
             summed_on_the_way: All values were already summed while they were copied.
         """
+        if summed_on_the_way:
+            return
+        (known, found), self._seen = self._seen, ([], None)
         steps = self._summing
-        found = self._held.look_at(list(steps.looks)) if steps else {}
-        if steps is None or any(found[source][0] != look for source, look in steps.looks.items()):
-            steps = self._summing = self._plan_sums()
-            found = self._held.look_at(list(steps.looks))
-        if steps.views and not summed_on_the_way:
+        if steps is not None and (found is None or known != steps.sources):
+            found = self._held.look_at(steps.sources)
+        if steps is None or found is None or found.layout != steps.layout:
+            steps, found = self._plan_sums()
+            self._summing = steps
+        if steps.views:
             self._sum_views(steps, found, taker)
         scratch = Scratch()
         for own in steps.rest:
-            self._sum_one(own, taker, scratch, summed_on_the_way=summed_on_the_way)
+            self._sum_one(own, taker, scratch)
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of slots from those of own parts."""
-        numbers = [own.number for own in self._parts]
         count = len(self._layout.slots)
-        if numbers == list(range(count)):
+        if self._one_each:
             return sums
-        return torch.zeros(count, dtype=sums.dtype, device=sums.device).index_add_(
-            0, torch.tensor(numbers, device=sums.device), sums
-        )
+        numbers = torch.tensor([own.number for own in self._parts], device=sums.device)
+        return torch.zeros(count, dtype=sums.dtype, device=sums.device).index_add_(0, numbers, sums)
 
-    def _copy_and_sum(
-        self, steps: _CopySteps, found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket, *, summed: bool
-    ) -> torch.Tensor:
+    def _copy_and_sum(self, steps: _CopySteps, found: Seen, bucket: Bucket, *, summed: bool) -> torch.Tensor:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
 
         def transfers() -> list[Transfer]:
-            flat = Flat(bucket.data)
-            return [copy.transfer(found[copy.view.source][1], flat) for copy in steps.summed]
+            flat, memory = Flat(bucket.data), dict(zip(steps.sources, found.tensors, strict=True))
+            return [copy.transfer(memory[copy.view.source], flat) for copy in steps.summed]
 
-        where = tuple(tensor.data_ptr() for _, tensor in found.values())
         place = self._layout.index, bucket.data.data_ptr()
         # ``steps`` is in the key because the same memory may be read otherwise than before.
-        what = self._layout, where, steps
+        what = self._layout, found.addresses, steps
         return self._transfers.run(place, what, bucket.data.device, len(self._parts), transfers, summed=summed)
 
-    def _plan_copies(self, bucket: Bucket) -> _CopySteps:
-        steps = _CopySteps({}, [], [], [], frozenset(bucket.lent))
-        flat = Flat(bucket.data)
+    def _plan_copies(self, bucket: Bucket) -> tuple[_CopySteps, Seen]:
+        lent = frozenset(bucket.lent)
+        views: list[tuple[int, OwnPart, _View, torch.Tensor]] = []
+        rest: list[OwnPart] = []
         for number, own in enumerate(self._parts):
-            if own.slot.spec.name in steps.lent:
+            if own.slot.spec.name in lent:
                 continue
-            found = self._view_of(self._held.find(own.slot.spec.name, own.box), own)
+            found = self._view_of(own)
             if found is None:
-                steps.rest.append(own)
-                continue
-            view, look, whole = found
-            steps.looks[view.source] = look
+                rest.append(own)
+            else:
+                views.append((number, own, *found))
+        sources = list(dict.fromkeys(view.source for _, _, view, _ in views))
+        seen = self._held.look_at(sources)
+        steps = _CopySteps(sources, seen.layout, [], [], rest, lent)
+        flat = Flat(bucket.data)
+        for number, own, view, whole in views:
             target = region(bucket, own.slot, own.box)
             copy = _Copy(
                 view=view,
@@ -241,17 +252,18 @@ class OwnParts:
             )
             fits = transfers_on(bucket.data.device) and can_transfer(copy.transfer(whole, flat))
             (steps.summed if fits else steps.copies).append(copy)
-        return steps
+        return steps, seen
 
-    def _view_of(self, held: Held, own: OwnPart) -> tuple[_View, object, torch.Tensor] | None:
-        """Place of a part in a tensor that ``Look`` knows, that tensor's key, and the tensor.
+    def _view_of(self, own: OwnPart) -> tuple[_View, torch.Tensor] | None:
+        """Place of a part in a tensor that ``Look`` knows, and that tensor.
 
         None if the part is computed or ``Look`` does not know it.
         """
+        held = self._held.find(own.slot.spec.name, own.box)
         look = self._held.look
         if look is None or not isinstance(held, InMemory) or held.source is None:
             return None
-        key, whole = look(held.source)
+        whole = look([held.source]).tensors[0]
         part = held.memory[slices(own.box, held.box.offset)]
         view = _View(
             source=held.source,
@@ -261,58 +273,59 @@ class OwnParts:
             full_shape=own.slot.spec.shape,
             box=own.box,
         )
-        return view, key, whole
+        return view, whole
 
-    def _plan_sums(self) -> _SumSteps:
-        steps = _SumSteps({}, [], [])
+    def _plan_sums(self) -> tuple[_SumSteps, Seen]:
+        views: list[tuple[int, _View]] = []
+        rest: list[OwnPart] = []
         for own in self._parts:
             if own.computed:
                 if own.origin is not None:
-                    steps.rest.append(own)
+                    rest.append(own)
                 continue
-            found = self._view_of(self._held.find(own.slot.spec.name, own.box), own)
-            if found is None or found[2].dtype != own.slot.spec.torch_dtype:
-                steps.rest.append(own)
+            found = self._view_of(own)
+            if found is None or found[1].dtype != own.slot.spec.torch_dtype:
+                rest.append(own)
                 continue
-            view, look, _ = found
             assert own.place is not None
-            steps.looks[view.source] = look
-            steps.views.append((own.place, view))
-        return steps
+            views.append((own.place, found[0]))
+        sources = list(dict.fromkeys(view.source for _, view in views))
+        seen = self._held.look_at(sources)
+        return _SumSteps(sources, seen.layout, views, rest), seen
 
-    def _sum_views(self, steps: _SumSteps, found: Mapping[int, tuple[object, torch.Tensor]], taker: Taker) -> None:
+    def _sum_views(self, steps: _SumSteps, found: Seen, taker: Taker) -> None:
+        memory = dict(zip(steps.sources, found.tensors, strict=True))
         by_device: dict[torch.device, list[tuple[int, _View]]] = {}
         for place, view in steps.views:
-            by_device.setdefault(found[view.source][1].device, []).append((place, view))
-        where = tuple(tensor.data_ptr() for _, tensor in found.values())
+            by_device.setdefault(memory[view.source].device, []).append((place, view))
         for device, views in by_device.items():
 
             def pieces(views: list[tuple[int, _View]] = views) -> list[Piece]:
-                return [view.piece(found[view.source][1]) for _, view in views]
+                return [view.piece(memory[view.source]) for _, view in views]
 
-            sums = self._sums.sums((self._layout.index, device), (where, steps), device, pieces)
-            taker.add([place for place, _ in views], sums)
+            sums = self._sums.sums((self._layout.index, device), (found.addresses, steps), device, pieces)
+            taker.add(torch.tensor([place for place, _ in views]), sums)
 
-    def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch, *, summed_on_the_way: bool) -> None:
+    def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch) -> None:
         held = self._held.find(own.slot.spec.name, own.box)
         memory = held.memory
         if own.origin is not None:
             part = held.origin.detach()[slices(own.box, held.box.offset)]
-            taker.add([own.origin], partial_sums([to_sum(own.slot, own.box, part)]))
-        if own.place is None or own.computed or memory is None or summed_on_the_way:
+            taker.add(torch.tensor([own.origin]), partial_sums([to_sum(own.slot, own.box, part)]))
+        if own.place is None or own.computed or memory is None:
             return
         part, dtype = memory.detach()[slices(own.box, held.box.offset)], own.slot.spec.torch_dtype
         for box in split(own.box, max(_CAST_BYTES // dtype.itemsize, 1)):
             values = scratch.cast(part[slices(box, own.box.offset)], dtype)
-            taker.add([own.place], partial_sums([to_sum(own.slot, box, values)]))
+            taker.add(torch.tensor([own.place]), partial_sums([to_sum(own.slot, box, values)]))
 
 
-def _copy_plainly(copies: Sequence[_Copy], found: Mapping[int, tuple[object, torch.Tensor]], bucket: Bucket) -> None:
-    memory = {source: (tensor, bits(tensor)) for source, (_, tensor) in found.items()}
+def _copy_plainly(steps: _CopySteps, found: Seen, bucket: Bucket) -> None:
+    memory = {source: (whole, bits(whole)) for source, whole in zip(steps.sources, found.tensors, strict=True)}
     flat = Flat(bucket.data)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for copy in copies:
+    for copy in steps.copies:
         view = copy.view
         source, as_bits = memory[view.source]
         same = source.dtype == copy.dtype

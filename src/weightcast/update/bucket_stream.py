@@ -87,6 +87,7 @@ class BucketStream:
         self._wait_s = wait_s
         self._progress = progress
         self._events = events
+        self._payload_bytes = [sum(slot.size_bytes for slot in layout.slots) for layout in layouts]
         self._slots: list[SharedSlot] = []
         self._bucket_sums = RepeatedSums()
 
@@ -170,7 +171,7 @@ class BucketStream:
             False if a bucket could not be sent; the same on every rank.
         """
         head = self._head
-        sent_bytes, all_bytes = 0, sum(slot.size_bytes for layout in self._layouts for slot in layout.slots)
+        sent_bytes = 0
         for _ in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
             if self._group.broadcast_bytes(go, timeout_s=self._wait_s) != b"go":
@@ -183,8 +184,8 @@ class BucketStream:
                 assert bucket is not None
                 head.send(bucket, shared)
                 if self._progress is not None and not head.failed:
-                    sent_bytes += sum(slot.size_bytes for slot in bucket.layout.slots)
-                    self._progress(sent_bytes, all_bytes)
+                    sent_bytes += self._payload_bytes[bucket.layout.index]
+                    self._progress(sent_bytes, sum(self._payload_bytes))
         return True
 
     def _gather_sums(
