@@ -51,6 +51,8 @@ def main() -> int:
 
     if args.device == "cuda":  # it rewrites what names a GPU
         monkey_patch_torch_reductions()
+    else:  # file descriptors go to relatives of this process only
+        torch.multiprocessing.set_sharing_strategy("file_system")
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(args.checkpoint.glob("*.safetensors")):
         with safe_open(file, "pt", device=args.device) as content:

@@ -212,6 +212,8 @@ class TestAnUpdate:
             "/continue_generation",
         ]
         assert json.loads(asked[1].body) == {"new_version": "13", "abort_all_requests": False}
+        # By default SGLang empties torch's cache here, before any request goes on.
+        assert json.loads(asked[2].body) == {"torch_empty_cache": False}
         assert (ack.version, ack.ranks) == (13, 2)
         asked, _ = talk(adapter.leave("g"), {"/destroy_weights_update_group": 400})
         assert paths(asked) == ["/destroy_weights_update_group"]

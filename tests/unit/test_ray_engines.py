@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import pytest
 
 from tests.procs import gone, wait_until_gone
+from weightcast.errors import ConfigError
 from weightcast.ray import RolloutEngines, lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
+from weightcast.ray.engine_kinds import wake_requests
 from weightcast.ray.engines import _Member
 from weightcast.report import TargetReport, UpdateReport
 
@@ -28,10 +31,24 @@ def test_command_lines():
     assert "VLLM_PLUGINS" not in plain.env
     assert "--weight-transfer-config" not in plain.command
     assert sglang_engine("m").wake == ("/resume_memory_occupation",)
+    assert sglang_engine("m").env == {}
+    assert sglang_engine("m", receiver=True).env == {"SGLANG_PLUGINS": "weightcast"}
     lmdeploy = lmdeploy_engine("m", "--dtype", "bfloat16")
     assert lmdeploy.command[:6] == ("lmdeploy", "serve", "api_server", "m", "--backend", "pytorch")
     assert lmdeploy.command[-2:] == ("--dtype", "bfloat16")
     assert (lmdeploy.sleep, lmdeploy.wake) == (("/sleep?level=1",), ("/wakeup",))
+
+
+def test_engines_wake_wholly_or_by_tag():
+    tags = ["weights", "kv_cache"]
+    assert wake_requests(sglang_engine("m"), []) == [("/resume_memory_occupation", b"{}")]
+    [(path, body)] = wake_requests(sglang_engine("m"), tags)
+    assert (path, json.loads(body)) == ("/resume_memory_occupation", {"tags": tags})
+    assert wake_requests(vllm_engine("m"), tags) == [("/wake_up?tags=weights&tags=kv_cache", b"{}")]
+    assert wake_requests(lmdeploy_engine("m"), tags[:1]) == [("/wakeup?tags=weights", b"{}")]
+    assert wake_requests(reference_engine("m"), []) == [("/wake", b"{}")]
+    with pytest.raises(ConfigError, match=r"take no tags to wake \(weights\)"):
+        wake_requests(reference_engine("m"), tags[:1])
 
 
 def keeper(code: str) -> subprocess.Popen[bytes]:

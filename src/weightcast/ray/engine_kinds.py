@@ -5,9 +5,14 @@ The caller adds the arguments that depend on the model and the machine.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlencode
+
+from weightcast.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +25,8 @@ class EngineKind:
         health: Path that answers 200 once the engine serves.
         sleep: Paths to POST ``{}`` to, in order, to free the accelerator; empty if the engine cannot sleep.
         wake: Paths to POST ``{}`` to, in order, to wake up.
+        wake_tags: Where the last of these paths takes the names of the memory to wake, such as ``weights``: in its
+            query (``?tags=weights&tags=kv_cache``), in its body (``{"tags": ["weights"]}``), or nowhere.
     """
 
     command: tuple[str, ...]
@@ -27,6 +34,7 @@ class EngineKind:
     health: str = "/health"
     sleep: tuple[str, ...] = ()
     wake: tuple[str, ...] = ()
+    wake_tags: Literal["query", "body"] | None = None
 
 
 def reference_engine(model: str, *arguments: str) -> EngineKind:
@@ -65,11 +73,15 @@ def vllm_engine(
         env={"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_PLUGINS": "weightcast"} if receiver else {}),
         sleep=("/sleep?level=1",),
         wake=("/wake_up",),
+        wake_tags="query",
     )
 
 
 def sglang_engine(
-    model: str, *arguments: str, program: tuple[str, ...] = ("python3", "-m", "sglang.launch_server")
+    model: str,
+    *arguments: str,
+    program: tuple[str, ...] = ("python3", "-m", "sglang.launch_server"),
+    receiver: bool = False,
 ) -> EngineKind:
     """Describes SGLang's server.
 
@@ -77,14 +89,17 @@ def sglang_engine(
         model: Model argument of SGLang.
         *arguments: Further arguments of its command line; ``--enable-memory-saver`` for ``RolloutEngines.sleep``.
         program: Command that starts SGLang, e.g. with the Python of another environment.
+        receiver: Whether SGLang loads weightcast's receiver, which must be installed in its environment.
     """
     return EngineKind(
         command=(
             *(*program, "--model-path", model, "--host", "{host}", "--port", "{port}", "--tp-size", "{tp}"),
             *arguments,
         ),
+        env={"SGLANG_PLUGINS": "weightcast"} if receiver else {},
         sleep=("/release_memory_occupation",),
         wake=("/resume_memory_occupation",),
+        wake_tags="body",
     )
 
 
@@ -103,4 +118,22 @@ def lmdeploy_engine(model: str, *arguments: str, program: tuple[str, ...] = ("lm
         ),
         sleep=("/sleep?level=1",),
         wake=("/wakeup",),
+        wake_tags="query",
     )
+
+
+def wake_requests(kind: EngineKind, tags: Sequence[str]) -> list[tuple[str, bytes]]:
+    """Returns the paths and bodies that wake an engine, wholly or the memory of these tags.
+
+    Raises:
+        ConfigError: There are tags, and engines of this kind take none.
+    """
+    requests = [(path, b"{}") for path in kind.wake]
+    if not tags:
+        return requests
+    if not requests or kind.wake_tags is None:
+        raise ConfigError(f"engines of this kind take no tags to wake ({', '.join(tags)})", hint="wake all of it")
+    *before, (path, _) = requests
+    if kind.wake_tags == "body":
+        return [*before, (path, json.dumps({"tags": list(tags)}).encode())]
+    return [*before, (f"{path}?{urlencode([('tags', tag) for tag in tags])}", b"{}")]

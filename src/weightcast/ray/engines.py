@@ -23,7 +23,7 @@ from weightcast.comm.ports import quiet_port
 from weightcast.config import Target
 from weightcast.errors import ConfigError, EngineFailure, WeightcastError
 from weightcast.ray.actors import Place, collect, place, remote
-from weightcast.ray.engine_kinds import EngineKind
+from weightcast.ray.engine_kinds import EngineKind, wake_requests
 from weightcast.ray.log_tail import Tail
 from weightcast.ray.placement import Bundles, require_cluster
 from weightcast.report import UpdateReport
@@ -128,11 +128,11 @@ class _Slot:
             words = self._tail()
         return Look(exit_code=code, healthy=not words and code is None, words=words)
 
-    def ask(self, paths: Sequence[str], timeout_s: float) -> None:
-        """Posts to each path in turn."""
+    def ask(self, requests: Sequence[tuple[str, bytes]], timeout_s: float) -> None:
+        """Posts each body to its path in turn."""
         assert self._client is not None
-        for path in paths:
-            self._client.post_json(path, b"{}", timeout_s=timeout_s)
+        for path, body in requests:
+            self._client.post_json(path, body, timeout_s=timeout_s)
 
     def stop(self) -> None:
         """Ends the server and waits until it is gone."""
@@ -298,11 +298,21 @@ class RolloutEngines:
             ConfigError: This kind of engine cannot sleep.
             EngineFailure, TargetError: An engine refused or did not answer.
         """
-        self._ask_all(self._kind.sleep, "sleep", timeout_s)
+        self._ask_all([(path, b"{}") for path in self._kind.sleep], "sleep", timeout_s)
 
-    def wake(self, *, timeout_s: float = 120.0) -> None:
-        """Wakes all engines after ``sleep``."""
-        self._ask_all(self._kind.wake, "wake up", timeout_s)
+    def wake(self, *, tags: Sequence[str] = (), timeout_s: float = 120.0) -> None:
+        """Wakes all engines after ``sleep``.
+
+        Args:
+            tags: Memory to wake, by the engine's own names: ``weights`` before an update and ``kv_cache`` after it
+                save the memory of the cache while the trainer still holds its own.  All of it without.
+            timeout_s: Deadline of each engine, in seconds.
+
+        Raises:
+            ConfigError: This kind of engine cannot sleep, or takes no tags.
+            EngineFailure, TargetError: An engine refused or did not answer.
+        """
+        self._ask_all(wake_requests(self._kind, tags), "wake up", timeout_s)
 
     def pids(self) -> tuple[int, ...]:
         """Returns the process id of each engine's actor, on its node."""
@@ -375,11 +385,11 @@ class RolloutEngines:
             member.state = "waiting"
         return bool(look.healthy)
 
-    def _ask_all(self, paths: Sequence[str], what: str, timeout_s: float) -> None:
-        if not paths:
+    def _ask_all(self, requests: Sequence[tuple[str, bytes]], what: str, timeout_s: float) -> None:
+        if not requests:
             raise ConfigError(f"engines of this kind cannot {what}")
         alive = [member for member in self._members if member.state != "dead"]
-        asked = [member.slots[0].ask.remote(tuple(paths), timeout_s) for member in alive]
+        asked = [member.slots[0].ask.remote(tuple(requests), timeout_s) for member in alive]
         collect(asked, names=[member.name for member in alive], what=what, timeout_s=timeout_s + _GRACE_S)
 
     def _bury(self, member: _Member, words: str) -> None:

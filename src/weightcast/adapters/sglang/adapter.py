@@ -194,7 +194,7 @@ class SglangAdapter:
             if checksum:
                 words = _describe_checksums(self._checksum, checksum, self._info.tp_size)
         yield from self._stamp()
-        yield _post("/continue_generation")
+        yield _post("/continue_generation", torch_empty_cache=False)
         self._mixed = False
         stall_s = time.monotonic() - self._paused_at
         return self._ack(version=self._version, stall_s=stall_s, message=words, checksum=checksum)
@@ -210,7 +210,7 @@ class SglangAdapter:
                     raise
         if self._mixed:
             return self._ack(state="quarantined")
-        yield _post("/continue_generation")
+        yield _post("/continue_generation", torch_empty_cache=False)
         return self._ack()
 
     def leave(self, group: str | None) -> Steps:
