@@ -1,0 +1,107 @@
+"""Real vLLM on a GPU with our receiver, and models whose layers or kernels keep copies of weights there.
+
+vLLM comes from where ``test_vllm_gpu`` has it from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.servers import BUCKET_BYTES, Record
+from tests.gpu.test_updates_gpu import train
+from tests.gpu.test_vllm_gpu import Vllm, vllm
+from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = needs_vllm
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+}
+GPT_OSS = SMALL | {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+LATENT = SMALL | {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "backend"),
+    [
+        # Attention sinks and biases of experts, which kernels hold.
+        pytest.param("gpt_oss", GPT_OSS, "TRITON_ATTN", id="gpt-oss"),
+        # Matrices that attention absorbs from kv_b_proj after loading.
+        pytest.param("deepseek_v3", LATENT, "TRITON_MLA", id="deepseek-v3"),
+    ],
+)
+def test_what_kernels_hold_is_updated_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record: Record,
+    family: str,
+    settings: dict[str, Any],
+    backend: str,
+) -> None:
+    monkeypatch.setattr("tests.gpu.test_vllm_gpu.FLAGS", [f"--attention-backend={backend}", "--dtype=bfloat16"])
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(folders):
+        tiny_model(folder, family=family, seed=seed, **settings)
+        tiny_tokenizer(folder)
+    common: dict[str, Any] = {"backend": "weightcast", "gpus": [0], "eager": False}
+    with (
+        vllm(folders[0], tmp_path / "updated.log", **common) as server,
+        vllm(folders[1], tmp_path / "other.log", **common) as other,
+    ):
+        server.wait_ready()
+        other.wait_ready()
+        record("vllm", server.get("/version").json()["version"])
+        answers = [Vllm().answers(server), Vllm().answers(other)]
+        assert all(old != new for old, new in zip(*answers, strict=True))
+        rows: list[dict[str, Any]] = []
+        for version, index in ((1, 1), (2, 0), (3, 1)):
+            result = train(
+                ["cuda:0"],
+                [server.url],
+                transport="ipc",
+                model=folders[index],
+                dtype="bfloat16",
+                versions=str(version),
+                bucket_bytes=BUCKET_BYTES,
+                verify="resident",
+                timeout=120.0,
+            )
+            assert result["ok"], result
+            [row] = result["reports"][0]["targets"]
+            assert (row["status"], row["version_after"], row["not_updated"]) == ("serving", version, []), row
+            assert row["proof"] in ("resident", "partial"), row
+            assert Vllm().answers(server) == answers[index]
+            rows.append(row)
+        record("rows", rows)
