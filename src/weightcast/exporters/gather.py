@@ -24,7 +24,7 @@ from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, is_contiguous, plan_gather
 from weightcast.exporters.held_parts import Held, HeldParts, Local, Look, is_ready, region, slices, to_sum
 from weightcast.exporters.own_parts import OwnParts
-from weightcast.exporters.ownership import SharedPart, exchange
+from weightcast.exporters.ownership import Shared
 from weightcast.wire.box import Box, contains
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
@@ -38,38 +38,28 @@ class Gatherer:
 
     Args:
         specs: Every tensor, the same on every rank.
-        local: The parts that this rank holds now of the tensor with this number.  Called anew for every bucket.  The
-            parts of all ranks together must be the tensor exactly once; several ranks may hold replicas of a part.
+        local: The parts that this rank holds now of the tensor with this number.  Called anew for every bucket.
+        shared: The parts that all ranks hold.  Several ranks may hold replicas of a part.
         look: A quicker way than ``local`` to parts that lie in memory; None if there is none.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, look: Look | None = None) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, look: Look | None = None) -> None:
         self._specs = tuple(specs)
         self._held = HeldParts(self._specs, local, look)
+        self._shared = shared
         self._group: TrainerGroup | None = None
-        self._parts: list[list[SharedPart]] = []
         self._plans: dict[int, tuple[GatherPlan, OwnParts]] = {}
         self._transfers = RepeatedTransfers()
         self._sums = RepeatedSums()
 
     def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which part.  Collective; communicates the first time only.
-
-        Raises:
-            ConfigError: The ranks do not have the same model, or together do not hold every tensor exactly once; the
-                same on every rank.
-            TrainerRankFailed: A rank is gone or did not take part in time.
-        """
+        """Exchanges which rank holds which part, as ``Shared.agree`` does.  Collective."""
         if self._group is group:
             return
         transfers_on(group.device)  # compiles now, while nobody waits
-        self._parts = exchange(self._specs, self._held.local, group)
+        self._shared.agree(group)
         self._plans.clear()
         self._group = group
-
-    def boxes(self, number: int) -> list[Box]:
-        """The distinct parts that the ranks hold of a tensor; known after ``prepare``."""
-        return [part.box for part in self._parts[number]]
 
     def fill(
         self,
@@ -155,7 +145,7 @@ class Gatherer:
         known = self._plans.get(layout.index)
         if known is None or known[0].receivers != receivers or known[0].layout != layout:
             tensors = {
-                slot.spec.name: (self._specs[number], self._parts[number])
+                slot.spec.name: (self._specs[number], self._shared.parts(number))
                 for slot in layout.slots
                 if (number := self._held.number.get(slot.spec.name)) is not None
             }

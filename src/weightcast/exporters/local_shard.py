@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weightcast.errors import ConfigError
@@ -33,6 +34,24 @@ class Within:
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How the trainer ranks hold one tensor, and what of it is this rank's own.
+
+    Attributes:
+        mesh: The mesh that cuts the tensor; None for a tensor that a rank holds as it is.
+        cuts: Dimension of the tensor and dimension of the mesh, in the order in which the mesh cuts.  Dimensions of the
+            mesh that cut nothing hold replicas.
+        shape: Shape of this rank's tensor, or of its DTensor, before the mesh cuts it.
+        within: Place of that tensor in the whole one, which may differ from rank to rank; None if it is whole.
+    """
+
+    mesh: DeviceMesh | None
+    cuts: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    within: Within | None
 
 
 # Function of a parameter's name and the parameter; None for one that is whole or that DTensor describes.
@@ -116,7 +135,7 @@ def local_part(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | No
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is outside the tensor's mesh
         return None
-    box = _box(name, tuple(tensor.shape), tensor, coordinate)
+    box = _box(tensor, cuts_of(name, tensor), coordinate)
     if math.prod(box.shape) == 0 and local.numel() == 0:
         return None
     if tuple(local.shape) != box.shape:
@@ -127,17 +146,31 @@ def local_part(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | No
     return box, local.detach()
 
 
-def _box(name: str, shape: tuple[int, ...], tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    offset, extent = [0] * len(shape), list(shape)
-    strided: list[tuple[int, int]] = []
+def placement_of(name: str, tensor: torch.Tensor, shard_of: ShardOf | None) -> Placement:
+    """How the trainer ranks hold a tensor.  No communication.
+
+    Raises:
+        ConfigError: The placement cannot be exported.
+    """
+    within = shard_of(name, tensor) if shard_of is not None else None
+    sharded = isinstance(tensor, DTensor)
+    return Placement(
+        mesh=tensor.device_mesh if sharded else None,
+        cuts=cuts_of(name, tensor) if sharded else (),
+        shape=tuple(tensor.shape),
+        within=within,
+    )
+
+
+def cuts_of(name: str, tensor: DTensor) -> tuple[tuple[int, int], ...]:
+    """Dimension of the tensor and dimension of the mesh, in the order in which a DTensor's mesh cuts it.
+
+    Raises:
+        ConfigError: The placement is unknown, or ``Partial``.
+    """
     mesh_shape: tuple[int, ...] = tuple(tensor.device_mesh.shape)
-
-    def cut(dim: int, mesh_dim: int) -> None:
-        chunk = -(-extent[dim] // mesh_shape[mesh_dim])
-        start = min(coordinate[mesh_dim] * chunk, extent[dim])
-        offset[dim] += start
-        extent[dim] = min(chunk, extent[dim] - start)
-
+    cuts: list[tuple[int, int]] = []
+    strided: list[tuple[int, int]] = []
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
@@ -146,7 +179,7 @@ def _box(name: str, shape: tuple[int, ...], tensor: DTensor, coordinate: Sequenc
         if split_factor is not None:
             strided.append((mesh_dim, split_factor))
         elif type(placement) is Shard:
-            cut(placement.dim, mesh_dim)
+            cuts.append((placement.dim, mesh_dim))
         else:
             raise ConfigError(
                 f"{name} is placed as {placement} on mesh dimension {mesh_dim}, which cannot be exported",
@@ -165,5 +198,15 @@ def _box(name: str, shape: tuple[int, ...], tensor: DTensor, coordinate: Sequenc
                 f"{name} is placed as {tensor.placements}: a strided shard with split factor {split_factor} and "
                 f"{math.prod(right)} shards to its right cannot be exported"
             )
-        cut(dim, mesh_dim)
+        cuts.append((dim, mesh_dim))
+    return tuple(cuts)
+
+
+def _box(tensor: DTensor, cuts: Sequence[tuple[int, int]], coordinate: Sequence[int]) -> Box:
+    offset, extent = [0] * tensor.dim(), list(tensor.shape)
+    for dim, mesh_dim in cuts:
+        chunk = -(-extent[dim] // tensor.device_mesh.shape[mesh_dim])
+        start = min(coordinate[mesh_dim] * chunk, extent[dim])
+        offset[dim] += start
+        extent[dim] = min(chunk, extent[dim] - start)
     return Box(offset=tuple(offset), shape=tuple(extent))

@@ -23,6 +23,7 @@ from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import Held, InMemory, slices
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
+from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.segments import Segment
 from weightcast.protocols import Shard
 from weightcast.wire.box import Box
@@ -126,11 +127,20 @@ class Merger:
             TensorSpec(name=f"{n}:{place.name}"[:512], dtype=dtype_name(place.dtype), shape=place.shape)
             for n, place in enumerate(self._tensors.places)
         )
-        self._gatherer = Gatherer(self._specs, self._local, self._tensors.look)
+        self._gatherer = Gatherer(
+            self._specs,
+            self._local,
+            SharedParts(self._tensors, as_stored(self._tensors), self._specs),
+            self._tensors.look,
+        )
         self._whole: dict[int, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._deltas)
+
+    def merges(self, number: int) -> bool:
+        """True if the stored tensor with this number has adapters."""
+        return number in self._deltas
 
     def extra_bytes(self, sources: Sequence[int]) -> int:
         """Size of the adapters of these weights, in bytes."""
@@ -324,7 +334,12 @@ class AdapterExporter:
             TensorSpec(name=place.name, dtype=dtype_name(place.dtype), shape=place.shape)
             for place in self._tensors.places
         )
-        self._gatherer = Gatherer(self._specs, self._local, self._tensors.look)
+        self._gatherer = Gatherer(
+            self._specs,
+            self._local,
+            SharedParts(self._tensors, as_stored(self._tensors), self._specs),
+            self._tensors.look,
+        )
         known: Any = next((c for m in model.modules() if (c := getattr(m, "peft_config", None))), {})
         self.config: dict[str, Any] = known[adapter].to_dict() if adapter in known else {}
 

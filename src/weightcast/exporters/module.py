@@ -31,7 +31,8 @@ from weightcast.exporters.local_shard import ShardOf
 from weightcast.exporters.mapping import Family, arrange, wire_dtype_of
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import check_names, is_wrapper
-from weightcast.exporters.quantise import Fp8Blocks, Quantiser
+from weightcast.exporters.ownership import SharedParts
+from weightcast.exporters.quantise import Fp8Blocks, Quantiser, quantised_specs
 from weightcast.protocols import Shard
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
@@ -96,11 +97,14 @@ class ModuleExporter:
             dtype = casting.wire_dtype(own.pop(), wire_dtype_of(tensor.name, self.family, wire_dtype))
             name = names(tensor.name) if names is not None else tensor.name
             specs.append(TensorSpec(name=name, dtype=dtype_name(dtype), shape=tensor.shape))
-        self._quantiser = Quantiser(specs, self._local, quantise) if quantise is not None else None
-        self._specs = tuple(specs) if self._quantiser is None else self._quantiser.specs
+        self._specs = tuple(specs if quantise is None else quantised_specs(specs, quantise))
         check_names(spec.name for spec in self._specs)
-        local = self._local if self._quantiser is None else self._quantiser.local
-        self._gatherer = Gatherer(self._specs, local, self._tensors.look)
+        shared = SharedParts(self._tensors, self._arranged, specs, travelling=self._specs, computed=self._merger.merges)
+        self._quantiser = Quantiser(specs, self._local, shared, quantise) if quantise is not None else None
+        if self._quantiser is None:
+            self._gatherer = Gatherer(self._specs, self._local, shared, self._tensors.look)
+        else:
+            self._gatherer = Gatherer(self._specs, self._quantiser.local, self._quantiser, self._tensors.look)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
 
     @property
@@ -137,8 +141,6 @@ class ModuleExporter:
 
     def _prepare(self, group: TrainerGroup) -> None:
         self._merger.prepare(group)
-        if self._quantiser is not None:
-            self._quantiser.prepare(group)
         self._gatherer.prepare(group)
 
     def fill(

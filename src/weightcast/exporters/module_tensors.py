@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import Seen
-from weightcast.exporters.local_shard import ShardOf, stored_part, whole_shape
+from weightcast.exporters.local_shard import Placement, ShardOf, placement_of, stored_part, whole_shape
 from weightcast.exporters.names import strip_wrappers
 from weightcast.wire.box import Box
 from weightcast.wire.layout import MAX_DIMS, dtype_name
@@ -128,6 +128,14 @@ class PlacedTensors:
                 )
             self._parts[number] = stored_part(place.name, tensor, self._shard_of)
         return self._parts[number]
+
+    def placement(self, number: int) -> Placement:
+        """How the trainer ranks hold a tensor now.  No communication.
+
+        Raises:
+            ConfigError: The placement cannot be exported.
+        """
+        return placement_of(self.places[number].name, self.tensor(number), self._shard_of)
 
     def look(self, numbers: Sequence[int]) -> Seen:
         """This rank's shards of these tensors now, as ``Look`` in ``held_parts``.  No checks, and no loop for each."""

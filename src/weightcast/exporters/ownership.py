@@ -1,47 +1,21 @@
-"""The trainer ranks that hold each part of each tensor, from one exchange of tables.
+"""The trainer ranks that hold each part of each tensor that travels.
 
-Refuses models that differ between ranks, and tensors that the ranks together do not hold exactly once.
+Refuses tensors that the ranks together do not hold exactly once.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import msgspec
+from typing import Protocol
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
-from weightcast.exporters.held_parts import Local, is_ready
-from weightcast.wire.box import Box, are_disjoint
+from weightcast.exporters.module_tensors import PlacedTensors
+from weightcast.exporters.placements import Agreed, StoredParts, agree, model_hash
+from weightcast.exporters.segments import NEW, Arranged, Segment
+from weightcast.wire.box import Box
 from weightcast.wire.layout import TensorSpec
-
-_Corners = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """A part that a rank holds.
-
-    Attributes:
-        offset: Its first element in the whole tensor.
-        shape: Its shape.
-        ready: Its memory can be sent as it is: contiguous, wire dtype, right device.
-        computed: Its values are computed when they are sent.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    ready: bool
-    computed: bool
-
-
-class _Table(msgspec.Struct, frozen=True):
-    """The parts that one rank holds of each tensor; ``error`` if the rank cannot say."""
-
-    specs: tuple[tuple[str, str, tuple[int, ...]], ...]
-    held: tuple[tuple[_Part, ...], ...]
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,105 +35,142 @@ class SharedPart:
     computed: bool
 
 
-def exchange(specs: Sequence[TensorSpec], local: Local, group: TrainerGroup) -> list[list[SharedPart]]:
-    """The distinct parts of each tensor, in the order of ``specs``.  Collective.
+class Shared(Protocol):
+    """The parts of all tensors of one exporter."""
 
-    Raises:
-        ConfigError: The ranks do not have the same model, or together do not hold every tensor exactly once; the
-            same on every rank.
-        TrainerRankFailed: A rank is gone or did not take part in time.
+    def agree(self, group: TrainerGroup) -> None:
+        """Exchanges which rank holds which part.  Collective; communicates the first time only.
+
+        Raises:
+            ConfigError: The ranks do not have the same model, or together do not hold every tensor exactly once; the
+                same on every rank.
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        ...
+
+    def parts(self, number: int) -> Sequence[SharedPart]:
+        """The distinct parts of the tensor with this number, in order of their place; known after ``agree``."""
+        ...
+
+
+class SharedParts:
+    """The parts of tensors that are cut out of a module's tensors.
+
+    Args:
+        tensors: This rank's tensors.
+        arranged: The tensors that are cut out of them.
+        specs: Name, dtype and shape of these, in the same order.
+        travelling: All tensors that travel, which must be the same on every rank; None for ``specs``.
+        computed: Function of a stored tensor's number: True if its values are computed when they are sent.
     """
-    raw = group.all_gather_bytes(msgspec.json.encode(_table(specs, local, group)))
-    tables = [msgspec.json.decode(one, type=_Table) for one in raw]
-    for rank, table in enumerate(tables):
-        if table.error is not None:
-            raise ConfigError(f"trainer rank {rank}: {table.error}" if len(tables) > 1 else table.error)
-        if table.specs != tables[0].specs:
-            raise ConfigError(f"trainer ranks 0 and {rank} have different models: {_difference(tables[0], table)}")
-    return [_parts(spec, [table.held[number] for table in tables]) for number, spec in enumerate(specs)]
 
+    def __init__(
+        self,
+        tensors: PlacedTensors,
+        arranged: Sequence[Arranged],
+        specs: Sequence[TensorSpec],
+        *,
+        travelling: Sequence[TensorSpec] | None = None,
+        computed: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._tensors = tensors
+        self._arranged = arranged
+        self._specs = specs
+        self._travelling = specs if travelling is None else travelling
+        self._computed = computed
+        self._group: TrainerGroup | None = None
+        self._agreed = Agreed(())
+        # Experts of different layers are cut alike, so their parts are listed once.
+        self._known: dict[object, list[SharedPart]] = {}
 
-def _table(specs: Sequence[TensorSpec], local: Local, group: TrainerGroup) -> _Table:
-    listed = tuple((spec.name, spec.dtype, spec.shape) for spec in specs)
-    held: list[tuple[_Part, ...]] = []
-    try:
-        for number, spec in enumerate(specs):
-            held.append(
-                tuple(
-                    _Part(
-                        part.box.offset,
-                        part.box.shape,
-                        ready=is_ready(part.memory, spec, group.device),
-                        computed=part.memory is None,
-                    )
-                    for part in local(number)
-                )
-            )
-    except ConfigError as error:
-        # Raised here, it would leave the other ranks waiting for this one's table.
-        return _Table(specs=listed, held=(), error=str(error))
-    return _Table(specs=listed, held=tuple(held))
-
-
-def _parts(spec: TensorSpec, held: Sequence[tuple[_Part, ...]]) -> list[SharedPart]:
-    """The distinct parts of a tensor, by their place in it.
-
-    Raises:
-        ConfigError: They do not cover the tensor exactly once.
-    """
-    holders: dict[_Corners, list[int]] = {}
-    ready: dict[_Corners, bool] = {}
-    computed: set[_Corners] = set()
-    for rank, parts in enumerate(held):
-        for part in parts:
-            if math.prod(part.shape):
-                key = (part.offset, part.shape)
-                holders.setdefault(key, []).append(rank)
-                ready[key] = ready.get(key, True) and part.ready
-                if part.computed:
-                    computed.add(key)
-    volume = sum(math.prod(shape) for _, shape in holders)
-    boxes = [Box(offset=offset, shape=shape) for offset, shape in holders]
-    if volume != math.prod(spec.shape) or not (_is_grid(spec, list(holders)) or are_disjoint(boxes)):
-        found = ", ".join(f"{list(shape)} at {list(offset)}" for offset, shape in sorted(holders))
-        raise ConfigError(
-            f"{spec.name} {list(spec.shape)}: the trainer ranks hold {found or 'nothing'}, "
-            "which is not the whole tensor exactly once",
-            hint="every rank of the model's mesh must take part in the update",
+    def agree(self, group: TrainerGroup) -> None:
+        """Implements ``Shared.agree``."""
+        if self._group is group:
+            return
+        self._agreed = agree(
+            self._tensors, self._travelling, model_hash(self._travelling, self._arranged), group, self._computed
         )
+        self._known.clear()
+        checked: set[tuple[int, ...]] = set()
+        for tensor, spec in zip(self._arranged, self._specs, strict=True):
+            for segment in tensor.segments:
+                key = self._agreed.class_of(segment.source)
+                if key not in checked:
+                    _check_cover(spec, self._agreed.parts(segment.source))
+                    checked.add(key)
+        self._group = group
+
+    def parts(self, number: int) -> list[SharedPart]:
+        """Implements ``Shared.parts``."""
+        spec, segments = self._specs[number], self._arranged[number].segments
+        key = (
+            spec.dtype,
+            *((self._agreed.class_of(one.source), one.box, one.dims, one.at) for one in segments),
+        )
+        if key not in self._known:
+            found = [part for one in segments for part in _cut(self._agreed.parts(one.source), one, spec)]
+            self._known[key] = sorted(found, key=lambda part: (part.box.offset, part.box.shape))
+        return self._known[key]
+
+
+def as_stored(tensors: PlacedTensors) -> list[Arranged]:
+    """The arrangement of tensors that travel as they are stored."""
     return [
-        SharedPart(
-            Box(offset=offset, shape=shape),
-            tuple(ranks),
-            ready=ready[offset, shape],
-            computed=(offset, shape) in computed,
-        )
-        for (offset, shape), ranks in sorted(holders.items())
+        Arranged(name=place.name, shape=place.shape, segments=(Segment.whole(number, place.shape),))
+        for number, place in enumerate(tensors.places)
     ]
 
 
-def _is_grid(spec: TensorSpec, boxes: Sequence[_Corners]) -> bool:
-    """True if the intervals of each dimension tile it and there are as many boxes as combinations.
+def _check_cover(spec: TensorSpec, parts: StoredParts) -> None:
+    """Refuses a stored tensor that the ranks together do not hold exactly once."""
+    if parts.cover():
+        return
+    found = ", ".join(f"{list(extent)} at {list(offset)}" for offset, extent in parts.corners())
+    raise ConfigError(
+        f"{spec.name}: of the trainer's tensor {list(parts.shape)} the trainer ranks hold {found or 'nothing'}, "
+        "which is not the whole tensor exactly once",
+        hint="every rank of the model's mesh must take part in the update",
+    )
 
-    Boxes form such a grid where dimensions were cut one by one.
-    """
-    count = 1
-    for dim, extent in enumerate(spec.shape):
-        end = 0
-        intervals = sorted({(offset[dim], shape[dim]) for offset, shape in boxes})
-        for start, length in intervals:
-            if start != end:
-                return False
-            end = start + length
-        if boxes and end != extent:
+
+def _cut(parts: StoredParts, segment: Segment, spec: TensorSpec) -> list[SharedPart]:
+    """The parts of one segment, in the travelling tensor."""
+    start, extent = segment.box.offset, segment.box.shape
+    boxes, dims = parts.boxes, len(start)
+    inside = list(range(len(boxes)))
+    if dims and len(boxes) > 1:
+        low, high = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
+        first = low.new_tensor(start)
+        inside = ((low < first + low.new_tensor(extent)) & (high > first)).all(dim=1).nonzero()[:, 0].tolist()
+    same_dtype = parts.dtypes == frozenset((spec.dtype,))
+    found: list[SharedPart] = []
+    for index in inside:
+        offset, shape = boxes[index].tolist()
+        box = segment.target_box(Box(offset=tuple(offset), shape=tuple(shape)))
+        if box is None:
+            continue
+        ready = same_dtype and parts.ready[index] and not parts.computed[index]
+        found.append(
+            SharedPart(
+                box,
+                parts.holders[index],
+                ready=ready and _lies_in_one_run(box, segment, tuple(shape)),
+                computed=parts.computed[index],
+            )
+        )
+    return found
+
+
+def _lies_in_one_run(box: Box, segment: Segment, held: tuple[int, ...]) -> bool:
+    """True if a part, in the travelling tensor's order of dimensions, is contiguous in a contiguous shard."""
+    strides = [1] * len(held)
+    for dim in range(len(held) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * held[dim]
+    expected = 1
+    for extent, dim in zip(reversed(box.shape), reversed(segment.dims), strict=True):
+        if extent == 1 or dim == NEW:
+            continue
+        if strides[dim] != expected:
             return False
-        count *= len(intervals)
-    return count == len(boxes)
-
-
-def _difference(first: _Table, other: _Table) -> str:
-    """The first difference between two models, in words."""
-    for mine, theirs in zip(first.specs, other.specs, strict=False):
-        if mine != theirs:
-            return f"{mine[0]} {mine[1]} {list(mine[2])} is {theirs[0]} {theirs[1]} {list(theirs[2])} there"
-    return f"{len(first.specs)} tensors here, {len(other.specs)} there"
+        expected *= extent
+    return True

@@ -15,16 +15,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
-from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import Held, Local, slices
 from weightcast.exporters.lora import CHUNK_ELEMENTS, rows_of
+from weightcast.exporters.ownership import Shared, SharedPart
 from weightcast.wire.box import Box, intersection
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
@@ -102,13 +102,14 @@ class Quantiser:
     Args:
         specs: The tensors without quantisation.
         local: This rank's parts of them.
+        shared: All ranks' parts of them.
         blocks: Selection of the weights to quantise.
 
     Attributes:
         specs: The travelling tensors.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, blocks: Fp8Blocks) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, blocks: Fp8Blocks) -> None:
         self._wide = tuple(specs)
         self._local = local
         self._block = blocks.block
@@ -116,7 +117,8 @@ class Quantiser:
         self.specs = tuple(spec for spec, _, _ in expanded)
         self._kinds = [(number, kind) for _, number, kind in expanded]
         self._number = {spec.name: number for number, spec in enumerate(self.specs)}
-        self._gatherer = Gatherer(self._wide, local)  # only learns which rank holds what; gathers nothing
+        self._shared = shared
+        self._group: TrainerGroup | None = None
         self._split: set[int] = set()
         # For the bucket that is being filled, by source.
         self._grids: dict[int, torch.Tensor] = {}
@@ -126,18 +128,37 @@ class Quantiser:
         """Number of the tensor that a travelling one is computed from."""
         return self._kinds[number][0]
 
-    def prepare(self, group: TrainerGroup) -> None:
-        """Finds the weights whose shards cut through blocks.  Collective, the first time.
+    def agree(self, group: TrainerGroup) -> None:
+        """Implements ``Shared.agree``; also finds the weights whose shards cut through blocks."""
+        if self._group is group:
+            return
+        self._shared.agree(group)
+        self._split.clear()
+        known: dict[tuple[int, tuple[int, ...]], bool] = {}
+        for source, kind in self._kinds:
+            if kind == _WEIGHT:
+                parts = self._shared.parts(source)
+                key = id(parts), self._wide[source].shape  # layers that are held alike share their list
+                if key not in known:
+                    known[key] = any(self._cuts_a_block(source, part.box) for part in parts)
+                if known[key]:
+                    self._split.add(source)
+        self._group = group
 
-        Raises:
-            ConfigError: The same as for ``Gatherer.prepare``.
-        """
-        self._gatherer.prepare(group)
-        self._split = {
-            source
-            for source, kind in self._kinds
-            if kind == _WEIGHT and any(self._cuts_a_block(source, box) for box in self._gatherer.boxes(source))
-        }
+    def parts(self, number: int) -> Sequence[SharedPart]:
+        """Implements ``Shared.parts``, for the travelling tensors."""
+        source, kind = self._kinds[number]
+        parts = self._shared.parts(source)
+        if kind == _AS_IT_IS:
+            return parts
+        if kind == _WEIGHT:
+            return [replace(part, ready=False, computed=True) for part in parts]
+        if source not in self._split:
+            return [replace(part, box=_grid_box(part.box, self._block), ready=False, computed=True) for part in parts]
+        assert self._group is not None
+        shape = self.specs[number].shape
+        whole = Box(offset=(0,) * len(shape), shape=shape)
+        return [SharedPart(whole, tuple(range(self._group.world_size)), ready=False, computed=True)]
 
     def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
         """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them.
