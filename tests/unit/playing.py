@@ -63,7 +63,7 @@ class Game:
 
 
 class _Rank:
-    """What one rank has of ``TrainerGroup``."""
+    """The part of ``TrainerGroup`` that a played rank needs."""
 
     def __init__(self, game: Game, rank: int) -> None:
         self.rank, self.world_size, self.device = rank, game.world_size, torch.device("cpu")
