@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +88,21 @@ class Family:
     Attributes:
         settings: Arguments of the configuration.
         vision: It is a vision-language model.
-        options: More options of the engine.
+        dtype: Dtype of the weights and of the engine.
     """
 
     settings: dict[str, Any]
     vision: bool = False
-    options: tuple[str, ...] = field(default=())
+    dtype: torch.dtype = torch.float32
 
 
 def _text(**changes: Any) -> Family:
     return Family(settings=_TEXT | changes)
+
+
+def _half(**changes: Any) -> Family:
+    """Engines' kernels of some layers take bfloat16 only."""
+    return Family(settings=_TEXT | changes, dtype=torch.bfloat16)
 
 
 # By ``config.model_type`` of transformers, in the order of the table.
@@ -152,7 +157,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoeshared": _text(**_EXPERTS, shared_intermediate_size=64),
     "gpt_oss": _text(**_EXPERTS, **_SLIDING),
     "deepseek_v2": _text(**_ROUTED, **_LATENT, topk_method="greedy"),
-    "deepseek_v3": _text(**_ROUTED, **_LATENT),
+    "deepseek_v3": _text(**_ROUTED, **_LATENT, topk_method="noaux_tc"),
     "glm4_moe": _text(**_ROUTED, partial_rotary_factor=0.5),
     "glm4_moe_lite": _text(**_ROUTED, **_LATENT, mlp_layer_types=["dense", "sparse"]),
     "dots1": _text(**_ROUTED, **_FULL),
@@ -162,9 +167,9 @@ FAMILIES: dict[str, Family] = {
     "afmoe": _text(**_EXPERTS, **_SLIDING, num_shared_experts=1, num_dense_layers=1),
     "lfm2": _text(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
     "lfm2_moe": _text(**_EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1),
-    "qwen3_next": _text(**_EXPERTS, **_DELTA, shared_expert_intermediate_size=64),
-    "qwen3_5_text": _text(**_DELTA),
-    "qwen3_5_moe_text": _text(**_EXPERTS, **_DELTA, shared_expert_intermediate_size=64),
+    "qwen3_next": _half(**_EXPERTS, **_DELTA, shared_expert_intermediate_size=64),
+    "qwen3_5_text": _half(**_DELTA),
+    "qwen3_5_moe_text": _half(**_EXPERTS, **_DELTA, shared_expert_intermediate_size=64),
     "mamba": Family(settings={"vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 2, "state_size": 16}),
     "mamba2": Family(
         settings={
@@ -211,7 +216,8 @@ _IMAGES: dict[str, Any] = {"image_token_id": 300, "video_token_id": 301, "image_
 
 def _sees(text: str, vision: dict[str, Any], changes: dict[str, Any], **outer: Any) -> Family:
     config = _TEXT | {"model_type": text} | changes
-    return Family(settings=_IMAGES | {"text_config": config, "vision_config": _VISION | vision} | outer, vision=True)
+    settings = _IMAGES | {"text_config": config, "vision_config": _VISION | vision} | outer
+    return Family(settings=settings, vision=True, dtype=torch.bfloat16 if changes is _DELTA else torch.float32)
 
 
 def _sections(*sections: int) -> dict[str, Any]:
@@ -242,7 +248,7 @@ FAMILIES |= {
 
 
 def build(family: str, seed: int) -> Any:
-    """Makes a float32 model with random weights.
+    """Makes a model with random weights.
 
     Raises:
         Exception: transformers does not take these settings.
@@ -264,7 +270,7 @@ def build(family: str, seed: int) -> Any:
                 tensor.add_(0.1 * noise.abs())
             else:
                 tensor.copy_((0.2 if tensor.dim() > 1 else 0.1) * noise)
-    return model
+    return model.to(tiny.dtype)
 
 
 def save(model: Any, folder: Path) -> None:

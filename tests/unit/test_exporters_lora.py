@@ -13,6 +13,7 @@ from tests.unit.exports import ALONE, CPU, export
 from tests.unit.ranks import Ranks
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
+from weightcast.exporters import peft_layers
 from weightcast.exporters.lora import AdapterExporter
 from weightcast.exporters.module import ModuleExporter
 
@@ -90,43 +91,122 @@ def test_modules_that_were_trained_whole_keep_their_names():
     assert got["lm_head.weight"].unique().tolist() == [7]
 
 
+TARGETS = ["q_proj", "down_proj"]
+# Configurations of every kind of adapter whose merge is the forward pass.
+MERGED = {
+    "dora": lambda: peft.LoraConfig(r=4, target_modules=TARGETS, use_dora=True),
+    "bias": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True),
+    "embedding": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens"]),
+    "tokens-and-lora": lambda: peft.LoraConfig(r=4, target_modules=TARGETS, trainable_token_indices=[3, 4]),
+    "stacked": lambda: peft.LoraConfig(
+        r=4, target_modules=TARGETS, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=TARGETS, total_step=9),
+    "boft": lambda: peft.BOFTConfig(boft_block_size=2, target_modules=TARGETS),
+    "c3a": lambda: peft.C3AConfig(block_size=2, target_modules=TARGETS),
+    "deft": lambda: peft.DeftConfig(target_modules=TARGETS),
+    "delora": lambda: peft.DeloraConfig(r=4, target_modules=TARGETS),
+    "fourierft": lambda: peft.FourierFTConfig(n_frequency=20, target_modules=TARGETS),
+    "glora": lambda: peft.GloraConfig(r=4, target_modules=TARGETS),
+    "gralora": lambda: peft.GraloraConfig(r=4, gralora_k=2, target_modules=TARGETS),
+    "hra": lambda: peft.HRAConfig(r=4, target_modules=TARGETS),
+    "ia3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
+    "ln_tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=TARGETS),
+    "lokr": lambda: peft.LoKrConfig(r=4, target_modules=TARGETS),
+    "miss": lambda: peft.MissConfig(r=4, target_modules=TARGETS),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS),
+    "peanut": lambda: peft.PeanutConfig(target_modules=TARGETS),
+    "psoft": lambda: peft.PsoftConfig(r=4, target_modules=TARGETS),
+    "randlora": lambda: peft.RandLoraConfig(r=4, target_modules=TARGETS),
+    "road": lambda: peft.RoadConfig(target_modules=TARGETS, group_size=4),
+    "shira": lambda: peft.ShiraConfig(r=4, target_modules=TARGETS),
+    "tinylora": lambda: peft.TinyLoraConfig(r=2, target_modules=TARGETS),
+    "trainable_tokens": lambda: peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
+    "unilora": lambda: peft.UniLoraConfig(r=4, target_modules=TARGETS),
+    "vblora": lambda: peft.VBLoRAConfig(r=4, vector_length=4, num_vectors=20, topk=2, target_modules=TARGETS),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=TARGETS),
+    "waveft": lambda: peft.WaveFTConfig(n_frequency=20, target_modules=TARGETS),
+}
+NEEDS_BIAS = {"bias"}
+QUICK = {"dora", "bias", "embedding", "tokens-and-lora", "stacked", "oft", "ia3", "ln_tuning"}
+
+
+def trained(config, family: str = "qwen3", **settings) -> nn.Module:
+    """Makes a model whose adapters are a step away from their start."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(families.make(family, **settings), config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def test_every_kind_that_is_merged_by_peft_is_tested():
+    assert {*MERGED} >= peft_layers.MERGED - {"lora"}
+
+
+# PEFT warns of missing CUDA extensions, of unusual targets and of tied weights.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"use_dora": True}, r"q_proj has lora_magnitude_vector"),
-        ({"lora_bias": True}, r"q_proj has a bias"),
-        ({"target_modules": ["embed_tokens"]}, r"embed_tokens has lora_embedding_A"),
-    ],
-    ids=["dora", "bias", "embedding"],
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.wide) for kind in MERGED]
 )
-def test_adapters_that_are_not_a_product_are_refused_by_name(options, words):
-    with pytest.raises(ConfigError, match=words):
-        ModuleExporter(adapted(**options))
+def test_adapters_of_other_kinds_are_sent_as_peft_merges_them(kind):
+    family, settings = "qwen3", {"attention_bias": kind in NEEDS_BIAS}
+    if kind == "stacked":
+        family, settings = "qwen3_moe", {"moe_intermediate_size": 12}
+    model = trained(MERGED[kind](), family, **settings)
+    tokens = torch.tensor([[3, 4, 17, 33, 9, 60]])
+    before = model(tokens).logits
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    got = tensors_of(ModuleExporter(model), bucket_bytes=5000)
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, kept[name])] == []
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, before, rtol=1e-5, atol=1e-5)
+    want = tensors_of(ModuleExporter(merged))
+    plain = tensors_of(ModuleExporter(families.make(family, **settings)))
+    assert set(got) == set(want) == set(plain)
+    assert any(not torch.equal(want[name], plain[name]) for name in want)
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"]), r"q_proj has an .*with oft_R"),
-        (lambda: peft.LoHaConfig(r=4, target_modules=["q_proj"]), r"q_proj has an .*with hada_w1_a"),
-        (lambda: peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), r"q_proj has an .*with ia3_l"),
-        (lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9), r"q_proj has an .*with lora_E"),
-        (
-            lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4]),
-            r"embed_tokens has an adapter.*trainable_tokens_delta",
-        ),
+        (lambda: peft.LoraConfig(r=4, target_modules=TARGETS, lora_bias=True), r"q_proj has .*base layer has no bias"),
+        (lambda: peft.PveraConfig(r=4, target_modules=TARGETS), r"q_proj has an adapter.*with pvera_lambda_b"),
+        (lambda: peft.LilyConfig(r=4, target_modules=TARGETS), r"q_proj has an adapter.*with lily_A"),
         (
             lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
             r"the model has an adapter.*with prompt_encoder",
         ),
     ],
-    ids=["oft", "loha", "ia3", "adalora", "tokens", "prompt"],
+    ids=["no-bias", "random", "input", "prompt"],
 )
-def test_other_adapters_are_refused_by_name(config, words):
+def test_adapters_that_cannot_be_merged_are_refused_by_name(config, words):
     model = peft.get_peft_model(families.make("qwen3"), config())
     with pytest.raises(ConfigError, match=words) as caught:
         ModuleExporter(model)
     assert "merge_and_unload" in (caught.value.hint or "")
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        (lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens"]), "lm_head"),
+        (lambda: peft.LoraConfig(r=4, target_modules=["lm_head"]), "another"),
+    ],
+    ids=["embedding", "head"],
+)
+def test_an_adapter_of_a_tied_weight_is_refused(config, tied):
+    # Merged into the one weight, it would change the other use too, which the forward pass does not.
+    model = trained(config(), "qwen2")
+    with pytest.raises(ConfigError, match=rf"tied to {tied}|tied to .*{tied}"):
+        ModuleExporter(model)
 
 
 def test_exported_adapters_equal_pefts_files(tmp_path):
@@ -161,9 +241,20 @@ def sharded() -> None:
     group.close()
 
 
+def sharded_otherwise() -> str:
+    """The refusal of adapters that only PEFT can merge, on sharded weights."""
+    model = trained(MERGED["loha"]())
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with pytest.raises(ConfigError) as caught:
+        ModuleExporter(model)
+    return str(caught.value)
+
+
 def test_a_sharded_model_merges_where_the_weights_are():
     ranks = Ranks(2)
     try:
         ranks.run(sharded)
+        said = ranks.run(sharded_otherwise)
+        assert all("q_proj has an adapter" in words and "loha on sharded weights" in words for words in said), said
     finally:
         ranks.close()

@@ -1,13 +1,13 @@
 """Exports LoRA adapters: merged into the weights on the way, or by themselves.
 
 The exporters read PEFT's modules without importing PEFT: a module that has ``base_layer``, ``lora_A`` and ``lora_B``.
-They never change the trainer's own weights.  Adapters that are not W + scale * B A are refused by name.
+They never change the trainer's own weights.  ``peft_layers.py`` merges adapters that are not W + scale * B A.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,16 @@ from weightcast.exporters.held_parts import Held, InMemory, slices
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
+from weightcast.exporters.peft_layers import (
+    LayerMerges,
+    active_adapters,
+    adapter_tensors,
+    base_of,
+    check_adapters,
+    levels,
+    outermost_layers,
+    why_no_product,
+)
 from weightcast.exporters.segments import Segment
 from weightcast.protocols import Shard
 from weightcast.wire.box import Box
@@ -33,9 +43,6 @@ from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, dtype_name
 # Elements of one chunk of computed values: 4 MiB of float32.
 CHUNK_ELEMENTS = 1 << 20
 
-_ADAPTER_PARTS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
-# Parts that this module merges, and the part that is named as the module it replaces.
-_UNDERSTOOD = _ADAPTER_PARTS | {"modules_to_save"}
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -56,36 +63,16 @@ class _Delta:
     turned: bool
 
 
-def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
-    """Name of a module's tensor, for ``PlacedTensors``; None for a tensor of an adapter."""
-    if _adapter_part(prefix) is not None or attribute in _ADAPTER_PARTS or ".original_module." in f".{prefix}.":
-        return None
-    return f"{prefix}.{attribute}" if prefix else attribute
+def names_without_adapters(model: nn.Module) -> Callable[[nn.Module, str, str], str | None]:
+    """Function from a module's tensor to its name, for ``PlacedTensors``; None for a tensor of an adapter."""
+    adapters = adapter_tensors(model)
 
+    def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
+        if id(getattr(module, attribute)) in adapters or ".original_module." in f".{prefix}.":
+            return None
+        return f"{prefix}.{attribute}" if prefix else attribute
 
-def _adapter_part(prefix: str) -> str | None:
-    return next((part for part in prefix.split(".") if part in _ADAPTER_PARTS), None)
-
-
-def check_adapters(model: nn.Module) -> None:
-    """Refuses a model with PEFT adapters other than LoRA, because a checkpoint has no place for their tensors.
-
-    Raises:
-        ConfigError: A module has such an adapter; the text names the module, its class and the adapter's tensors.
-    """
-    for path, module in model.named_modules():
-        parts: Any = getattr(module, "adapter_layer_names", None)  # every adapter layer of PEFT has it
-        unknown = [part for part in parts if part not in _UNDERSTOOD] if isinstance(parts, tuple) else []
-        if hasattr(module, "peft_config") and isinstance(getattr(module, "prompt_encoder", None), nn.Module):
-            unknown.append("prompt_encoder")
-        if unknown:
-            raise ConfigError(
-                f"{path or 'the model'} has an adapter that cannot be merged on the way: PEFT's "
-                f"{type(module).__name__} with {', '.join(unknown)}. Engines have no name for these tensors, and the "
-                "weight without them is not what was trained. Nothing has been sent",
-                hint="export a merged copy, copy.deepcopy(model).merge_and_unload(), or save it and pass "
-                "CheckpointExporter(folder); weightcast merges LoRA itself",
-            )
+    return name_of
 
 
 class Merger:
@@ -98,25 +85,31 @@ class Merger:
         weights: The model's weights, without the adapters.
 
     Raises:
-        ConfigError: A module has an adapter that is not W + scale * B A.
+        ConfigError: A module has an adapter that cannot be merged.
     """
 
     def __init__(self, model: nn.Module, weights: PlacedTensors) -> None:
+        check_adapters(model)
         self._weights = weights
         self._deltas: dict[int, list[_Delta]] = {}
-        adapted = [
-            (name, module, adapter, scale)
-            for name, module in model.named_modules()
-            if is_adapted(module)
-            for adapter, scale in _active(name, module)
-        ]
+        self._layers = LayerMerges(model, weights)
+        adapted: list[tuple[str, Any, str, float]] = []
+        for name, outer in outermost_layers(model):
+            parts: list[Any] = [level for level in levels(outer) if active_adapters(level)]
+            if not any(why_no_product(level) for level in parts):
+                adapted += [
+                    (name, level, adapter, float(level.scaling[adapter]))
+                    for level in parts
+                    for adapter in active_adapters(level)
+                    if adapter in level.lora_A
+                ]
         if not adapted:
             return
         self._tensors = PlacedTensors(model, name_of=_adapter_name)
         numbers = {(id(place.module), place.attribute): n for n, place in enumerate(self._tensors.places)}
         bases = {(id(place.module), place.attribute): n for n, place in enumerate(weights.places)}
         for name, module, adapter, scale in adapted:
-            base = bases.get((id(_innermost(module)), "weight"))
+            base = bases.get((id(base_of(module)), "weight"))
             if base is None:
                 raise ConfigError(f"{name} adapts a weight that is tied to another, so it cannot be merged on the way")
             a, b = (numbers[id(getattr(module, part)[adapter]), "weight"] for part in ("lora_A", "lora_B"))
@@ -136,11 +129,11 @@ class Merger:
         self._whole: dict[int, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._deltas)
+        return bool(self._deltas) or bool(self._layers)
 
     def merges(self, number: int) -> bool:
         """True if the stored tensor with this number has adapters."""
-        return number in self._deltas
+        return number in self._deltas or number in self._layers
 
     def extra_bytes(self, sources: Sequence[int]) -> int:
         """Size of the adapters of these weights, in bytes."""
@@ -148,7 +141,7 @@ class Merger:
 
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which part of the adapters.  Collective."""
-        if self:
+        if self._deltas:
             with self._tensors.looking():
                 self._gatherer.prepare(group)
 
@@ -163,6 +156,7 @@ class Merger:
             group: The trainer ranks.
             sources: Takes the sums of the adapters, both in place and as gathered; None for no sums.
         """
+        self._layers.begin(numbers)
         adapters = self._adapters(layout, numbers)
         if adapters is None:
             return
@@ -176,8 +170,9 @@ class Merger:
         self._whole = {number_of[slot.spec.name]: view for slot, view in bucket.views()}
 
     def end(self) -> None:
-        """Frees the gathered adapters."""
+        """Frees the gathered adapters and the layers that PEFT merged."""
         self._whole = {}
+        self._layers.end()
 
     def source_counts(self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup) -> list[int]:
         """Number of sums that each rank takes in ``begin``, in order of rank."""
@@ -223,6 +218,8 @@ class Merger:
             box: Place of the part in the travelling tensor.
             part: This rank's part of the weight, with its place.
         """
+        if source in self._layers:
+            return _MadeByPeft(box, segment, part, source, self._layers)
         if source not in self._deltas:
             view = segment.view(part[1][slices(segment.source_box(box), part[0].offset)])
             return InMemory(box, view, source)
@@ -255,6 +252,8 @@ class Merger:
 
     def _check(self, base: int, a: int, b: int, turned: bool) -> None:
         weight = self._weights.places[base]
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+            raise ConfigError(f"{weight.name} has an adapter and is quantised ({weight.dtype}), so it cannot be merged")
         (rank, inputs), (outputs, other) = self._tensors.places[a].shape, self._tensors.places[b].shape
         shape = (inputs, outputs) if turned else (outputs, inputs)
         if weight.shape != shape or rank != other:
@@ -289,6 +288,29 @@ class _Merged:
             for delta in self.deltas:
                 merged = merged + self.merger.delta(delta, stored).to(merged.dtype)
             out[slices(piece, box.offset)].copy_(self.segment.view(merged))
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeByPeft:
+    """A part of a weight that PEFT merges."""
+
+    box: Box
+    segment: Segment
+    part: tuple[Box, torch.Tensor]
+    source: int
+    layers: LayerMerges
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        return None
+
+    @property
+    def origin(self) -> torch.Tensor:
+        return self.segment.view(self.part[1][slices(self.segment.source_box(self.box), self.part[0].offset)])
+
+    def write(self, box: Box, out: torch.Tensor) -> None:
+        """Copies the merged values and casts."""
+        self.layers.write(self.source, self.segment, box, out)
 
 
 def rows_of(box: Box, max_elements: int, *, multiple: int = 1) -> Iterator[Box]:
@@ -399,41 +421,4 @@ class AdapterExporter:
 
 
 def _adapter_name(module: nn.Module, prefix: str, attribute: str) -> str | None:
-    return f"{prefix}.{attribute}" if _adapter_part(prefix) in {"lora_A", "lora_B"} else None
-
-
-def _innermost(module: Any) -> nn.Module:
-    """The adapted module itself; adapters may wrap adapters."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module
-
-
-def _active(name: str, module: Any) -> Iterator[tuple[str, float]]:
-    """The adapters that the forward pass uses and that are not merged into the weight already, with their scales.
-
-    Raises:
-        ConfigError: One of them is not W + scale * B A.
-    """
-    if getattr(module, "disable_adapters", False):
-        return
-    merged = set(getattr(module, "merged_adapters", ()))
-    for adapter in getattr(module, "active_adapters", list(module.lora_A)):
-        if adapter in merged:
-            continue
-        others = [
-            part for part in ("lora_embedding_A", "lora_magnitude_vector") if adapter in getattr(module, part, ())
-        ]
-        if hasattr(module, "parameter_name"):
-            others.append(f"an adapter of the parameter {module.parameter_name}")
-        if getattr(module, "lora_variant", None) and adapter in module.lora_variant:
-            others.append(type(module.lora_variant[adapter]).__name__)
-        if adapter in module.lora_B and getattr(module.lora_B[adapter], "bias", None) is not None:
-            others.append("a bias")
-        if others:
-            raise ConfigError(
-                f"{name} has {', '.join(others)}: this adapter is not W + scale * B A and cannot be merged on the way",
-                hint="merge it into the trainer's weights, or send the adapter by itself",
-            )
-        if adapter in module.lora_A:
-            yield adapter, float(module.scaling[adapter])
+    return f"{prefix}.{attribute}" if {"lora_A", "lora_B"} & set(prefix.split(".")) else None

@@ -76,8 +76,7 @@ class ModuleExporter:
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self._model = model
-        lora.check_adapters(model)
-        self._tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.name_of)
+        self._tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.names_without_adapters(model))
         self._merger = lora.Merger(model, self._tensors)
         config = _config_of(model)
         if isinstance(family, str):

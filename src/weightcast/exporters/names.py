@@ -28,7 +28,9 @@ def strip_wrappers(model: nn.Module, path: str) -> str:
     for segment in path.split(".") if path else ():
         wrapped = segment in _WRAPPERS or (segment == "module" and is_wrapper(module))
         if segment == "base_layer":
-            wrapped = is_adapted(module)
+            wrapped = is_adapter_layer(module)
+        elif segment == "token_adapter":  # PEFT's wrapper of an embedding with trained tokens
+            wrapped = isinstance(getattr(module, "adapter_layer_names", None), tuple)
         elif segment == "base_model":  # PEFT's model has one, in which "model" is the model itself
             wrapped = hasattr(module, "peft_config")
         elif inside == "base_model":
@@ -45,6 +47,12 @@ def strip_wrappers(model: nn.Module, path: str) -> str:
 def is_adapted(module: object) -> bool:
     """True if a module is PEFT's wrapper of another one with LoRA adapters."""
     return all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B"))
+
+
+def is_adapter_layer(module: object) -> bool:
+    """True if a module is PEFT's wrapper of another one, with adapters of any kind."""
+    named = isinstance(getattr(module, "adapter_layer_names", None), tuple)  # every adapter layer of PEFT has it
+    return (named and isinstance(getattr(module, "base_layer", None), nn.Module)) or is_adapted(module)
 
 
 def is_wrapper(module: object) -> bool:

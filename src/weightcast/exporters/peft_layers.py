@@ -1,0 +1,293 @@
+"""Merges PEFT's adapters that are no product of two matrices, by PEFT's own ``merge`` on a copy of one layer.
+
+The copy belongs to the exporter, so the trainer's weights never change.  A layer needs to be whole in this process:
+PEFT's ``merge`` does not know shards.  This module never imports PEFT; it recognises layers by their attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weightcast.errors import ConfigError
+from weightcast.exporters.held_parts import slices
+from weightcast.exporters.module_tensors import PlacedTensors
+from weightcast.exporters.names import is_adapter_layer
+from weightcast.exporters.segments import Segment
+from weightcast.wire.box import Box
+
+# Packages below ``peft.tuners`` whose ``merge`` gives the weights of the forward pass; the tests compare every one.
+MERGED = frozenset(
+    {
+        "adalora",
+        "boft",
+        "c3a",
+        "deft",
+        "delora",
+        "fourierft",
+        "glora",
+        "gralora",
+        "hra",
+        "ia3",
+        "ln_tuning",
+        "loha",
+        "lokr",
+        "lora",
+        "miss",
+        "oft",
+        "peanut",
+        "psoft",
+        "randlora",
+        "road",
+        "shira",
+        "tinylora",
+        "trainable_tokens",
+        "unilora",
+        "vblora",
+        "vera",
+        "waveft",
+    }
+)
+_HINT = (
+    "export a merged copy, copy.deepcopy(model).merge_and_unload(), or save it and pass CheckpointExporter(folder); "
+    "weightcast merges LoRA itself"
+)
+
+
+def outermost_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Path and module of each adapter layer that is not the base of another one."""
+    layers = [(path, module) for path, module in model.named_modules() if is_adapter_layer(module)]
+    bases = {id(getattr(module, "base_layer")) for _, module in layers}  # noqa: B009
+    return [(path, module) for path, module in layers if id(module) not in bases]
+
+
+def levels(layer: Any) -> list[Any]:
+    """An adapter layer, and the adapter layers that it wraps, from the outside."""
+    found = [layer]
+    while is_adapter_layer(found[-1].base_layer):
+        found.append(found[-1].base_layer)
+    return found
+
+
+def base_of(module: Any) -> nn.Module:
+    """The adapted module itself; adapters may wrap adapters."""
+    while is_adapter_layer(module):
+        module = module.base_layer
+    return module
+
+
+def active_adapters(layer: Any) -> list[str]:
+    """Adapters of a layer that the forward pass adds, without those that are merged already."""
+    if getattr(layer, "disable_adapters", False):
+        return []
+    merged = set(getattr(layer, "merged_adapters", ()))
+    every = list(getattr(layer, "lora_A", ()))
+    return [adapter for adapter in getattr(layer, "active_adapters", every) if adapter not in merged]
+
+
+def adapter_tensors(model: nn.Module) -> set[int]:
+    """``id`` of each tensor that belongs to an adapter and not to the model."""
+    found: set[int] = set()
+    for _, module in outermost_layers(model):
+        own = {id(tensor) for tensor in _tensors(base_of(module))}
+        found |= {id(tensor) for tensor in _tensors(module)} - own
+    return found
+
+
+def why_no_product(layer: Any) -> list[str]:
+    """What a layer's active adapters have besides W + scale * B A; empty if they are products."""
+    found: list[str] = []
+    if not all(hasattr(layer, part) for part in ("lora_A", "lora_B", "scaling")) or hasattr(layer, "lora_E"):
+        return [_kind(layer)]
+    if hasattr(layer, "parameter_name"):
+        found.append(f"an adapter of the parameter {layer.parameter_name}")
+    for adapter in active_adapters(layer):
+        found += [part for part in ("lora_embedding_A", "lora_magnitude_vector") if adapter in getattr(layer, part, ())]
+        if adapter in (getattr(layer, "lora_variant", None) or ()):
+            found.append(type(layer.lora_variant[adapter]).__name__)
+        if adapter in layer.lora_B and getattr(layer.lora_B[adapter], "bias", None) is not None:
+            found.append("a bias")
+        if adapter in layer.lora_A and layer.lora_A[adapter].weight.dim() != 2:
+            found.append("a convolution")
+    return found
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuses PEFT adapters that have no merged weights, because a checkpoint has no place for their tensors.
+
+    Raises:
+        ConfigError: The model has such an adapter; the text names the module, its class and the adapter's tensors.
+    """
+    for path, module in model.named_modules():
+        parts: Any = getattr(module, "adapter_layer_names", None)
+        if hasattr(module, "peft_config") and isinstance(getattr(module, "prompt_encoder", None), nn.Module):
+            raise _refused(path, module, "prompt_encoder")
+        if isinstance(parts, tuple) and is_adapter_layer(module) and _kind(module) not in MERGED:
+            raise _refused(path, module, ", ".join(parts))
+        variants: Any = getattr(module, "lora_variant", None) or {}
+        for adapter in active_adapters(module):
+            variant = type(variants[adapter]).__name__ if adapter in variants else "Dora"
+            if not variant.startswith("Dora"):
+                raise _refused(path, module, variant)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A layer that is merged by PEFT.
+
+    Attributes:
+        path: Its path in the model.
+        layer: The outermost adapter layer.
+        sources: Number of each tensor of its base, by the tensor's path in the base.
+    """
+
+    path: str
+    layer: nn.Module
+    sources: dict[str, int]
+
+
+class LayerMerges:
+    """Merged values of the weights that PEFT has to compute, for one bucket at a time.
+
+    Extra memory: a copy of each such layer whose weights are in the bucket, and what PEFT's ``merge`` needs for it.
+    Adapters of replicas are not compared with each other.
+
+    Args:
+        model: The model.
+        weights: The model's weights, without the adapters.
+
+    Raises:
+        ConfigError: An adapter cannot be merged; the text names the module and says why.
+    """
+
+    def __init__(self, model: nn.Module, weights: PlacedTensors) -> None:
+        self._made: dict[int, _Made] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        numbers = {(id(place.module), place.attribute): number for number, place in enumerate(weights.places)}
+        tried: set[tuple[Any, ...]] = set()
+        for path, layer in outermost_layers(model):
+            wrapped = levels(layer)
+            active = [level for level in wrapped if active_adapters(level)]
+            reasons = [reason for level in active for reason in why_no_product(level)]
+            if not reasons:
+                continue
+            if len(wrapped) > 1 and not all(hasattr(level, "parameter_name") for level in wrapped):
+                raise _refused(path, layer, "several adapters around one module")
+            sharded = next((tensor for tensor in _tensors(layer) if isinstance(tensor, DTensor)), None)
+            if sharded is not None:
+                raise _refused(path, layer, f"{', '.join(reasons)} on sharded weights")
+            base = base_of(layer)
+            made = _Made(path, layer, _numbers(path, layer, base, numbers, weights))
+            _check_untied(model, made, base)
+            key = (type(layer), *reasons)
+            if key not in tried:  # one layer of each kind shows whether PEFT can merge it
+                tried.add(key)
+                self._merge(made)
+            self._made.update(dict.fromkeys(made.sources.values(), made))
+
+    def __contains__(self, source: int) -> bool:
+        """True if the values of this weight are made by PEFT."""
+        return source in self._made
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def begin(self, sources: Sequence[int]) -> None:
+        """Merges the layers of these weights; ``end`` frees the values.
+
+        Raises:
+            ConfigError: PEFT cannot merge a layer any more.
+        """
+        for made in {id(made): made for source in sources if (made := self._made.get(source))}.values():
+            self._values |= self._merge(made)
+
+    def end(self) -> None:
+        """Frees the merged values."""
+        self._values = {}
+
+    def write(self, source: int, segment: Segment, box: Box, out: torch.Tensor) -> None:
+        """Writes a box of a travelling tensor, cast to the dtype of ``out``."""
+        stored = segment.source_box(box)
+        value = self._values[source]
+        out.copy_(segment.view(value[slices(stored, (0,) * value.dim())]))
+
+    def _merge(self, made: _Made) -> dict[int, torch.Tensor]:
+        try:
+            with torch.no_grad():
+                layer: Any = copy.deepcopy(made.layer)
+                for level in levels(layer):
+                    level.merge()
+                base = base_of(layer)
+        except Exception as error:  # PEFT and its kinds of adapters raise anything
+            raise _refused(made.path, made.layer, f"{type(error).__name__}: {error}") from error
+        values = {path: tensor.detach() for path, tensor in _named(base)}
+        if set(values) != set(made.sources):
+            raise _refused(made.path, made.layer, f"new tensors: {', '.join(sorted(set(values) ^ set(made.sources)))}")
+        return {number: values[path] for path, number in made.sources.items()}
+
+
+def _numbers(
+    path: str, layer: nn.Module, base: nn.Module, numbers: dict[tuple[int, str], int], weights: PlacedTensors
+) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for prefix, module in base.named_modules():
+        for attribute in _attributes(module):
+            number = numbers.get((id(module), attribute))
+            if number is None:
+                raise _refused(path, layer, f"a tied {attribute}")
+            tensor = weights.tensor(number)
+            if weights.places[number].shape != tuple(tensor.shape):
+                raise _refused(path, layer, "sharded weights")
+            found[f"{prefix}.{attribute}" if prefix else attribute] = number
+    return found
+
+
+def _check_untied(model: nn.Module, made: _Made, base: nn.Module) -> None:
+    """Refuses a layer whose weight is used elsewhere too, without the adapter."""
+    own = {id(tensor) for tensor in base.parameters()}
+    inside = {id(module) for module in base.modules()}
+    for other, module in model.named_modules():
+        if id(module) not in inside and any(id(tensor) in own for tensor in module.parameters(recurse=False)):
+            raise _refused(made.path, made.layer, f"a weight that is tied to {other}")
+
+
+def _refused(path: str, layer: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path or 'the model'} has an adapter that cannot be merged on the way: PEFT's {type(layer).__name__} with "
+        f"{why}. Engines have no name for these tensors, and the weight without them is not what was trained. Nothing "
+        "has been sent",
+        hint=_HINT,
+    )
+
+
+def _kind(layer: object) -> str:
+    """Name of the package below ``peft.tuners`` that a layer's class comes from."""
+    for kind in type(layer).__mro__:
+        parts = kind.__module__.split(".")
+        if parts[:2] == ["peft", "tuners"] and len(parts) > 3:
+            return parts[2]
+    return type(layer).__module__
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _attributes(module: nn.Module) -> Collection[str]:
+    """Names of a module's own parameters and persistent buffers."""
+    hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+    return names + [name for name, _ in module.named_buffers(recurse=False) if name not in hidden]
+
+
+def _named(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in base.named_modules():
+        for attribute in _attributes(module):
+            yield (f"{prefix}.{attribute}" if prefix else attribute), getattr(module, attribute)
