@@ -35,8 +35,8 @@ def measure(case: Case) -> dict[str, Any]:
     """Measures one case in this process."""
     from peers import sources
     from peers.table import peers
-    from sweep import run_limits
 
+    from sweep import run_limits
     from weightcast.lab.bench.case import Plan, run_case
     from weightcast.lab.bench.contenders import ours
 
