@@ -101,7 +101,7 @@ def adapter_tensors(model: nn.Module) -> set[int]:
 
 
 def why_no_product(layer: Any) -> list[str]:
-    """What a layer's active adapters have besides W + scale * B A; empty if they are products."""
+    """The parts that a layer's active adapters have besides W + scale * B A; empty if they are products."""
     found: list[str] = []
     if not all(hasattr(layer, part) for part in ("lora_A", "lora_B", "scaling")) or hasattr(layer, "lora_E"):
         return [_kind(layer)]
