@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -261,6 +264,123 @@ def test_sglangs_own_updates_are_refused(moe: Served) -> None:
     for path in ("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"):
         answer = moe.engine.client.post(moe.engine.url + path, json={"model_path": "elsewhere"})
         assert (answer.status_code, "/weightcast" in answer.text) == (409, True)
+
+
+@pytest.mark.engine_full
+class TestKilledRank:
+    """One of two ranks is killed while weights arrive; SGLang then ends itself."""
+
+    @pytest.mark.parametrize("share", [0.1, 1.0], ids=["after the first bucket", "after the last bucket"])
+    @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+    def test_the_rank_is_named_and_the_other_engine_goes_on(
+        self, folders: dict[str, Path], tmp_path: Path, transport: str, share: float
+    ) -> None:
+        settings = [(folders["dense"], 2, ()), (folders["dense"], 1, ())]
+        with sglang(tmp_path, *settings, receiver=True) as (victim, other):
+            model = tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE)
+            old = answers(model)
+            assert greedy_tokens(other, PROMPTS, COUNT) == old
+            nudge(model, seed=1)
+            [_, rank] = victim.get("/weightcast/info")["ranks"]
+            family = victim.family()
+
+            def kill(done: int, total: int) -> None:
+                if done >= share * total and psutil.pid_exists(rank["pid"]):
+                    os.kill(rank["pid"], signal.SIGKILL)
+
+            urls = [victim.url, other.url]
+            options: dict[str, Any] = OPTIONS | {"transport": transport, "progress": kill, "on_failure": "quarantine"}
+            with WeightUpdater.connect(model, urls, **options) as updater:
+                began = time.monotonic()
+                report = updater.update(version=1)
+                assert time.monotonic() - began < SOON_S / 2
+                rows = {row.url: row for row in report.targets}
+                assert rows[victim.url].status in ("quarantined", "unknown"), report
+                assert re.search(rf"rank 1 \(pid {rank['pid']}\) is gone", str(report)), report
+                assert (rows[other.url].status, rows[other.url].proof) == ("serving", "resident"), report
+                assert greedy_tokens(other, PROMPTS, COUNT) == answers(model) != old
+                assert victim.process.wait(60) != 0
+                _, alive = psutil.wait_procs(family, timeout=60)
+                assert not alive
+                nudge(model, seed=2)
+                assert updater.update(version=2).targets[-1].status == "serving"
+                assert greedy_tokens(other, PROMPTS, COUNT) == answers(model)
+
+
+def tags(*names: str) -> dict[str, list[str]]:
+    return {"tags": list(names)}
+
+
+@pytest.mark.engine_full
+class TestSleep:
+    """SGLang's own sleep, with a stand-in for torch_memory_saver that loses what it does not keep."""
+
+    def refused(self, engine: Engine, path: str, words: str, **body: Any) -> None:
+        answer = engine.client.post(engine.url + path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert words in answer.text
+
+    @pytest.mark.parametrize("version", ["0.5.23", "0.5.17"])
+    def test_weights_that_sleep_discarded_come_back_by_an_update(
+        self, folders: dict[str, Path], tmp_path: Path, version: str
+    ) -> None:
+        settings = (folders["dense"], 2, ("--enable-memory-saver", f"--context-length={CONTEXT}"))
+        with sglang(tmp_path, settings, receiver=True, version=version) as (engine,):
+            served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
+            running = Stream(engine.url, PROMPT, 400)
+            running.wait_for(SEEN)
+            self.refused(engine, "/release_memory_occupation", "requests are running")
+            assert running.ended().finish == "length"
+            served.step("in_place")
+
+            engine.post("/release_memory_occupation")
+            info = served.info()
+            assert (info["state"], info["version"], info["paused"]) == ("quarantined", None, True)
+            assert "asleep: cuda_graph, kv_cache, weights" in info["message"]
+            self.refused(engine, "/release_memory_occupation", "sleeps already: weights", **tags("weights"))
+            waiting = Stream(engine.url, PROMPT, SHORT)
+            with pytest.raises(UpdateFailed, match=r"the engine is asleep.*resume_memory_occupation"):
+                served.step("retract")
+
+            engine.post("/resume_memory_occupation", **tags("weights"))
+            self.refused(engine, "/resume_memory_occupation", "is awake: weights", **tags("weights"))
+            served.step("retract")
+            info = served.info()
+            assert (info["state"], info["paused"], len(waiting.tokens)) == ("serving", True, 0), info
+            engine.post("/resume_memory_occupation")
+            assert follows(served.model, PROMPT, waiting.ended().tokens)
+            assert (waiting.finish, served.info()["message"]) == ("length", "")
+            served.new_requests_get_new_weights()
+
+            engine.post("/release_memory_occupation")
+            engine.post("/resume_memory_occupation")
+            waiting = Stream(engine.url, PROMPT, SHORT)
+            assert served.info()["paused"]  # nobody may be answered from what came back
+            served.step("in_place")
+            assert follows(served.model, PROMPT, waiting.ended().tokens)
+            served.new_requests_get_new_weights()
+
+    def test_weights_with_a_copy_on_the_host_serve_again_by_themselves(
+        self, folders: dict[str, Path], tmp_path: Path
+    ) -> None:
+        options = ("--enable-memory-saver", "--enable-weights-cpu-backup")
+        with sglang(tmp_path, (folders["dense"], 1, options), receiver=True) as (engine,):
+            served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
+            served.step("abort")
+
+            def sleep(done: int, total: int) -> None:
+                self.refused(engine, "/release_memory_occupation", "an update is under way")
+
+            nudge(served.model, seed=99)
+            served.version += 1
+            with WeightUpdater.connect(served.model, [engine.url], progress=sleep, **OPTIONS) as updater:
+                updater.update(version=served.version)
+            engine.post("/release_memory_occupation")
+            assert (served.info()["state"], served.info()["version"]) == ("serving", served.version)
+            engine.post("/resume_memory_occupation")
+            served.new_requests_get_new_weights()
+            served.step("retract")
+            served.new_requests_get_new_weights()
 
 
 @pytest.mark.engine_full

@@ -379,7 +379,6 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"enable_eplb": True}, "--enable-eplb"),
-        ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
     ],
 )

@@ -35,6 +35,7 @@ class SglangHooks:
         self._manager = manager
         self._loop: asyncio.AbstractEventLoop | None = None
         self._held = False
+        self._asleep: frozenset[str] = frozenset()
         self._draining: Future[Any] | None = None
 
     def set_loop(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -49,9 +50,9 @@ class SglangHooks:
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Returns when no request runs, for ``abort`` and ``wait``; at once for the modes that keep requests.
 
-        A server that its operator has paused is left as it is: nothing of it generates.
+        A server that its operator has paused is left as it is: nothing of it generates.  Nor does one that sleeps.
         """
-        if mode in ("in_place", "retract") or (self.paused and not self._held):
+        if mode in ("in_place", "retract") or self._asleep or (self.paused and not self._held):
             return
         self._held = True
         work = asyncio.run_coroutine_threadsafe(self._drain(abort=mode == "abort"), self._running_loop())
@@ -68,10 +69,48 @@ class SglangHooks:
             draining.cancel()
 
     def resume(self) -> None:
-        """Lets requests go on, unless an operator has paused SGLang."""
-        if self._held:
+        """Lets requests go on, unless an operator has paused SGLang or some of its memory sleeps."""
+        if self._held and not self._asleep:
             self._held = False
             self._run(self._release(), "SGLang to resume")
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Tags of the memory that sleeps."""
+        return self._asleep
+
+    def hold_for_sleep(self) -> None:
+        """Holds new requests back.
+
+        Raises:
+            Refused: Requests run; nothing is held.
+        """
+        if self.paused:
+            return
+        self._held = True
+        if not self._run(self._hold_if_idle(), "requests to be held back"):
+            self._held = False
+            raise Refused(
+                "requests are running, and SGLang would end itself if it fell asleep now",
+                hint="wait for them, or POST /pause_generation with mode abort first",
+            )
+
+    def fell_asleep(self, tags: frozenset[str]) -> None:
+        """Notes memory that sleeps."""
+        self._asleep |= tags
+
+    def woke(self, tags: frozenset[str]) -> None:
+        """Notes memory that is back."""
+        self._asleep -= tags
+
+    def end_hold_of_sleep(self, *, serves: bool) -> None:
+        """Lets requests go on if all memory is back.
+
+        Args:
+            serves: False if the weights are not known; then the next update ends the hold.
+        """
+        if serves:
+            self.resume()
 
     def drop_caches(self) -> None:
         """Does nothing: the switch has dropped them, in every rank."""
@@ -92,6 +131,15 @@ class SglangHooks:
                 return
             await asyncio.sleep(_LOOK_S)
 
+    async def _hold_if_idle(self) -> bool:
+        manager = self._manager
+        async with manager.is_pause_cond:
+            manager.is_pause = True
+        idle = not await manager.model_update_lock.is_locked()
+        if not idle:
+            await self._release()
+        return idle
+
     async def _release(self) -> None:
         async with self._manager.is_pause_cond:
             self._manager.is_pause = False
@@ -100,17 +148,17 @@ class SglangHooks:
     async def _stamp(self, version: str) -> None:
         self._manager._update_weight_version_if_provided(version)
 
-    def _run(self, work: Any, what: str) -> None:
-        self._result(asyncio.run_coroutine_threadsafe(work, self._running_loop()), _SHORT_S, what)
+    def _run(self, work: Any, what: str) -> Any:
+        return self._result(asyncio.run_coroutine_threadsafe(work, self._running_loop()), _SHORT_S, what)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             raise EngineFailure("SGLang's server does not run yet")
         return self._loop
 
-    def _result(self, future: Future[Any], timeout_s: float, what: str) -> None:
+    def _result(self, future: Future[Any], timeout_s: float, what: str) -> Any:
         try:
-            future.result(timeout_s)
+            return future.result(timeout_s)
         except CancelledError as error:
             raise Refused("pause cancelled: the update that asked for it was aborted") from error
         except FutureTimeout as error:

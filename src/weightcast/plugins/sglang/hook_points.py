@@ -23,6 +23,7 @@ FOLDER = "WEIGHTCAST_SGLANG_FOLDER"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
 _RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _HTTP = "sglang.srt.entrypoints.http_server:"
 _MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _MESSAGES = "sglang.srt.managers.io_struct:"
@@ -37,6 +38,8 @@ _IN_RANKS: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULER}.flush_cache": ("self", "empty_cache"),
     f"{_SCHEDULER}._maybe_namespace_elastic_radix_cache": ("self", "req"),
     f"{_RECEIVER}._pull_raw_reqs": ("self",),
+    f"{_UPDATER}.release_memory_occupation": ("self", "recv_req"),
+    f"{_UPDATER}.resume_memory_occupation": ("self", "recv_req"),
     "sglang.srt.model_loader.loader:DefaultModelLoader._get_all_weights": ("self", "model_config", "model"),
     "sglang.srt.runtime_context:get_parallel": (),
     "sglang.utils:TypeBasedDispatcher": ("mapping",),
@@ -47,6 +50,8 @@ _IN_RANKS: dict[str, tuple[str, ...]] = {
 _IN_MAIN: dict[str, tuple[str, ...]] = {
     f"{_HTTP}_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
     f"{_MANAGER}.abort_request": ("self", "abort_all"),
+    f"{_MANAGER}.release_memory_occupation": ("self", "obj"),
+    f"{_MANAGER}.resume_memory_occupation": ("self", "obj"),
     f"{_MANAGER}._update_weight_version_if_provided": ("self", "weight_version"),
     "sglang.srt.utils.auth:AuthLevel": (),
 }
@@ -107,6 +112,8 @@ def apply(*, main: bool) -> None:
         (f"{_SCHEDULER}.__init__", rank.scheduler_made, HookType.AFTER),
         (f"{_SCHEDULER}._maybe_namespace_elastic_radix_cache", rank.request_made, HookType.AFTER),
         (f"{_RECEIVER}._pull_raw_reqs", rank.requests_pulled, HookType.AFTER),
+        (f"{_UPDATER}.release_memory_occupation", rank.memory_released, HookType.BEFORE),
+        (f"{_UPDATER}.resume_memory_occupation", rank.memory_resumed, HookType.AFTER),
     ]
     if main:
         # Only here: to resolve the target imports the API server, which costs a scheduler process seconds.

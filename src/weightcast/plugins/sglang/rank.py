@@ -19,6 +19,7 @@ from weightcast.plugins.sglang.boundary import Boundary
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
 from weightcast.plugins.sglang.settings import check_settings
+from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
 from weightcast.receiver import WeightReceiver
@@ -52,6 +53,8 @@ class SglangRank(SwitchRank):
             int(parallel.tp_size * parallel.pp_rank + parallel.tp_rank),
             torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu"),
         )
+        self._loses_weights = loses_weights(runner.server_args)
+        self._no_room = ""
         self._boundary = Boundary(self.step)
         self._requests: RequestsAtSwitch | None = None
         # Stamps of what is served, and of what the staging set has.
@@ -83,12 +86,41 @@ class SglangRank(SwitchRank):
 
     def why_not(self, message: Open) -> str:
         """Implements ``SwitchRank.why_not``."""
+        if self._no_room:
+            self._stage_again()
+        if self._no_room:
+            return f"no room for new weights beside those that serve since SGLang woke up: {self._no_room}"
         if self._stages > 1 and message.pause != "in_place":
             return (
                 f"with pipeline parallelism, pause {message.pause} would leave requests of another stage with their "
                 "old KV cache (use pause in_place)"
             )
         return ""
+
+    def memory_released(self, tags: frozenset[str]) -> None:
+        """Frees the staging set if the weights sleep.
+
+        Raises:
+            Refused: An update is under way, although the API server took it for over; SGLang ends itself.
+        """
+        if WEIGHTS not in tags:
+            return
+        self.receiver.sleep(discard=self._loses_weights, hint=WAKE_FIRST)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def memory_resumed(self, tags: frozenset[str]) -> None:
+        """Allocates the staging set again once the weights are back."""
+        if WEIGHTS in tags:
+            self._stage_again()
+
+    def _stage_again(self) -> None:
+        self._no_room = ""
+        try:
+            self.receiver.wake()
+        except torch.OutOfMemoryError as error:  # the trainer may still be there; the next update tries again
+            self._no_room = str(error).splitlines()[0]
+            log.warning("weightcast: %s", self._no_room)
 
     def told_to_switch(self) -> None:
         """Implements ``SwitchRank.told_to_switch``."""
@@ -165,3 +197,15 @@ def request_made(result: Any, scheduler: Any, request: Any, *arguments: Any, **n
     """After ``Scheduler._maybe_namespace_elastic_radix_cache``, which SGLang calls for every new request."""
     if _rank is not None:
         _rank.request_made(request)
+
+
+def memory_released(manager: Any, request: Any, *arguments: Any, **named: Any) -> None:
+    """Before ``SchedulerWeightUpdaterManager.release_memory_occupation``."""
+    if _rank is not None:
+        _rank.memory_released(tags_of(request))
+
+
+def memory_resumed(result: Any, manager: Any, request: Any, *arguments: Any, **named: Any) -> None:
+    """After ``SchedulerWeightUpdaterManager.resume_memory_occupation``."""
+    if _rank is not None:
+        _rank.memory_resumed(tags_of(request))

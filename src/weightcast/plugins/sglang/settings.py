@@ -32,7 +32,6 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("elastic_ep_backend"), "elastic expert parallelism (--elastic-ep-backend)", "start SGLang without it"),
     (_set("enable_hierarchical_cache"), "a KV cache on the host (--enable-hierarchical-cache)", "start without it"),
     (_set("enable_lmcache"), "an external KV cache (--enable-lmcache)", "start SGLang without it"),
-    (_set("enable_memory_saver"), "sleep (--enable-memory-saver)", "start SGLang without it"),
     (_set("weight_cache_mode", "off"), "a weight cache that processes share (--weight-cache-mode)", "turn it off"),
     (_set("cpu_offload_gb", 0), "weights on the host (--cpu-offload-gb)", "start SGLang without it"),
     (_set("dllm_algorithm"), "diffusion language models (--dllm-algorithm)", "serve another model"),

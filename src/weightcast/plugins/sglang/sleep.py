@@ -1,0 +1,129 @@
+"""SGLang's sleep (``/release_memory_occupation``) and wake-up, kept apart from updates and from requests.
+
+SGLang ends itself if it is put to sleep while requests run, or woken by a tag that is awake, and it would answer with
+whatever is in memory that came back empty.  SGLang has no plug-in point in its API server for these, so this module
+wraps methods of its tokenizer manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from weightcast.errors import Refused
+from weightcast.plugins.sglang.engine_hooks import SglangHooks
+from weightcast.receiver.session import SessionHandler
+from weightcast.wire.messages import EngineInfo
+from weightcast.wire.status import EngineStatus
+
+WEIGHTS = "weights"
+TAGS = ("kv_cache", WEIGHTS, "cuda_graph")  # SGLang's own, all of which an empty list means
+WAKE_FIRST = (
+    "POST /resume_memory_occupation with tags [weights], then update; tags [kv_cache, cuda_graph] can come last"
+)
+_DISCARDED = (
+    "sleep discarded the weights: wake them (/resume_memory_occupation with tags [weights]), then make a full update, "
+    "or start SGLang with --enable-weights-cpu-backup"
+)
+
+
+def tags_of(request: Any) -> frozenset[str]:
+    """The memory that a request to sleep or to wake up names; all of it if it names none."""
+    return frozenset(request.tags or TAGS)
+
+
+def loses_weights(server_args: Any) -> bool:
+    """Returns whether weights that sleep come back with other contents."""
+    saves, keeps = "enable_memory_saver", "enable_weights_cpu_backup"
+    return bool(getattr(server_args, saves, False)) and not getattr(server_args, keeps, False)
+
+
+class SleepingSessions(SessionHandler):
+    """The sessions of an engine whose memory may sleep; its description of itself says what does."""
+
+    hooks: SglangHooks
+
+    def info(self) -> EngineInfo:
+        """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
+        info = super().info()
+        return msgspec.structs.replace(info, message=self._with_sleep(info.message))
+
+    def status(self) -> EngineStatus:
+        """Implements ``SessionHandler.status``, likewise."""
+        status = super().status()
+        return msgspec.structs.replace(status, message=self._with_sleep(status.message))
+
+    def _with_sleep(self, message: str) -> str:
+        asleep = ", ".join(sorted(self.hooks.asleep))
+        return "; ".join(filter(None, (message, f"asleep: {asleep}" if asleep else "")))
+
+
+def guard_sleep(manager: Any, engine: SessionHandler, hooks: SglangHooks, *, loses: bool) -> None:
+    """Wraps a manager's ``release_memory_occupation`` and ``resume_memory_occupation``.
+
+    They are refused, with 400, while an update is under way, while requests run, and for memory that sleeps already or
+    is awake.  New requests wait until all memory is back and the weights are known.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+        engine: Session that knows whether an update is under way.
+        hooks: Hooks that hold requests back.
+        loses: True if weights that sleep come back with other contents.
+    """
+    release, resume = manager.release_memory_occupation, manager.resume_memory_occupation
+
+    async def alone(do: Callable[[Callable[[Awaitable[Any]], Any]], None]) -> None:
+        loop = asyncio.get_running_loop()
+        hooks.set_loop(loop)
+
+        async def awaited(work: Awaitable[Any]) -> Any:
+            return await work
+
+        def call(work: Awaitable[Any]) -> Any:
+            return asyncio.run_coroutine_threadsafe(awaited(work), loop).result()
+
+        def locked() -> None:
+            with engine.between_updates():
+                do(call)
+
+        try:
+            await asyncio.to_thread(locked)
+        except Refused as error:
+            raise ValueError(f"{error} ({error.hint})" if error.hint else str(error)) from error
+
+    async def guarded_release(obj: Any, request: Any = None) -> None:
+        def do(call: Callable[[Awaitable[Any]], Any]) -> None:
+            tags = tags_of(obj)
+            _refuse(tags & hooks.asleep, "sleeps already")
+            hooks.hold_for_sleep()
+            try:
+                if loses and WEIGHTS in tags:
+                    engine.discarded(_DISCARDED)  # before the call, which may fail half way
+                call(release(obj, request))
+                hooks.fell_asleep(tags)
+            finally:
+                hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+
+        await alone(do)
+
+    async def guarded_resume(obj: Any, request: Any = None) -> None:
+        def do(call: Callable[[Awaitable[Any]], Any]) -> None:
+            tags = tags_of(obj) if obj.tags else hooks.asleep
+            _refuse(tags - hooks.asleep, "is awake")
+            obj.tags = sorted(tags)
+            if tags:
+                call(resume(obj, request))
+            hooks.woke(tags)
+            hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+
+        await alone(do)
+
+    manager.release_memory_occupation, manager.resume_memory_occupation = guarded_release, guarded_resume
+
+
+def _refuse(tags: Sequence[str] | frozenset[str], why: str) -> None:
+    if tags:
+        raise Refused(f"memory {why}: {', '.join(sorted(tags))}", hint="GET /weightcast/info says what sleeps")
