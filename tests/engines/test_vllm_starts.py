@@ -51,3 +51,16 @@ def test_a_start_on_random_weights_without_a_checkpoint_is_refused(tmp_path: Pat
     log = (tmp_path / "vllm.log").read_text()
     assert "has no readable checkpoint" in log
     assert "start vLLM from a folder with the checkpoint's safetensors files" in log
+
+
+def test_several_api_servers_are_refused(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "A", **SIZES)
+    tiny_tokenizer(tmp_path / "A")
+    with (
+        pytest.raises(AssertionError, match="vLLM did not start"),
+        vllm(tmp_path / "A", tmp_path, "--api-server-count=2", serve=True),
+    ):
+        pass
+    log = (tmp_path / "vllm.log").read_text()
+    assert "several API servers cannot update one engine" in log
+    assert "set --api-server-count 1" in log

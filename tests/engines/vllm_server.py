@@ -40,6 +40,7 @@ def vllm(
     tp: int = 1,
     key: str | None = None,
     stock: bool = False,
+    serve: bool = False,
     extra: Mapping[str, str | None] | None = None,
 ) -> Iterator[Engine]:
     """Serve a folder with vLLM on the CPU, in fp32; ended on the way out.
@@ -51,10 +52,16 @@ def vllm(
         tp: How many ranks.
         key: Its API key.
         stock: Without our receiver, with its own routes for updates.
+        serve: Started as ``vllm serve`` does it, which can start several API servers.
         extra: More of its environment; None takes a variable away.
     """
     port = quiet_port()
     (python, *argv), environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
+    if serve:
+        argv = ["-m", "vllm.entrypoints.cli.main", "serve", *argv[2:]]
+        (Path(_folder()) / "vllm-0.32.0+cpu.dist-info").mkdir(exist_ok=True)  # the command asks for its own version
+        metadata = Path(_folder()) / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+        metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     environment = {name: value for name, value in (environment | (extra or {})).items() if value is not None}
     log = logs / "vllm.log"
     with log.open("w") as output:
@@ -110,10 +117,14 @@ def vllm_command(
 
 
 @functools.cache
-def _path() -> str:
+def _folder() -> str:
     folder = tempfile.TemporaryDirectory(prefix="weightcast-metadata-")
     atexit.register(folder.cleanup)
-    return package_path(Path(folder.name))
+    return folder.name
+
+
+def _path() -> str:
+    return package_path(Path(_folder()))
 
 
 def greedy_tokens(engine: Engine, prompts: list[list[int]], count: int, **headers: str) -> list[list[int]]:

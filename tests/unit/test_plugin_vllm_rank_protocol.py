@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weightcast.errors import Refused
+from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import Hello, tables_of
-from weightcast.plugins.vllm.rank_protocol import draft_of
+from weightcast.plugins.vllm.rank_protocol import check_replicas, draft_of, rank_among_replicas
 from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.wire.layout import TensorSpec
 
@@ -40,3 +40,29 @@ def test_an_update_of_experts_that_move_is_refused_by_name():
     worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True))
     with pytest.raises(Refused, match="enable_eplb"):
         worker.weightcast_start()
+
+
+def parallel(**changes: Any) -> Any:
+    settings: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_index": 1}
+    settings |= {"data_parallel_external_lb": False, "data_parallel_hybrid_lb": False, "world_size": 4, "rank": 3}
+    return SimpleNamespace(**settings | changes)
+
+
+def test_ranks_of_data_parallel_engines_are_counted_through():
+    assert rank_among_replicas(parallel()) == 7
+    check_replicas(parallel())
+    check_replicas(parallel(data_parallel_size=1, data_parallel_external_lb=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data_parallel_external_lb": True}, "with external load balancing"),
+        ({"data_parallel_hybrid_lb": True}, "with hybrid load balancing"),
+        ({"data_parallel_size": 4}, "2 of 4 data-parallel engines are on other hosts"),
+    ],
+)
+def test_data_parallel_engines_out_of_reach_are_refused_by_name(changes, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        check_replicas(parallel(**changes))
+    assert refused.value.hint

@@ -19,7 +19,7 @@ from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
-from weightcast.plugins.vllm.rank_protocol import is_dummy
+from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver.api_keys import Keys
@@ -107,18 +107,28 @@ class Endpoints:
                 hint='start vLLM with --weight-transfer-config \'{"backend": "weightcast"}\'',
             )
         if (getattr(args, "api_server_count", None) or 1) > 1:
-            raise ConfigError("several API servers cannot update one engine", hint="set --api-server-count 1")
+            raise ConfigError(
+                "several API servers cannot update one engine",
+                hint="set --api-server-count 1; with --data-parallel-size, vllm serve starts several by default",
+            )
+        parallel = config.parallel_config
+        check_replicas(parallel)
+        replicas = int(parallel.data_parallel_size)
         hooks = VllmHooks(
             client,
             loop,
+            replicas=replicas,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             encoders=bool(config.model_config.is_multimodal_model),
         )
-        executor = VllmExecutor(int(config.parallel_config.world_size), listen=hooks.listen, on_main=hooks.on_main)
+        world_size = replicas * int(parallel.world_size)
+        executor = VllmExecutor(world_size, listen=hooks.listen, on_main=hooks.on_main)
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
         name = names if isinstance(names, str) else names[0]
         specs, optional = tables_of(executor.hellos)
         notes = notes_of(executor.hellos, optional)
+        if replicas > 1:
+            notes.append(f"{replicas} data-parallel engines with {parallel.world_size} ranks each, updated together")
         for note in notes:
             log.info("%s", note)
         facts = EngineFacts(

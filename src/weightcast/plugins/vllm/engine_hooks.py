@@ -17,6 +17,7 @@ from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 
 _SHORT_S = 30.0
+_REPLICAS_AGREE = 0.1  # nats
 SLEEP_TAGS = ("weights", "kv_cache")
 # vLLM's name of each mode, and whether it drops the KV cache.
 _MODES: dict[PauseMode, tuple[str, bool]] = {
@@ -37,6 +38,7 @@ class VllmHooks:
         *,
         prefix_caching: bool,
         encoders: bool = False,
+        replicas: int = 1,
     ) -> None:
         """Makes the hooks without calling vLLM.
 
@@ -45,11 +47,13 @@ class VllmHooks:
             loop: Event loop of the client.
             prefix_caching: Whether vLLM reuses the KV cache of one request for another.
             encoders: Whether the model has encoders, such as a vision tower, whose outputs vLLM caches.
+            replicas: Number of data-parallel engines behind the client.
         """
         self._client = client
         self._loop = loop
         self._prefix_caching = prefix_caching
         self._encoders = encoders
+        self._replicas = replicas
         self._paused = False
         self._foreign = False
         self._keeps_caches = False
@@ -161,8 +165,23 @@ class VllmHooks:
         self.rpc("finish_weight_update", timeout_s)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns the log-probability of each token but the first, given those before it."""
-        return self.wait(self._score(list(token_ids)), 4 * _SHORT_S, "log-probabilities")
+        """Returns the log-probability of each token but the first, given those before it.
+
+        Raises:
+            EngineFailure: Data-parallel engines answer otherwise than the first one.
+        """
+        replicas = range(self._replicas) if self._replicas > 1 else (None,)
+        first, *others = (
+            self.wait(self._score(list(token_ids), replica), 4 * _SHORT_S, "log-probabilities") for replica in replicas
+        )
+        for number, found in enumerate(others, 1):
+            off = max((abs(one - other) for one, other in zip(first, found, strict=True)), default=0.0)
+            if not off <= _REPLICAS_AGREE:
+                raise EngineFailure(
+                    f"data-parallel engine {number} answers otherwise than engine 0: "
+                    f"log-probabilities are off by {off:.3g} (tolerance {_REPLICAS_AGREE:g})"
+                )
+        return first
 
     def rpc(self, method: str, timeout_s: float, **arguments: Any) -> list[Any]:
         """Calls a method of every worker, on its main thread."""
@@ -192,14 +211,15 @@ class VllmHooks:
         except Exception as error:  # vLLM's errors have no common class
             raise EngineFailure(f"vLLM: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
 
-    async def _score(self, token_ids: list[int]) -> list[float]:
+    async def _score(self, token_ids: list[int], replica: int | None) -> list[float]:
         from vllm import SamplingParams, TokensPrompt
         from vllm.utils import random_uuid
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         last: Any = None
+        more = {} if replica is None else {"data_parallel_rank": replica}
         async for output in self._client.generate(
-            TokensPrompt(prompt_token_ids=token_ids), parameters, f"weightcast-{random_uuid()}"
+            TokensPrompt(prompt_token_ids=token_ids), parameters, f"weightcast-{random_uuid()}", **more
         ):
             last = output
         if last is None or last.prompt_logprobs is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightcast.errors import ConfigError
+
 # Experts move to other places and ranks while vLLM serves; routes and vLLM's own loader know only their first places.
 EPLB_REFUSED = (
     "vLLM balances experts over ranks (enable_eplb): an update would write experts to places that they have left"
@@ -19,3 +21,35 @@ def draft_of(speculative: object) -> bool:
 def is_dummy(vllm_config: Any) -> bool:
     """Returns True if vLLM was started with random weights (``--load-format dummy``)."""
     return str(vllm_config.load_config.load_format) == "dummy"
+
+
+def rank_among_replicas(parallel: Any) -> int:
+    """Returns the number of a worker's rank among all ranks behind one API server."""
+    # An engine of a dense model forgets the number of data-parallel engines, but keeps its own index.
+    return int(parallel.data_parallel_index) * int(parallel.world_size) + int(parallel.rank)
+
+
+def check_replicas(parallel: Any) -> None:
+    """Checks that all data-parallel engines are behind one API server, on this host.
+
+    Args:
+        parallel: vLLM's ``ParallelConfig``.
+
+    Raises:
+        ConfigError: They are not; the hint says what to set.
+    """
+    size, local = int(parallel.data_parallel_size), int(parallel.data_parallel_size_local)
+    if size < 2:
+        return
+    for kind, option in (("hybrid", "--data-parallel-hybrid-lb"), ("external", "--data-parallel-rank")):
+        if getattr(parallel, f"data_parallel_{kind}_lb", False):
+            raise ConfigError(
+                f"with {kind} load balancing ({option}) no API server reaches all data-parallel engines",
+                hint="start them behind one API server (--data-parallel-size without that option); "
+                "a dense model may also have independent servers, each of them a target",
+            )
+    if local != size:
+        raise ConfigError(
+            f"{size - local} of {size} data-parallel engines are on other hosts",
+            hint="start them on one host; a dense model may also have independent servers, each of them a target",
+        )

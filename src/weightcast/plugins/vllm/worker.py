@@ -40,7 +40,7 @@ from weightcast.plugins.rank_sockets import (
 )
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
-from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, draft_of
+from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, check_replicas, draft_of, rank_among_replicas
 from weightcast.plugins.vllm.staging_budget import Budget, gib, staging_setting
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
@@ -93,7 +93,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ConfigError: This model, or vLLM as it was started, cannot be updated natively.  vLLM does not start.
         """
         super().__init__(config, vllm_config, device, model)
-        self._rank = int(vllm_config.parallel_config.rank)
+        self._rank = rank_among_replicas(vllm_config.parallel_config)
         self._committed = ""
         self._main_task: _MainTask | None = None
         self._waiting = threading.Condition()
@@ -261,10 +261,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _make_receiver(self) -> WeightReceiver:
         if getattr(self.vllm_config.parallel_config, "enable_eplb", False):
             raise ConfigError(EPLB_REFUSED, hint=EPLB_HINT)
-        if self.vllm_config.parallel_config.data_parallel_size > 1:
-            raise ConfigError(
-                "data-parallel vLLM has several engines behind one URL", hint="start one server for each engine"
-            )
+        check_replicas(self.vllm_config.parallel_config)
         if self.device.type == "cpu" and not self.model_config.enforce_eager:
             # A compiled graph keeps the packed weights of its compilation.
             raise ConfigError(
