@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.harness import (
+    Engine,
     ToyTrainer,
     children,
     connect,
@@ -31,6 +32,7 @@ from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
 from weightcast import Target, WeightUpdater
 from weightcast.adapters.native.adapter import NativeAdapter
+from weightcast.comm.http import Client
 from weightcast.digest.definition import model_digest
 from weightcast.errors import ConfigError, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.exporters import gather
@@ -69,6 +71,43 @@ def test_every_engine_ends_with_exactly_the_trainers_weights(engines, transport,
     assert report.digest == model_digest(digests_of(version))
     assert json.loads(report.to_json())["version"] == version
     assert str(version) in str(report)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tables_travel_once_and_again_after_a_restart(transport, monkeypatch):
+    sent: dict[str, int] = {}
+
+    def noting(name):
+        send = getattr(Client, name)
+
+        def call(self, path, body=b"", **options):
+            sent[path] = max(sent.get(path, 0), len(body) + body.count(b"layers.") * 10_000)
+            return send(self, path, body, **options)
+
+        return call
+
+    for name in ("open_lease", "post_json"):
+        monkeypatch.setattr(Client, name, noting(name))
+    engine = Engine("--tp", "2")
+    try:
+        model = trainer_of(first := next_version())
+        with connect(model, [engine], transport=transport) as updater:
+            for turn in range(4):
+                version = next_version() if turn else first
+                model.set_version(version)
+                if turn == 2:
+                    port = engine.port
+                    engine.close()
+                    engine = Engine("--tp", "2", port=port)
+                    assert engine.port == port  # it answers
+                sent.clear()
+                report = updater.update(version=version)
+                assert report.targets[0].proof == "resident"
+                assert serves_whole(engine) == version
+                assert sent["/weightcast/apply"] < 2_000
+                assert (sent["/weightcast/open"] > 10_000) == (turn in (0, 2))
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(("digest", "closes"), [("fast", 0), ("sha256", 1)])

@@ -22,8 +22,9 @@ from weightcast.transports.registry import spec_of
 from weightcast.transports.spec import Placement
 from weightcast.update.head import Head
 from weightcast.update.sessions import open_message
-from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo
+from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
+from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo, decode, encode
+from weightcast.wire.plans import UpdatePlan
 
 SPECS = (TensorSpec(name="t", dtype="float32", shape=(8,)),)
 
@@ -51,7 +52,10 @@ def info(kind: str) -> EngineInfo:
 )
 def test_open_has_bucket_runs_only_if_two_buckets_may_be_in_flight(kinds, told):
     links: Any = [SimpleNamespace(adapter=adapter_for(info(kind))) for kind in kinds]
-    assert open_message(UpdateConfig(), links, 1, SPECS, ((32,), (16,))).bucket_runs == told
+    plan = UpdatePlan(SPECS, plan_buckets(SPECS, bucket_bytes=64, packing=Packing()), ((32,), (16,)))
+    message = open_message(UpdateConfig(), links, 1, plan)
+    assert message.bucket_runs == told
+    assert decode(encode(message)) == message
 
 
 URL = "http://e"

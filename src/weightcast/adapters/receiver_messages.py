@@ -25,9 +25,18 @@ def join_of(invitation: Invitation) -> Join:
     )
 
 
-def announce_of(session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Announce:
-    """Returns the message that announces a bucket; the arguments are those of ``Adapter.bucket``."""
-    if group is not None:
-        return Announce(session=session, layout=layout, source=BroadcastSource(group=group))
+def announce_of(
+    session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared], plan: str = ""
+) -> Announce:
+    """Returns the message that announces a bucket.
+
+    Args:
+        session: The session.
+        layout: Layout of the bucket.
+        group: Name of the group that broadcasts it, if one does.
+        shared: Handles to it otherwise.
+        plan: Hash of the plan that the engine has the layout from; empty if the message must have it.
+    """
     handles = tuple(item.memory for item in shared if item.memory is not None)
-    return Announce(session=session, layout=layout, source=IpcSource(handles=handles))
+    source = BroadcastSource(group=group) if group is not None else IpcSource(handles=handles)
+    return Announce(session=session, layout=layout, source=source, plan=plan)

@@ -21,7 +21,7 @@ from weightcast.errors import ConfigError, EngineFailure
 from weightcast.ray.actors import Place, method, place, remote, why_gone
 from weightcast.ray.placement import Bundles, Resource, require_cluster
 from weightcast.receiver.executor import FarRanks, Worker, WorkerFactory, answer_message, answer_work
-from weightcast.wire.messages import Message, RankAck, decode_rank_ack, encode
+from weightcast.wire.messages import Message, RankAck, decode_rank_ack
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; after this much longer the rank counts as lost
@@ -144,7 +144,7 @@ class RayExecutor(FarRanks):
         """Implements ``Executor.apply``."""
         with self._apply_lock:
             self._check()
-            frame = encode(message)
+            frame = self._encode(message)
             asked = [actor.apply.remote(frame) for actor in self._actors]
             what = f"the answer to {type(message).__name__}"
             replies = self._replies(asked, timeout_s + _GRACE_S, what, work=False)

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 from weightcast.comm.update_group import Rendezvous
 from weightcast.errors import EngineFailure, WeightcastError
-from weightcast.wire.messages import Message, RankAck, decode, decode_rank_ack, encode
+from weightcast.wire.messages import Message, Open, RankAck, decode, decode_rank_ack, encode
+from weightcast.wire.plans import UpdatePlan
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
@@ -133,6 +134,14 @@ class FarRanks:
     def __init__(self) -> None:
         self._broken: EngineFailure | None = None
         self._closed = False
+        self._told: UpdatePlan | None = None  # the plan that every rank was sent last
+
+    def _encode(self, message: Message) -> bytes:
+        """Encodes a message for the ranks.  Each keeps at least the plan that it was sent last."""
+        if not isinstance(message, Open) or message.plan is None:
+            return encode(message)
+        known, self._told = self._told, message.plan
+        return encode(message, named=message.plan == known)
 
     def _check(self) -> None:
         if self._closed:
@@ -212,7 +221,7 @@ class ConnectedRanks(FarRanks):
         with self._apply_lock:
             self._check()
             with self._send_lock:
-                self._send(self._control, _APPLY + encode(message))
+                self._send(self._control, _APPLY + self._encode(message))
             if meanwhile is not None:
                 try:
                     meanwhile()

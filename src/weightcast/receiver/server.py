@@ -18,11 +18,13 @@ from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.receiver.schemas import json_content
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import (
+    ANNOUNCE_SCHEMA,
     GROUP_FAILED,
     MAX_MESSAGE_BYTES,
+    OPEN_SCHEMA,
+    UNKNOWN_PLAN,
     Abort,
     Ack,
-    Announce,
     Close,
     Commit,
     EngineInfo,
@@ -35,6 +37,7 @@ from weightcast.wire.messages import (
     decode,
     encode,
 )
+from weightcast.wire.plans import UnknownPlan
 from weightcast.wire.status import EngineStatus
 
 HEARTBEAT_S = 1.0
@@ -258,6 +261,8 @@ async def _message(request: Request, limit: _MessageLimit) -> Message | Response
         if len(body) <= _DECODED_AT_ONCE_BYTES:  # a switch to another thread takes longer
             return decode(body)
         return await run_in_threadpool(decode, body)
+    except UnknownPlan as error:
+        return _refusal(UNKNOWN_PLAN, str(error))
     except WireError as error:
         return _refusal(400, str(error))
 
@@ -302,8 +307,8 @@ _LEASE = {
     "description": "A length (4 bytes, big endian) and an Ack, then heartbeats until the session is over",
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
-_MESSAGES = json_content("One message", Join | Leave | Announce | Close | Commit | Revert | Abort | Readback)
-_OPEN = json_content("The first message of an update", Open)
+_MESSAGES = json_content("One message", Join | Leave | ANNOUNCE_SCHEMA | Close | Commit | Revert | Abort | Readback)
+_OPEN = json_content("The first message of an update", OPEN_SCHEMA)
 _SCORED = json_content("A text as tokens", Scored)
 _FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (409, GROUP_FAILED, 500)}
-_REFUSALS: dict[int | str, dict[str, Any]] = {400: _REFUSED, 413: _REFUSED, **_FAILURES}
+_REFUSALS: dict[int | str, dict[str, Any]] = {400: _REFUSED, 413: _REFUSED, UNKNOWN_PLAN: _REFUSED, **_FAILURES}

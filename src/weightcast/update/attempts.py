@@ -7,7 +7,7 @@ fewer targets, and every rank hears its decision.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import msgspec
@@ -23,7 +23,6 @@ from weightcast.update.messages import AttemptResult
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import gather_ends
 from weightcast.watch.timeline import TimelineRecorder
-from weightcast.wire.layout import TensorSpec
 
 _PROBE_TOKENS = tuple(range(5, 37))
 
@@ -33,7 +32,6 @@ class Attempts:
 
     Args:
         exporter: The source of the weights.
-        specs: The exporter's tensors.
         group: The group of the trainer ranks.
         ranks: Tells every rank the head's decisions.
         timeline: Recorder of this rank's steps.
@@ -42,13 +40,11 @@ class Attempts:
     def __init__(
         self,
         exporter: Exporter,
-        specs: Sequence[TensorSpec],
         group: TrainerGroup,
         ranks: TrainerRanks,
         timeline: TimelineRecorder,
     ) -> None:
         self._exporter = exporter
-        self._specs = tuple(specs)
         self._group = group
         self._ranks = ranks
         self._timeline = timeline
@@ -86,7 +82,7 @@ class Attempts:
                     head.look_ahead()
                 filling = stream.start()
                 if head is not None:
-                    result = head.open(version, self._specs, filling.runs)
+                    result = head.open(version, filling.plan)
                 result = self._ranks.hear(result)
                 if result.failure is not None or result.again:
                     return result

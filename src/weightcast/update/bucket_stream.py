@@ -27,6 +27,7 @@ from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout
+from weightcast.wire.plans import UpdatePlan
 
 Progress = Callable[[int, int], None]
 
@@ -39,12 +40,12 @@ class Filling:
     """The buckets of one attempt.
 
     Attributes:
-        runs: Sizes in bytes of the broadcasts of each bucket.
+        plan: The tensors and their buckets.
         buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
     """
 
-    runs: tuple[tuple[int, ...], ...]
+    plan: UpdatePlan
     buckets: Iterator[tuple[Bucket | None, SharedSlot | None]]
     sources: SourceSums | None
 
@@ -88,6 +89,7 @@ class BucketStream:
         self._progress = progress
         self._events = events
         self._payload_bytes = [sum(slot.size_bytes for slot in layout.slots) for layout in layouts]
+        self._plan: UpdatePlan | None = None
         self._slots: list[SharedSlot] = []
         self._bucket_sums = RepeatedSums()
 
@@ -106,7 +108,9 @@ class BucketStream:
         # there are slots on a GPU, which works asynchronously.
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         first = list(islice(buckets, ahead if self._group.world_size == 1 else 0))
-        return Filling(runs=runs, buckets=chain(first, buckets), sources=sources)
+        if self._plan is None or self._plan.bucket_runs != runs:
+            self._plan = UpdatePlan(tuple(self._exporter.specs()), self._layouts, runs)
+        return Filling(plan=self._plan, buckets=chain(first, buckets), sources=sources)
 
     def send(
         self, filling: Filling, *, sums_buckets: bool

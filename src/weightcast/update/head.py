@@ -34,6 +34,7 @@ from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, total_bytes
 from weightcast.wire.messages import Ack, EngineInfo, Open
+from weightcast.wire.plans import UpdatePlan
 
 log = logging.getLogger("weightcast.update.head")
 
@@ -124,15 +125,12 @@ class Head:
         """Asks the targets for their description.  The trainer works on until ``open`` reads the answers."""
         self._asked_at = self._roster.ask(self._active())
 
-    def open(
-        self, version: int, specs: tuple[TensorSpec, ...], bucket_runs: tuple[tuple[int, ...], ...]
-    ) -> AttemptResult:
+    def open(self, version: int, plan: UpdatePlan) -> AttemptResult:
         """Probes every active target, opens a session on it, and makes the group.
 
         Args:
             version: The weight version.
-            specs: The tensors that will be sent.
-            bucket_runs: Sizes in bytes of the broadcasts of each bucket.
+            plan: The tensors that will be sent, and their buckets.
         """
         self._failure = None
         self._sessions.begin()
@@ -140,10 +138,10 @@ class Head:
         with self._phase("open"):
             try:
                 links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
-                self._sessions.open(links, version, specs, bucket_runs, self._verifier.check_opened, self._began)
+                self._sessions.open(links, version, plan, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 return self._fail(error)
-        return AttemptResult(sums_buckets=self._verifier.open(specs, self._sessions.links))
+        return AttemptResult(sums_buckets=self._verifier.open(plan.specs, self._sessions.links))
 
     @property
     def failed(self) -> bool:

@@ -18,8 +18,8 @@ from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome
 from weightcast.update.choose import Plan
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Ack, EngineInfo, Open, Owner
+from weightcast.wire.plans import UpdatePlan
 
 LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
 
@@ -51,8 +51,7 @@ class Sessions:
         self,
         links: Sequence[Link],
         version: int,
-        specs: tuple[TensorSpec, ...],
-        bucket_runs: tuple[tuple[int, ...], ...],
+        plan: UpdatePlan,
         check: Callable[[Link, Ack], None],
         began: Callable[[Open], None],
     ) -> None:
@@ -61,14 +60,13 @@ class Sessions:
         Args:
             links: The targets.
             version: The weight version.
-            specs: The tensors that will be sent.
-            bucket_runs: Sizes in bytes of the broadcasts of each bucket.
+            plan: The tensors that will be sent, and their buckets.
             check: Checks a target's answer.
             began: Called with the message before it is sent.
         """
         self.links = links
         transport = self._renew_transport()
-        message = open_message(self._config, links, version, specs, bucket_runs)
+        message = open_message(self._config, links, version, plan)
         began(message)
         try:
             run_each(lambda link: check(link, link.open(message)), links)
@@ -160,10 +158,12 @@ def open_message(
     config: UpdateConfig,
     links: Sequence[Link],
     version: int,
-    specs: tuple[TensorSpec, ...],
-    bucket_runs: tuple[tuple[int, ...], ...],
+    plan: UpdatePlan,
 ) -> Open:
     """Returns the message that opens a new session on these targets."""
+    # A receiver that knows the sizes of broadcasts may post bucket n+1's receive before it replies to n, so the sender
+    # must not wait for that reply.
+    plan = plan if in_flight_to(links) > 1 else plan.without_runs
     return Open(
         session=secrets.token_hex(16),
         owner=Owner(host=socket.gethostname(), pid=os.getpid()),
@@ -174,8 +174,7 @@ def open_message(
         pause=config.pause,
         verify=config.verify,
         digest=config.digest,
-        specs=specs,
-        # A receiver that knows these sizes may post bucket n+1's receive before it replies to n, so the sender must
-        # not wait for that reply.
-        bucket_runs=bucket_runs if in_flight_to(links) > 1 else (),
+        specs=plan.specs,
+        bucket_runs=plan.bucket_runs,
+        plan=plan,
     )

@@ -86,7 +86,7 @@ class WeightUpdater:
         try:
             self._events = Events((timeline, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
-            self._attempts = Attempts(exporter, self._specs, self._group, self._ranks, timeline)
+            self._attempts = Attempts(exporter, self._group, self._ranks, timeline)
             exporter.prepare(self._group)
             self._choose()
             tell_targets(self._events, self.health)

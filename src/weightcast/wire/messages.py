@@ -24,12 +24,13 @@ from weightcast.runtime.lru import Lru
 from weightcast.watch.events import Step
 from weightcast.wire.box import Box
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSpec
+from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, Tables, UpdatePlan, kept_plan, take_plan
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
-MAX_BUCKETS = 1 << 20
 MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them before it connects to any
 GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
+UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan must be sent in full
 
 Session = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -46,7 +47,6 @@ _AnyName = Annotated[str, Meta(max_length=512)]
 TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
 Steps = Annotated[tuple[Step, ...], Meta(max_length=1 << 20)]
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
-Runs = Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)]
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +120,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bucket_runs: Sizes in bytes of each bucket's broadcasts, in order.  They let a receiver enter the broadcast of a
             bucket early; empty if the sender waits for each reply.
         traceparent: The trainer's span for this target, as in W3C Trace Context; empty without tracing.
+        plan: The plan that ``specs`` and ``bucket_runs`` come from, and that later messages name; None without one.
     """
 
     session: Session
@@ -134,6 +135,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
     bucket_runs: Annotated[tuple[Runs, ...], Meta(max_length=MAX_BUCKETS)] = ()
     traceparent: TraceParent = ""
+    plan: UpdatePlan | None = None
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
@@ -174,11 +176,19 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="announce"):
-    """Announces a bucket: its source and its contents.  The engine answers when it has loaded the bucket."""
+    """Announces a bucket: its source and its contents.  The engine answers when it has loaded the bucket.
+
+    Attributes:
+        session: The session.
+        layout: Contents of the bucket.
+        source: Source of the bucket.
+        plan: Hash of the plan whose bucket number ``layout.index`` this is; empty without a plan.
+    """
 
     session: Session
     layout: BucketLayout
     source: Source
+    plan: str = ""
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="close"):
@@ -473,89 +483,128 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _form(kind: type[msgspec.Struct], table: str) -> Any:
-    """Returns the class with its large table as raw bytes, so that a table in the cache is not decoded again."""
-    fields: list[Any] = []
-    for field in msgspec.structs.fields(kind):
-        what = msgspec.Raw if field.name == table else field.type
-        fields.append((field.name, what) if field.required else (field.name, what, field.default))
+def _form(kind: type[msgspec.Struct], other: dict[str, Any]) -> Any:
+    """Returns the class as it is on the wire, with other types of some fields; they are left out if they are unset."""
+    same = [field for field in msgspec.structs.fields(kind) if field.name not in other]
+    fields: list[Any] = [(f.name, f.type) if f.required else (f.name, f.type, f.default) for f in same]
+    fields += [(name, what | msgspec.UnsetType, msgspec.UNSET) for name, what in other.items()]
     tag = kind.__struct_config__.tag
     return msgspec.defstruct(kind.__name__, fields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=tag)
 
 
-_TABLES: dict[type[msgspec.Struct], str] = {Open: "specs", Announce: "layout", EngineInfo: "specs"}
-_TABLES_BYTES = 128 << 20
-_TIMES_ITS_BYTES = 4  # memory of a decoded table
-_forms = {kind: _form(kind, table) for kind, table in _TABLES.items()}
-_Specs = Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+def _with(kind: Any, message: Any, **other: Any) -> Any:
+    """Returns a copy of a message as another class, with other fields."""
+    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__ if name not in other}, **other)
+
+
+_Specs = Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+_Bucket = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
+# Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
+_OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
+_AnnounceForm = _form(Announce, {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket})
+# The specs as raw bytes, so that those in the cache are not decoded again.
+_InfoForm = _form(EngineInfo, {"specs": msgspec.Raw})
+# The same for documents, in which every part has its own schema.
+OPEN_SCHEMA = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": Tables})
+ANNOUNCE_SCHEMA = _AnnounceForm
 
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
-_decoder = msgspec.json.Decoder(
-    _forms[Open] | _forms[Announce] | Join | Leave | Close | Commit | Revert | Abort | Readback
-)
-_infos = msgspec.json.Decoder(_forms[EngineInfo])
+_decoder = msgspec.json.Decoder(_OpenForm | _AnnounceForm | Join | Leave | Close | Commit | Revert | Abort | Readback)
+_infos = msgspec.json.Decoder(_InfoForm)
 _acks = msgspec.json.Decoder(Ack)
 _rank_acks = msgspec.json.Decoder(RankAck)
-_layouts = msgspec.json.Decoder(BucketLayout)
-_specs: msgspec.json.Decoder[tuple[TensorSpec, ...]] = msgspec.json.Decoder(_Specs)
+_specs: msgspec.json.Decoder[tuple[TensorSpec, ...]] = msgspec.json.Decoder(
+    Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+)
 _Answer = TypeVar("_Answer")
-_Whole = TypeVar("_Whole", Open, Announce, EngineInfo)
 
-# Every update of a model has the same tables, and with many tensors they take longer to decode than the weights to
-# send.  Both ends cache them: encoded tables by identity, decoded and checked ones by their bytes.
+# An engine's description has the same specs in every update, and with many tensors they take longer to decode than the
+# weights to send.  Both ends cache them: encoded ones by identity, decoded ones by their bytes.
+_TABLES_BYTES = 128 << 20
+_TIMES_ITS_BYTES = 4  # memory of decoded specs
 _encoded: Lru[int, tuple[object, bytes]] = Lru(_TABLES_BYTES)
-_known_layouts: Lru[bytes, BucketLayout] = Lru(_TABLES_BYTES)
 _known_specs: Lru[bytes, tuple[TensorSpec, ...]] = Lru(_TABLES_BYTES)
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """Encodes any of the classes above as JSON."""
-    name = _TABLES.get(type(message))
-    if name is None:
-        return _encoder.encode(message)
-    table = getattr(message, name)
-    known = _encoded.get(id(table))
-    if known is None:
-        known = table, _encoder.encode(table)  # the cache keeps the table alive, so that no other one gets its id
-        _encoded.put(id(table), known, _TIMES_ITS_BYTES * len(known[1]))
-    return _encoder.encode(_with(_forms[type(message)], message, name, msgspec.Raw(known[1])))
+def encode(message: msgspec.Struct, *, named: bool = False) -> bytes:
+    """Encodes any of the classes above as JSON.
+
+    Args:
+        message: The message.
+        named: True if the other end has the plan of an ``Open``, which is then named and not sent.
+    """
+    if isinstance(message, Open):
+        message = _open_form(message, named=named)
+    elif isinstance(message, Announce):
+        rest: dict[str, Any] = {"layout": message.layout, "plan": msgspec.UNSET, "bucket": msgspec.UNSET}
+        if message.plan:
+            rest = {"layout": msgspec.UNSET, "plan": message.plan, "bucket": message.layout.index}
+        message = _with(_AnnounceForm, message, **rest)
+    elif isinstance(message, EngineInfo):
+        known = _encoded.get(id(message.specs))
+        if known is None:
+            known = message.specs, _encoder.encode(message.specs)  # kept alive, so that no other one gets its id
+            _encoded.put(id(message.specs), known, _TIMES_ITS_BYTES * len(known[1]))
+        message = _with(_InfoForm, message, specs=msgspec.Raw(known[1]))
+    return _encoder.encode(message)
 
 
-def _with(kind: Any, other: Any, name: str, value: object) -> Any:
-    """Returns a copy of a message as another class, with one other field."""
-    return kind(**{field: value if field == name else getattr(other, field) for field in kind.__struct_fields__})
+def _open_form(message: Open, *, named: bool) -> Any:
+    plan = message.plan
+    if plan is None:
+        return _with(_OpenForm, message, plan=msgspec.UNSET, tables=msgspec.UNSET)
+    tables = msgspec.UNSET if named else msgspec.Raw(plan.encoded)
+    return _with(_OpenForm, message, specs=msgspec.UNSET, bucket_runs=(), plan=plan.hash, tables=tables)
 
 
-def _specs_of(kind: type[_Whole], form: Any) -> _Whole:
-    """Returns the message of a form whose table lists tensors.
+def _opened(form: Any) -> Open:
+    """Returns the Open of its form.
 
     Raises:
-        ValueError: The table is malformed, or is empty although tensors must be sent.
+        ValueError, WireError: It has neither specs nor a plan, or both; the plan is unknown, or refused by
+            ``take_plan``.
     """
-    data = bytes(form.specs)
-    specs = _known_specs.get(data)
+    if form.plan is msgspec.UNSET:
+        if form.specs is msgspec.UNSET or form.tables is not msgspec.UNSET:
+            raise ValueError("an Open needs specs, or a plan")
+        return _with(Open, form, plan=None)
+    if form.specs is not msgspec.UNSET or form.bucket_runs:
+        raise ValueError("an Open with a plan has its specs and runs in the plan")
+    plan = kept_plan(form.plan) if form.tables is msgspec.UNSET else take_plan(form.plan, bytes(form.tables))
+    return _with(Open, form, specs=plan.specs, bucket_runs=plan.bucket_runs, plan=plan)
+
+
+def _announced(form: Any) -> Announce:
+    """Returns the Announce of its form.
+
+    Raises:
+        ValueError, WireError: It has neither a layout nor a bucket of a plan, or both; the layout breaks the rules of
+            ``BucketLayout.check``; or the plan is unknown or has no such bucket.
+    """
+    if form.layout is not msgspec.UNSET:
+        if form.plan is not msgspec.UNSET or form.bucket is not msgspec.UNSET:
+            raise ValueError("an Announce has a layout, or a bucket of a plan")
+        form.layout.check()
+        return _with(Announce, form, plan="")
+    if form.plan is msgspec.UNSET or form.bucket is msgspec.UNSET:
+        raise ValueError("an Announce needs a layout, or a bucket of a plan")
+    layouts = kept_plan(form.plan).layouts
+    if form.bucket >= len(layouts):
+        raise ValueError(f"bucket {form.bucket}: its plan has {len(layouts)}")
+    return _with(Announce, form, layout=layouts[form.bucket])
+
+
+def _described(data: bytes) -> EngineInfo:
+    form = _infos.decode(data)
+    if form.specs is msgspec.UNSET:
+        raise ValueError("specs are missing")
+    table = bytes(form.specs)
+    specs = _known_specs.get(table)
     if specs is None:
-        specs = _specs.decode(data)
-        _known_specs.put(data, specs, _TIMES_ITS_BYTES * len(data))
-    if kind is Open and not specs:
-        raise ValueError("specs: at least one tensor is sent")
-    return _with(kind, form, "specs", specs)
-
-
-def _layout_of(form: Any) -> Announce:
-    """Returns the message of a form whose table is a layout.
-
-    Raises:
-        ValueError, WireError: The layout is malformed, or breaks the rules of ``BucketLayout.check``.
-    """
-    data = bytes(form.layout)
-    layout = _known_layouts.get(data)
-    if layout is None:
-        layout = _layouts.decode(data)
-        layout.check()
-        _known_layouts.put(data, layout, _TIMES_ITS_BYTES * len(data))
-    return _with(Announce, form, "layout", layout)
+        specs = _specs.decode(table)
+        _known_specs.put(table, specs, _TIMES_ITS_BYTES * len(table))
+    return _with(EngineInfo, form, specs=specs)
 
 
 def decode_ack(data: bytes) -> Ack:
@@ -582,7 +631,7 @@ def decode_info(data: bytes) -> EngineInfo:
     Raises:
         WireError: The bytes are no such description.
     """
-    return _answer(lambda data: _specs_of(EngineInfo, _infos.decode(data)), data)
+    return _answer(_described, data)
 
 
 def _answer(read: Callable[[bytes], _Answer], data: bytes) -> _Answer:
@@ -597,15 +646,14 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
 
     Raises:
         WireError: The message is too large, is not JSON, or is none of these messages; the text names the field.
+        UnknownPlan: The message names a plan that this process does not have.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"the message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     try:
         form = _decoder.decode(data)
-        if isinstance(form, _forms[Open]):
-            return _specs_of(Open, form)
-        if isinstance(form, _forms[Announce]):
-            return _layout_of(form)
-        return form
+        if isinstance(form, _OpenForm):
+            return _opened(form)
+        return _announced(form) if isinstance(form, _AnnounceForm) else form
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a weightcast message: {error}") from None

@@ -10,10 +10,11 @@ import msgspec
 from weightcast.adapters.receiver_messages import announce_of, join_of
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
-from weightcast.errors import WireError
+from weightcast.errors import TargetRejected, WireError
 from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import (
+    UNKNOWN_PLAN,
     Abort,
     Close,
     Commit,
@@ -39,6 +40,8 @@ class NativeAdapter:
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
+        self._plan = ""  # hash of the plan of the session
+        self._sent = ""  # hash of the plan that the engine took last
 
     def renew(self, info: EngineInfo) -> None:
         """As ``Adapter.renew``."""
@@ -52,8 +55,20 @@ class NativeAdapter:
         """Accepts everything."""
 
     def open(self, message: Open) -> Steps:
-        """Starts a session; the open stream of the answer is its lease."""
-        return decode_ack((yield EngineRequest(path="/weightcast/open", body=encode(message), lease=True)))
+        """Starts a session; the open stream of the answer is its lease.
+
+        The plan is named if the engine has it.  An engine that was restarted says that it does not.
+        """
+        self._plan = message.plan.hash if message.plan is not None else ""
+        if self._plan and self._plan == self._sent:
+            try:
+                return decode_ack((yield _open(message, named=True)))
+            except TargetRejected as error:
+                if error.status != UNKNOWN_PLAN:
+                    raise
+        ack = decode_ack((yield _open(message, named=False)))
+        self._sent = self._plan
+        return ack
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group."""
@@ -61,7 +76,7 @@ class NativeAdapter:
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket from a group or from shared memory."""
-        return _apply(announce_of(session, layout, group=group, shared=shared))
+        return _apply(announce_of(session, layout, group=group, shared=shared, plan=self._plan))
 
     def close(self, message: Close) -> Steps:
         """As ``Adapter.close``."""
@@ -90,6 +105,10 @@ class NativeAdapter:
             return msgspec.json.decode(reply, type=dict[str, list[float]])["logprobs"]
         except (msgspec.MsgspecError, KeyError) as error:
             raise WireError(f"the answer to /weightcast/score has another form: {error}") from None
+
+
+def _open(message: Open, *, named: bool) -> EngineRequest:
+    return EngineRequest(path="/weightcast/open", body=encode(message, named=named), lease=True)
 
 
 def _apply(message: Message) -> Steps:

@@ -1,0 +1,180 @@
+"""The plan of an update: the tables that both processes keep, and that messages name by a hash.
+
+The first update of a target carries the plan in full.  From then on ``Open`` names it, and ``Announce`` names a bucket
+of it.  So an update of the same tables sends nothing for each tensor.  A plan has no place in memory and no device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from weightcast.errors import WireError
+from weightcast.runtime.lru import Lru
+from weightcast.wire.layout import MAX_TENSORS, BucketLayout, Size, TensorSlot, TensorSpec
+
+MAX_BUCKETS = 1 << 20
+PlanHash = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
+Runs = Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)]
+_KEPT_BYTES = 256 << 20
+_TIMES_ITS_BYTES = 8  # memory of a decoded plan
+
+
+class UnknownPlan(WireError):
+    """A message names a plan that this process does not have.  The sender must send the plan in full."""
+
+
+class _Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A ``TensorSlot`` with the number of its tensor in the plan."""
+
+    tensor: Size
+    offset_bytes: Size
+    first_row: Size
+    num_rows: Size
+
+
+class _Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    size_bytes: Size
+    slots: Annotated[tuple[_Slot, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+
+
+class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan on the wire.
+
+    Attributes:
+        specs: Every tensor that will be sent, in order.
+        buckets: Size in bytes of each bucket, and its slots: number of the tensor, first byte, first row, rows.
+        bucket_runs: As ``Open.bucket_runs``.
+    """
+
+    specs: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+    buckets: Annotated[tuple[_Bucket, ...], Meta(min_length=1, max_length=MAX_BUCKETS)]
+    bucket_runs: Annotated[tuple[Runs, ...], Meta(max_length=MAX_BUCKETS)] = ()
+
+
+_encoder = msgspec.json.Encoder()
+_tables = msgspec.json.Decoder(Tables)
+
+
+class UpdatePlan:
+    """The tensors of an update and their places in buckets."""
+
+    def __init__(
+        self,
+        specs: tuple[TensorSpec, ...],
+        layouts: Sequence[BucketLayout],
+        bucket_runs: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        """Takes the tables.
+
+        Args:
+            specs: Every tensor, in order.
+            layouts: Layouts of the buckets; every slot is of one of these tensors.
+            bucket_runs: As ``Open.bucket_runs``.
+        """
+        self.specs = specs
+        self.layouts = tuple(layouts)
+        self.bucket_runs = bucket_runs
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, UpdatePlan) and self.hash == other.hash)
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The plan as JSON, in the form of ``Tables``."""
+        numbers = {spec.name: number for number, spec in enumerate(self.specs)}
+        buckets = tuple(
+            _Bucket(
+                layout.size_bytes,
+                tuple(
+                    _Slot(numbers[slot.spec.name], slot.offset_bytes, slot.first_row, slot.num_rows)
+                    for slot in layout.slots
+                ),
+            )
+            for layout in self.layouts
+        )
+        return _encoder.encode(Tables(specs=self.specs, buckets=buckets, bucket_runs=self.bucket_runs))
+
+    @cached_property
+    def hash(self) -> str:
+        """BLAKE2b of ``encoded``, 32 hex characters."""
+        return _hash_of(self.encoded)
+
+    @cached_property
+    def without_runs(self) -> UpdatePlan:
+        """The same plan for a sender that waits for each reply."""
+        return UpdatePlan(self.specs, self.layouts)
+
+
+def kept_plan(name: str) -> UpdatePlan:
+    """Returns a plan that this process was sent.
+
+    Raises:
+        UnknownPlan: It was not, or other plans have taken its place.
+    """
+    plan = _kept.get(name)
+    if plan is None:
+        raise UnknownPlan(f"this process does not have the plan {name}; it must be sent in full")
+    return plan
+
+
+def take_plan(name: str, encoded: bytes) -> UpdatePlan:
+    """Decodes, checks and keeps a plan that came in full.
+
+    Raises:
+        WireError: The plan is malformed, breaks the rules of ``BucketLayout.check``, or has another hash.
+    """
+    if _hash_of(encoded) != name:
+        raise WireError(f"the plan that came with the message is not {name}")
+    found = _kept.get(name)
+    if found is not None:
+        return found
+    plan = _decoded(encoded)
+    _kept.put(name, plan, _TIMES_ITS_BYTES * len(encoded))
+    return plan
+
+
+def forget_plans() -> None:
+    """Drops the plans that this process was sent, as a restart does."""
+    global _kept
+    _kept = Lru(_KEPT_BYTES)
+
+
+_kept: Lru[str, UpdatePlan] = Lru(_KEPT_BYTES)
+
+
+def _hash_of(encoded: bytes) -> str:
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def _decoded(encoded: bytes) -> UpdatePlan:
+    tables = _tables.decode(encoded)
+    specs = tables.specs
+    layouts: list[BucketLayout] = []
+    for index, bucket in enumerate(tables.buckets):
+        beyond = next((slot.tensor for slot in bucket.slots if slot.tensor >= len(specs)), None)
+        if beyond is not None:
+            raise WireError(f"bucket {index} carries tensor {beyond}, and the plan has {len(specs)}")
+        slots = tuple(
+            TensorSlot(
+                spec=specs[slot.tensor],
+                offset_bytes=slot.offset_bytes,
+                first_row=slot.first_row,
+                num_rows=slot.num_rows,
+            )
+            for slot in bucket.slots
+        )
+        layout = BucketLayout(index=index, slots=slots, size_bytes=bucket.size_bytes)
+        layout.check()
+        layouts.append(layout)
+    plan = UpdatePlan(specs, layouts, tables.bucket_runs)
+    plan.__dict__["encoded"], plan.__dict__["hash"] = encoded, _hash_of(encoded)
+    return plan

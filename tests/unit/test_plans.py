@@ -1,0 +1,138 @@
+"""Plans on the wire: sent once, named afterwards, and refused by name where they are not known."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import pytest
+
+from weightcast.errors import WireError
+from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
+from weightcast.wire.messages import Announce, BroadcastSource, Open, Owner, decode, encode
+from weightcast.wire.plans import UnknownPlan, UpdatePlan, forget_plans
+
+SPECS = tuple(TensorSpec(name=f"t{number}", dtype="float32", shape=(number + 1, 4)) for number in range(40))
+
+
+def plan_of(specs=SPECS, bucket_bytes=512, runs=()) -> UpdatePlan:
+    return UpdatePlan(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()), runs)
+
+
+def open_of(plan: UpdatePlan | None) -> Open:
+    return Open(
+        session=secrets.token_hex(16),
+        owner=Owner(host="h", pid=1),
+        version=1,
+        timeout_s=1.0,
+        lease_s=4.0,
+        pause="abort",
+        verify="resident",
+        specs=SPECS,
+        bucket_runs=plan.bucket_runs if plan is not None else (),
+        plan=plan,
+    )
+
+
+def announce_of(opened: Open, plan: UpdatePlan, index: int) -> Announce:
+    source = BroadcastSource(group="g")
+    return Announce(session=opened.session, layout=plan.layouts[index], source=source, plan=plan.hash)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    forget_plans()
+
+
+def test_messages_of_a_known_plan_carry_nothing_of_its_tensors():
+    plan = plan_of(runs=((16,),))
+    opened = open_of(plan)
+    assert decode(encode(opened)) == opened
+    named = encode(opened, named=True)
+    assert decode(named) == opened
+    assert b"t1" not in named
+    assert len(named) < 600
+    for index in range(len(plan.layouts)):
+        announce = announce_of(opened, plan, index)
+        body = encode(announce)
+        assert len(body) < 250
+        assert decode(body) == announce
+
+
+def test_layouts_of_a_known_plan_are_the_same_objects_in_every_update():
+    plan = plan_of()
+    decode(encode(open_of(plan)))
+    first, second = (decode(encode(announce_of(open_of(plan), plan, 1))) for _ in range(2))
+    assert isinstance(first, Announce)
+    assert isinstance(second, Announce)
+    assert first.layout is second.layout
+
+
+def test_a_process_that_forgot_the_plan_says_so_and_takes_it_again():
+    plan = plan_of()
+    decode(encode(open_of(plan)))
+    forget_plans()
+    with pytest.raises(UnknownPlan, match=plan.hash):
+        decode(encode(open_of(plan), named=True))
+    with pytest.raises(UnknownPlan, match=plan.hash):
+        decode(encode(announce_of(open_of(plan), plan, 0)))
+    again = open_of(plan)
+    assert decode(encode(again)) == again
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        plan_of(bucket_bytes=1024),
+        plan_of(runs=((16,),)),
+        plan_of(SPECS[:-1]),
+        plan_of((TensorSpec(name="t0", dtype="bfloat16", shape=(1, 4)), *SPECS[1:])),
+        plan_of((TensorSpec(name="t0", dtype="float32", shape=(4, 1)), *SPECS[1:])),
+    ],
+)
+def test_any_other_table_has_another_hash(other):
+    assert other.hash != plan_of().hash
+    assert plan_of().hash == plan_of().hash
+
+
+def damaged(change) -> bytes:
+    body = json.loads(encode(open_of(plan_of())))
+    change(body)
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body["tables"]["buckets"][0].__setitem__(0, 1 << 20),
+        lambda body: body.__setitem__("plan", "0" * 32),
+        lambda body: body.__setitem__("plan", "x"),
+        lambda body: body.__setitem__("specs", []),
+        lambda body: body.__setitem__("bucket_runs", [[1]]),
+        lambda body: body.pop("plan"),
+    ],
+)
+def test_a_plan_that_is_not_what_its_hash_says_is_refused(change):
+    with pytest.raises(WireError):
+        decode(damaged(change))
+
+
+@pytest.mark.parametrize("slot", [[40, 0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 2], [-1, 0, 0, 1], [0, 0, 0]])
+def test_a_plan_with_a_slot_that_no_sender_makes_is_refused(slot):
+    plan = plan_of()
+    tables = json.loads(plan.encoded)
+    tables["buckets"][0][1][0] = slot
+    encoded = json.dumps(tables).encode()
+    plan.__dict__["encoded"] = encoded
+    with pytest.raises(WireError):
+        decode(encode(open_of(plan)))
+
+
+@pytest.mark.parametrize("index", [-1, 10_000, None])
+def test_a_bucket_that_the_plan_does_not_have_is_refused(index):
+    plan = plan_of()
+    opened = open_of(plan)
+    decode(encode(opened))
+    body = json.loads(encode(announce_of(opened, plan, 0))) | {"bucket": index}
+    with pytest.raises(WireError):
+        decode(json.dumps(body).encode())
