@@ -43,8 +43,9 @@ VARIABLES = {
     "VLLM_API_KEY": "vLLM with the plug-in. vLLM's API key, which covers the routes of weightcast too.",
     "VLLM_PLUGINS": "vLLM with the plug-in. Must contain `weightcast`.",
     "WEIGHTCAST_REVISION": "Benchmarks. The revision that a result names where there is no git.",
+    "WEIGHTCAST_LMDEPLOY_FOLDER": "LMDeploy with our launcher. Set by it for its own processes; not for users.",
     "WEIGHTCAST_SGLANG_FOLDER": "SGLang with the plug-in. Set by the server for its own ranks; not for users.",
-    "WEIGHTCAST_STAGING": "SGLang with the plug-in. Where new weights wait: `auto`, `device` or `host`.",
+    "WEIGHTCAST_STAGING": "SGLang and LMDeploy with our receiver. Where new weights wait: `auto`, `device` or `host`.",
     "XDG_CACHE_HOME": "Demo. The folder below which `weightcast` keeps its model; `~/.cache` by default.",
     "prometheus_multiproc_dir": "The same in lower case, which prometheus_client still reads.",
 }

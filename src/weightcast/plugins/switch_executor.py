@@ -30,9 +30,9 @@ class SwitchExecutor(SocketRanks):
             return self._tell(message, timeout_s)
         return self._tell(message, timeout_s, lambda: self._agree(message, timeout_s))
 
-    def before_switch(self, timeout_s: float) -> bool:
-        """Called when all ranks are ready.  False keeps all of them from switching."""
-        return True
+    def why_not_now(self, timeout_s: float) -> str:
+        """Called when all ranks are ready.  The reason why none of them may switch; empty if they may."""
+        return ""
 
     def after_decision(self) -> None:
         """Called once the ranks have been told to switch."""
@@ -48,7 +48,7 @@ class SwitchExecutor(SocketRanks):
         # A rank that refuses a commit has nothing to switch, and then nobody switches.  A rank may well have nothing to
         # take back.
         go = all(ready) if isinstance(message, Commit) else any(ready)
-        go = go and self.before_switch(timeout_s)
-        self._note(GO if go else CANCEL)
-        if go:
+        why = self.why_not_now(timeout_s) if go else "not all ranks were ready to switch weights"
+        self._note(CANCEL + why.encode() if why else GO)
+        if not why:
             self.after_decision()

@@ -168,11 +168,11 @@ class SwitchRank:
         try:
             decision = self._decisions.get(timeout=_AGREE_S)
         except queue.Empty:
-            decision = CANCEL
+            decision = CANCEL + b"the API server did not say whether to switch weights"
         if decision != GO:
             with suppress(ValueError):
                 self._tasks.remove(task)  # no mark will come for it
-            raise Refused("not all ranks were ready to switch weights")
+            raise Refused(decision.removeprefix(CANCEL).decode() or "the switch of weights was cancelled")
         task.wait(self._open.timeout_s if self._open is not None else _AGREE_S)
 
     def _connected(self, connection: Connection) -> None:

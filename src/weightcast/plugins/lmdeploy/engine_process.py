@@ -1,0 +1,132 @@
+"""What runs in LMDeploy's engine process: our hooks, and the methods that the API server calls there."""
+
+# LMDeploy is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+from weightcast.errors import WeightcastError
+from weightcast.plugins.lmdeploy.folder import FOLDER, module_map, note_failure
+from weightcast.plugins.lmdeploy.hook_points import IN_ENGINE, check
+from weightcast.plugins.lmdeploy.requests_at_switch import RequestsAtSwitch
+
+log = logging.getLogger("weightcast.plugins.lmdeploy")
+
+# The process has one engine, which makes its loop when it starts to serve.
+_requests: RequestsAtSwitch | None = None
+
+
+class _Released:
+    """A condition whose server may be gone once the other end has been notified.
+
+    LMDeploy's API server ends that server as soon as it has the port, on a busy machine before this end hears that it
+    has let go.
+    """
+
+    def __init__(self, condition: Any) -> None:
+        self._condition = condition
+
+    def __enter__(self) -> Any:
+        return self._condition.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        with suppress(EOFError, ConnectionError):
+            self._condition.__exit__(*error)
+
+    def notify(self) -> None:
+        self._condition.notify()
+
+
+def run(shared: Any, condition: Any, *arguments: Any, **named: Any) -> None:
+    """Stands in for ``ZMQMPEngine._mp_proc``: adds our hooks, then calls it."""
+    from lmdeploy.pytorch.engine.mp_engine.zmq_engine import ZMQMPEngine
+
+    try:
+        check(IN_ENGINE)
+        patch()
+    except WeightcastError as error:
+        note_failure(os.environ[FOLDER], error)
+        sys.exit(f"weightcast cannot run in this LMDeploy: {error}")
+    ZMQMPEngine._mp_proc(shared, _Released(condition), *arguments, **named)
+
+
+def patch() -> None:
+    """Replaces what LMDeploy's engine process calls."""
+    from lmdeploy.pytorch.config import ModelConfig
+    from lmdeploy.pytorch.engine.engine_loop import EngineLoop
+    from lmdeploy.pytorch.engine.mp_engine.base_worker import EngineWorkerBase
+
+    read_config = ModelConfig.from_pretrained.__func__
+    make_loop = EngineLoop.__init__
+    path = module_map(os.environ[FOLDER])
+
+    def from_pretrained(cls: Any, *arguments: Any, **named: Any) -> Any:
+        config = read_config(cls, *arguments, **named)
+        # LMDeploy 0.18 takes this option, and does not pass it on.
+        if not named.get("is_draft_model"):
+            config.custom_module_map = path
+        return config
+
+    def made(self: Any, *arguments: Any, **named: Any) -> None:
+        global _requests
+        make_loop(self, *arguments, **named)
+        _requests = RequestsAtSwitch(self)
+
+    ModelConfig.from_pretrained = classmethod(from_pretrained)
+    EngineLoop.__init__ = made
+    # LMDeploy serves every public function of this class to the API server.
+    for method in METHODS:
+        setattr(EngineWorkerBase, method.__name__, method)
+
+
+def weightcast_ready(worker: Any) -> bool:
+    """Whether our hook on the engine's loop took."""
+    return _requests is not None
+
+
+async def weightcast_pause(worker: Any, mode: str, timeout_s: float) -> str:
+    """As ``RequestsAtSwitch.pause``."""
+    return await _engine().pause(mode, timeout_s)
+
+
+def weightcast_stop_waiting(worker: Any) -> str:
+    """As ``RequestsAtSwitch.stop_waiting``."""
+    _engine().stop_waiting()
+    return ""
+
+
+def weightcast_resume(worker: Any) -> str:
+    """As ``RequestsAtSwitch.resume``."""
+    _engine().resume()
+    return ""
+
+
+async def weightcast_retract(worker: Any, timeout_s: float) -> str:
+    """As ``RequestsAtSwitch.retract``."""
+    return await _engine().retract(timeout_s)
+
+
+async def weightcast_mark(worker: Any) -> str:
+    """As ``RequestsAtSwitch.mark``."""
+    return await _engine().mark()
+
+
+def _engine() -> RequestsAtSwitch:
+    if _requests is None:
+        raise RuntimeError("the engine's loop has not started")
+    return _requests
+
+
+METHODS = (
+    weightcast_ready,
+    weightcast_pause,
+    weightcast_stop_waiting,
+    weightcast_resume,
+    weightcast_retract,
+    weightcast_mark,
+)

@@ -1,0 +1,60 @@
+"""The folder of one server that our code in all its processes shares: sockets, module map, reason of a failure.
+
+LMDeploy runs the file of a "custom module map" in every worker before it builds the model, whichever executor it has.
+That is where our code gets into the workers; the map itself is empty.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import weightcast
+from weightcast.errors import WeightcastError
+
+# Path of the folder.  The engine process inherits it; workers read it from the module map.
+FOLDER = "WEIGHTCAST_LMDEPLOY_FOLDER"
+
+_MAP = """\
+import sys
+try:
+    import weightcast
+except ImportError:  # a Ray worker
+    sys.path.append({parent!r})
+from weightcast.plugins.lmdeploy import rank
+rank.install({folder!r})
+MODULE_MAP = {{}}
+"""
+
+
+def write_module_map(folder: str) -> None:
+    """Writes the file that LMDeploy runs in every worker."""
+    parent = str(Path(weightcast.__file__).parent.parent)
+    Path(module_map(folder)).write_text(_MAP.format(parent=parent, folder=folder))
+
+
+def module_map(folder: str) -> str:
+    """Returns the path of the module map."""
+    return str(Path(folder) / "module_map.py")
+
+
+def note_failure(folder: str, error: WeightcastError) -> None:
+    """Keeps the reason why a process could not start, for the launcher's last words; the first one stays."""
+    hint = f" ({error.hint})" if error.hint else ""
+    with suppress(FileExistsError):
+        descriptor = os.open(_failure(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{error}{hint}")
+
+
+def failure_words(folder: str) -> str:
+    """Returns the reason; empty if there is none."""
+    try:
+        return Path(_failure(folder)).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _failure(folder: str) -> str:
+    return str(Path(folder) / "failure")

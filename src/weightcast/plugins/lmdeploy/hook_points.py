@@ -1,0 +1,135 @@
+"""Where our code is called inside LMDeploy, and what that code needs of LMDeploy: checked before anything is built."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from typing import Any
+
+from weightcast.errors import ConfigError
+
+RUN_VERSIONS = ("0.18.0",)
+
+_SERVER = "lmdeploy.serve.openai.api_server:"
+_LOOP = "lmdeploy.pytorch.engine.engine_loop:EngineLoop"
+_MAKER = "lmdeploy.pytorch.engine.inputs_maker:InputsMakerAsync"
+_SCHEDULER = "lmdeploy.pytorch.paging.scheduler:Scheduler"
+_AGENT = "lmdeploy.pytorch.engine.model_agent.agent:"
+_REQUESTS = "lmdeploy.pytorch.engine.request:"
+_WEIGHTS = "lmdeploy.pytorch.weight_loader.model_weight_loader:"
+_ZMQ = "lmdeploy.pytorch.engine.mp_engine.zmq_engine:ZMQMPEngine"
+
+# Functions and classes, with the parameters that our calls and hooks rely on.
+IN_SERVER: dict[str, tuple[str, ...]] = {
+    "lmdeploy.cli.entrypoint:run": (),
+    f"{_SERVER}serve": ("model_path", "model_name", "backend", "backend_config", "speculative_config"),
+    f"{_SERVER}create_openai_router": ("server_context",),
+    "lmdeploy.serve.core.async_engine:AsyncEngine.sleep": ("self", "level"),
+    "lmdeploy.serve.core.async_engine:AsyncEngine.wakeup": ("self", "tags"),
+    f"{_ZMQ}._mp_proc": ("shared_dict", "condition", "model_path", "engine_config", "log_level", "speculative_config"),
+    f"{_ZMQ}._collective_rpc_async": ("self", "func"),
+}
+IN_ENGINE: dict[str, tuple[str, ...]] = {
+    f"{_ZMQ}._mp_proc": ("shared_dict", "condition", "model_path"),
+    "lmdeploy.pytorch.config:ModelConfig.from_pretrained": ("is_draft_model",),
+    "lmdeploy.pytorch.engine.mp_engine.base_worker:EngineWorkerBase": ("engine",),
+    f"{_LOOP}.__init__": ("self", "req_manager", "scheduler", "executor", "inputs_maker"),
+    f"{_MAKER}.send_next_inputs": ("self",),
+    f"{_MAKER}.prefetch_next_inputs": ("self",),
+    f"{_MAKER}.has_pending_long_context_chunk": ("self",),
+    f"{_MAKER}.reset_runtime_state": ("self",),
+    "lmdeploy.pytorch.engine.executor.base:ExecutorBase.forward_async": ("self", "inputs"),
+    "lmdeploy.pytorch.engine.executor.base:ExecutorBase.get_output_async": ("self",),
+    f"{_SCHEDULER}.preempt_seqs": ("self", "seqs"),
+    f"{_SCHEDULER}.end_session": ("self", "session_id"),
+    f"{_SCHEDULER}.has_unfinished": ("self",),
+    f"{_SCHEDULER}.num_running": ("self",),
+    "lmdeploy.pytorch.paging.seq_states.states:StateBase.release_paging_resources": ("self",),
+    "lmdeploy.pytorch.paging.block_trie:BlockTrie.evict": ("self", "max_num_blocks"),
+    f"{_REQUESTS}RequestManager.reject_request": ("self", "resp", "reason"),
+    f"{_REQUESTS}RequestManager.bind_func": ("self", "req_type", "callback"),
+    f"{_REQUESTS}RequestType": (),
+    "lmdeploy.pytorch.messages:MessageStatus": (),
+}
+IN_RANKS: dict[str, tuple[str, ...]] = {
+    f"{_AGENT}load_model_weights": ("model", "checkpoint_path", "device"),
+    f"{_AGENT}BaseModelAgent._async_step": ("self", "inputs"),
+    f"{_AGENT}BaseModelAgent.reset_runtime_state": ("self",),
+    f"{_AGENT}BaseModelAgent.sleep": ("self", "level"),
+    f"{_AGENT}BaseModelAgent.wakeup": ("self", "tags"),
+    f"{_WEIGHTS}ModelWeightLoader": ("model_path",),
+    f"{_WEIGHTS}ModelWeightLoader._get_weights_iterator": ("self", "path"),
+    f"{_WEIGHTS}ModelWeightLoader._rename_weights_iterator": ("iterator", "model"),
+    "lmdeploy.pytorch.distributed:get_dist_manager": (),
+}
+# Attributes that only an instance has.
+LOOP_ATTRIBUTES = ("req_manager", "scheduler", "executor", "inputs_maker", "has_runable_event")
+SCHEDULER_ATTRIBUTES = ("sessions", "seq_manager", "block_trie")
+
+
+def check(needed: dict[str, tuple[str, ...]]) -> None:
+    """Refuses other versions than those that were run, and looks for everything that our code needs.
+
+    Args:
+        needed: ``module:path`` of each function or class, and its parameters.
+
+    Raises:
+        ConfigError: It is another version, or something is missing or has other parameters; all is named.
+    """
+    found = version()
+    if found not in RUN_VERSIONS:
+        raise ConfigError(
+            f"this is LMDeploy {found or 'of an unknown version'}, where this plug-in was not run",
+            hint=f"install LMDeploy {' or '.join(RUN_VERSIONS)}, or start `lmdeploy` itself",
+        )
+    wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
+    if wrong:
+        raise other_version(wrong)
+
+
+def check_attributes(found: object, names: tuple[str, ...]) -> None:
+    """Looks for the attributes that our code needs of one of LMDeploy's objects.
+
+    Raises:
+        ConfigError: Some are missing; all are named.
+    """
+    missing = [name for name in names if not hasattr(found, name)]
+    if missing:
+        raise other_version([f"{type(found).__name__} has no {name}" for name in missing])
+
+
+def version() -> str:
+    """The version of LMDeploy; empty if it is not installed."""
+    try:
+        return importlib.metadata.version("lmdeploy")
+    except importlib.metadata.PackageNotFoundError:  # an LMDeploy that is on the path only
+        try:
+            return str(importlib.import_module("lmdeploy").__version__)
+        except (ImportError, AttributeError):
+            return ""
+
+
+def other_version(wrong: list[str]) -> ConfigError:
+    """The error for an LMDeploy that is not as we know it."""
+    return ConfigError(
+        f"LMDeploy {version()} is not as this plug-in expects: {'; '.join(wrong)}",
+        hint=f"use LMDeploy {' or '.join(RUN_VERSIONS)}, or start `lmdeploy` itself",
+    )
+
+
+def _why_not(place: str, parameters: tuple[str, ...]) -> str:
+    """The reason why our code cannot use a function or class; empty if it can."""
+    module, _, path = place.partition(":")
+    dotted = place.replace(":", ".")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+        known = inspect.signature(found).parameters
+    except (ImportError, AttributeError) as error:
+        return f"{dotted} is missing ({error})"
+    except ValueError:
+        return ""  # written in C: nothing to compare
+    lacking = [name for name in parameters if name not in known]
+    return f"{dotted} has no parameter {', '.join(lacking)}" if lacking else ""

@@ -1,0 +1,200 @@
+"""Our receiver in a worker of LMDeploy, beside the model.
+
+``install`` is called by the module map (``folder``) just before LMDeploy builds the model.  The exchange of weights
+runs where the mark comes in the worker's queue of forwards, on the worker's thread and stream.
+"""
+
+# LMDeploy is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcast.errors import ConfigError, WeightcastError
+from weightcast.plugins.lmdeploy.folder import note_failure
+from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, check
+from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
+from weightcast.plugins.lmdeploy.settings import WITHOUT
+from weightcast.plugins.staged_receiver import staged_receiver
+from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.receiver.loader import residents_of
+from weightcast.wire.messages import Message, Open, RankAck
+
+log = logging.getLogger("weightcast.plugins.lmdeploy")
+
+_ASLEEP = "POST /wakeup first"
+# A worker has one model that is updated.
+_rank: LmdeployRank | None = None
+
+
+class LmdeployRank(SwitchRank):
+    """One rank's receiver."""
+
+    engine = "LMDeploy"
+
+    def __init__(self, model: nn.Module, path: str, folder: str) -> None:
+        """Makes the receiver and the staging set, and listens; LMDeploy sizes its KV cache afterwards.
+
+        Args:
+            model: LMDeploy's model with its checkpoint loaded.
+            path: Folder of the checkpoint.
+            folder: Folder of the ranks' sockets.
+
+        Raises:
+            ConfigError: This model cannot be updated through our receiver.
+        """
+        from lmdeploy.pytorch.distributed import get_dist_manager
+
+        here = get_dist_manager().current_context()
+        super().__init__(int(here.rank), next(model.parameters()).device)
+        _check_model(model)
+        self._model = model
+        self._same_memory = _aliases(model)
+        self.receiver = staged_receiver(
+            model,
+            load_weights=functools.partial(_load, model),
+            checkpoint=functools.partial(_checkpoint, path),
+            rank=self.rank,
+            world_size=int(here.dist_config.world_size),
+            device=self.device,
+            between_steps=self.between_steps,
+            engine=self.engine,
+            without=WITHOUT,
+        )
+        self.listen(folder)
+
+    def apply(self, message: Message) -> RankAck:
+        """Carries out one weight message.  LMDeploy makes its parameters in inference mode, and so they are written."""
+        with torch.inference_mode():
+            return super().apply(message)
+
+    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
+        """Implements ``SwitchRank.carry_out``."""
+        began = time.monotonic()
+        task.do()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        log.info(
+            "weightcast: %s version %d; %s; %.1f ms",
+            "switched to" if forward else "back from",
+            session.version,
+            session.pause,
+            1e3 * (time.monotonic() - began),
+        )
+
+    def sleep(self) -> None:
+        """Called before LMDeploy moves the weights to the host; frees the staging set."""
+        with torch.inference_mode():
+            self.receiver.sleep(hint=_ASLEEP)
+
+    def wake(self) -> None:
+        """Called once the weights are on the device again."""
+        with torch.inference_mode():
+            for alias, name in self._same_memory.items():  # LMDeploy's move gave each memory of its own
+                self._model.get_parameter(alias).data = self._model.get_parameter(name).data
+            self.receiver.wake()
+
+
+def install(folder: str) -> None:
+    """Replaces what a worker calls.  Safe to call twice.
+
+    Args:
+        folder: Folder of the ranks' sockets.
+
+    Raises:
+        ConfigError: This version's worker is not as we know it.
+    """
+    from lmdeploy.pytorch.engine.model_agent import agent
+
+    if hasattr(agent.load_model_weights, "weightcast"):
+        return
+    try:
+        check(IN_RANKS)
+    except WeightcastError as error:
+        note_failure(folder, error)
+        raise
+    load, agent_class = agent.load_model_weights, agent.BaseModelAgent
+    run_step, fall_asleep, wake_up = agent_class._async_step, agent_class.sleep, agent_class.wakeup
+
+    def load_model_weights(model: nn.Module, checkpoint_path: str, *arguments: Any, **named: Any) -> None:
+        global _rank
+        load(model, checkpoint_path, *arguments, **named)
+        try:
+            _rank = LmdeployRank(model, checkpoint_path, folder)
+        except WeightcastError as error:
+            note_failure(folder, error)  # LMDeploy's own log of a failed start buries the reason
+            raise
+
+    async def _async_step(self: Any, *arguments: Any, **inputs: Any) -> None:
+        mark = inputs.pop(MARK, None)
+        if mark is None:
+            return await run_step(self, *arguments, **inputs)
+        if mark == RESET:
+            self.reset_runtime_state()
+        elif _rank is not None:
+            _rank.step()
+
+    async def sleep(self: Any, level: int = 1) -> None:
+        if _rank is not None:
+            _rank.sleep()
+        await fall_asleep(self, level)
+
+    def wakeup(self: Any, tags: Sequence[str] | None = None) -> None:
+        wake_up(self, tags)
+        if _rank is not None and (tags is None or "weights" in tags):
+            _rank.wake()
+
+    load_model_weights.weightcast = True  # type: ignore[attr-defined]
+    agent.load_model_weights = load_model_weights
+    agent_class._async_step, agent_class.sleep, agent_class.wakeup = _async_step, sleep, wakeup
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuses models whose weights are kept in more than one form, or that cache what they computed with them."""
+    for name, module in model.named_modules():
+        if hasattr(module, "process_weights_after_loading"):
+            raise ConfigError(
+                f"{name or type(model).__name__} computes further weights after loading ({type(module).__name__}), and "
+                "an update would leave them as they were",
+                hint=WITHOUT,
+            )
+    processor = getattr(model, "get_input_processor", lambda: None)()
+    if processor is not None:
+        raise ConfigError(
+            "what the vision encoder computed is kept with a request, and an update would leave it there",
+            hint=f"start with --language-model-only, or {WITHOUT}",
+        )
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one's memory, and that one's name."""
+    kept = residents_of(model)
+    places = {parameter.data_ptr(): name for name, parameter in kept.items()}
+    return {
+        name: places[parameter.data_ptr()]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in kept and parameter.numel() and parameter.data_ptr() in places
+    }
+
+
+def _load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Loads whole tensors as LMDeploy does at its start."""
+    from lmdeploy.pytorch.weight_loader.model_weight_loader import ModelWeightLoader
+
+    model.load_weights(ModelWeightLoader._rename_weights_iterator(weights, model))
+
+
+def _checkpoint(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Reads the checkpoint: name and whole tensor."""
+    from lmdeploy.pytorch.weight_loader.model_weight_loader import ModelWeightLoader
+
+    loader = ModelWeightLoader(path)
+    for shard in sorted(loader._shard_paths):
+        yield from loader._get_weights_iterator(shard)

@@ -1,0 +1,91 @@
+"""Adds our hooks to LMDeploy in its API server's process, and runs LMDeploy's command line."""
+
+# LMDeploy is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from weightcast.errors import EngineFailure, WeightcastError
+from weightcast.plugins.lmdeploy import engine_process
+from weightcast.plugins.lmdeploy.endpoints import add_routes
+from weightcast.plugins.lmdeploy.folder import FOLDER, failure_words, write_module_map
+from weightcast.plugins.lmdeploy.hook_points import IN_SERVER, check, other_version
+from weightcast.plugins.lmdeploy.settings import check_settings
+
+
+def run() -> None:
+    """Runs ``lmdeploy serve api_server`` with our receiver, until the server is stopped.
+
+    Raises:
+        WeightcastError: This LMDeploy, its settings or the model cannot have our receiver.
+    """
+    check(IN_SERVER)
+    from lmdeploy.cli import entrypoint
+
+    folder = tempfile.mkdtemp(prefix="weightcast-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after LMDeploy has ended its processes
+    os.environ[FOLDER] = folder
+    write_module_map(folder)
+    patch(folder)
+    try:
+        entrypoint.run()
+    except WeightcastError:
+        raise
+    except (Exception, SystemExit) as error:
+        # LMDeploy's own error only says that its engine process is gone.
+        words = failure_words(folder)
+        if words:
+            raise EngineFailure(words) from error
+        raise
+
+
+def patch(folder: str) -> None:
+    """Replaces what LMDeploy's API server calls.
+
+    Args:
+        folder: Folder of the ranks' sockets.
+    """
+    from lmdeploy.pytorch.engine.mp_engine.zmq_engine import ZMQMPEngine
+    from lmdeploy.serve.openai import api_server
+
+    ZMQMPEngine._mp_proc = staticmethod(engine_process.run)
+    api_server.serve = _checked(api_server.serve)
+    make_router = api_server.create_openai_router
+
+    def create_openai_router(server_context: Any) -> Any:
+        router = make_router(server_context)
+        add_routes(router, server_context.async_engine, folder)
+        return router
+
+    api_server.create_openai_router = create_openai_router
+    # The last call of LMDeploy's `serve`: nothing is served without our routes.
+    api_server.uvicorn = SimpleNamespace(run=_with_our_routes(api_server.uvicorn.run))
+
+
+def _checked(serve: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(serve)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        config = named.get("backend_config")
+        if config is None:
+            raise other_version(["`serve` is called without backend_config"])
+        check_settings(named.get("backend", ""), config, named.get("speculative_config"))
+        return serve(*arguments, **named)
+
+    return checked
+
+
+def _with_our_routes(run: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*arguments: Any, app: Any, **named: Any) -> Any:
+        if not any("/weightcast/info" in path for path in app.openapi().get("paths", {})):
+            raise other_version(["the hook on create_openai_router did not take"])
+        return run(*arguments, app=app, **named)
+
+    return checked

@@ -1,0 +1,162 @@
+"""LMDeploy's whole server on a CPU: what it asks of CUDA is done with host memory.
+
+LMDeploy's own are its processes, scheduler, paging, engine loop, executor, agent, models, sampling and API server.
+Not its own: attention over the paged cache (torch's, over the same blocks), and the other kernels, for which it has
+versions in torch itself.  Streams and events do nothing, since operations on a CPU are in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import types
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+gc.set_threshold(100_000, 50, 100)
+os.environ["LMDEPLOY_ENABLE_CHECK_ENV"] = "0"
+_FREE = 1 << 30
+
+
+class Event:
+    """In the place of ``torch.cuda.Event``: everything has happened already."""
+
+    def __init__(self, **_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """In the place of ``torch.cuda.Stream``."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class OnHost(TorchFunctionMode):
+    """Makes tensors on the CPU that were asked for on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        kwargs = {name: _on_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return func(*(_on_host(value) for value in args), **kwargs)
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+def pretend_cuda() -> None:
+    """Replaces the parts of ``torch.cuda`` that LMDeploy calls."""
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    # Each its own: torch.compile's tables want every function once.
+    cuda.current_stream = lambda *args: Stream()
+    cuda.default_stream = lambda *args: Stream()
+    cuda.synchronize = lambda *args: None
+    cuda.empty_cache = lambda: None
+    cuda.set_device = lambda device: None
+    cuda.init = lambda: None
+    cuda.current_device = lambda: 0
+    cuda.device_count = lambda: 1
+    cuda.mem_get_info = lambda *args: (_FREE, _FREE)
+    cuda.get_device_capability = lambda *args: (9, 0)
+    cuda.get_device_properties = lambda *args: types.SimpleNamespace(uuid="host", total_memory=_FREE)
+    torch._C._cuda_clearCublasWorkspaces = lambda: None
+    OnHost().__enter__()
+
+
+class PagedAttention:
+    """LMDeploy's paged attention, one sequence after the other."""
+
+    def __init__(self, spec: Any) -> None:
+        self.scale = spec.scale or spec.head_dim**-0.5
+        self.groups = spec.num_heads // spec.num_kv_heads
+
+    def forward(self, query: Any, key: Any, value: Any, keys: Any, values: Any, *, attn_metadata: Any, **_: Any) -> Any:
+        block, start, answers = keys.size(1), 0, []
+        for row, (new, length) in enumerate(
+            zip(attn_metadata.q_seqlens.tolist(), attn_metadata.kv_seqlens.tolist(), strict=True)
+        ):
+            places = torch.arange(length)
+            blocks = attn_metadata.block_offsets[row].long()[places // block]
+            places = places % block
+            fresh = slice(length - new, length)
+            keys[blocks[fresh], places[fresh]] = key[start : start + new]
+            values[blocks[fresh], places[fresh]] = value[start : start + new]
+            mask = torch.arange(length)[None, :] <= torch.arange(length - new, length)[:, None]
+            parts = [query[start : start + new]]
+            parts += [cache[blocks, places].repeat_interleave(self.groups, 1) for cache in (keys, values)]
+            heads = [part.transpose(0, 1) for part in parts]
+            attend = torch.nn.functional.scaled_dot_product_attention
+            answers.append(attend(*heads, attn_mask=mask, scale=self.scale).transpose(0, 1))
+            start += new
+        return torch.cat(answers)
+
+
+def use_host_backend() -> None:
+    """Gives LMDeploy a backend for the CPU; called once LMDeploy can be imported."""
+    from lmdeploy.pytorch.backends import selector
+    from lmdeploy.pytorch.backends.attention import AttentionMetadata
+    from lmdeploy.pytorch.backends.default.op_backend import DefaultOpsBackend
+
+    class HostOps(DefaultOpsBackend):
+        @staticmethod
+        def get_name() -> str:
+            return "host"
+
+        @classmethod
+        def build_op(cls, spec: Any, **kwargs: Any) -> Any:
+            if type(spec).__name__ == "PagedAttentionBuildSpec":
+                return PagedAttention(spec)
+            return super().build_op(spec, **kwargs)
+
+        @staticmethod
+        def get_attention_metadata_cls() -> Any:
+            return AttentionMetadata
+
+        @classmethod
+        def update_step_context(cls, step_context: Any) -> Any:
+            step_context.attn_metadata = AttentionMetadata(
+                step_context.is_decoding,
+                step_context.block_offsets,
+                q_start_loc=step_context.q_start_loc,
+                q_seqlens=step_context.q_seqlens,
+                kv_seqlens=step_context.kv_seqlens,
+            )
+            return step_context
+
+        @staticmethod
+        def ccl_backend() -> str:
+            return "gloo"
+
+        @staticmethod
+        def device_count() -> int:
+            return 1
+
+    selector._get_backend = lambda: HostOps
+
+
+torch.set_num_threads(1)
+pretend_cuda()
+use_host_backend()

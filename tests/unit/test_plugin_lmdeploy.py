@@ -1,0 +1,496 @@
+"""Our part of LMDeploy, without LMDeploy: settings, the launcher, pauses, and requests around a switch."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightcast.errors import ConfigError, EngineFailure, Refused
+from weightcast.plugins.lmdeploy import hook_points
+from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
+from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
+from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
+from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET, SWITCH, RequestsAtSwitch
+from weightcast.plugins.lmdeploy.settings import check_settings
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON_S = 30.0
+
+
+def config(**changes: Any) -> Any:
+    """LMDeploy's ``PytorchEngineConfig`` as its command line makes it without options."""
+    plain = {"dp": 1, "ep": 1, "device_type": "cuda", "role": SimpleNamespace(name="Hybrid"), "mp_engine_backend": "mp"}
+    return SimpleNamespace(**plain | changes)
+
+
+def test_plain_settings_are_taken() -> None:
+    check_settings("pytorch", config(tp=2, enable_prefix_caching=True, model_format="hf"), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dp": 2}, "--dp"),
+        ({"ep": 2}, "--ep"),
+        ({"adapters": {"a": "b"}}, "--adapters"),
+        ({"quant_policy": 8}, "--quant-policy"),
+        ({"model_format": "awq"}, "--model-format"),
+        ({"empty_init": True}, "--empty-init"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"dllm_block_length": 4}, "--dllm-block-length"),
+        ({"kv_transfer_config": {"a": 1}}, "--kv-transfer-config"),
+        ({"role": SimpleNamespace(name="Prefill")}, "--role"),
+        ({"device_type": "ascend"}, "--device"),
+    ],
+)
+def test_settings_that_were_not_shown_to_work_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_settings("pytorch", config(**changes), None)
+
+
+def test_several_wrong_settings_are_named_together() -> None:
+    with pytest.raises(ConfigError, match=r"--dp.*--speculative-algorithm"):
+        check_settings("pytorch", config(dp=2), object())
+
+
+def test_another_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not in turbomind") as caught:
+        check_settings("turbomind", config(), None)
+    assert "--backend pytorch" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("found", ["0.16.0", "0.19.0"])
+def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(hook_points, "version", lambda: found)
+    with pytest.raises(ConfigError, match=f"this is LMDeploy {found}") as caught:
+        hook_points.check({})
+    assert "install LMDeploy 0.18.0" in (caught.value.hint or "")
+
+
+def test_missing_hook_points_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook_points, "version", lambda: "0.18.0")
+    needed = {"json:loads": ("s",), "json:dumps": ("obj", "nowhere"), "json:lost": (), "nowhere.at.all:f": ()}
+    with pytest.raises(ConfigError) as caught:
+        hook_points.check(needed)
+    said = str(caught.value)
+    assert "LMDeploy 0.18.0 is not as this plug-in expects" in said
+    assert "json.dumps has no parameter nowhere" in said
+    assert "json.lost is missing" in said
+    assert "nowhere.at.all.f is missing" in said
+    assert "json.loads" not in said
+
+
+def test_the_launcher_takes_only_lmdeploys_server() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weightcast.plugins.lmdeploy", "chat", "m"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "serve api_server MODEL" in done.stderr
+
+
+def test_the_launcher_without_lmdeploy_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weightcast.plugins.lmdeploy", "serve", "api_server", "m"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "weightcast cannot run in this LMDeploy: this is LMDeploy of an unknown version" in done.stderr
+
+
+def test_the_first_reason_of_a_failed_start_is_kept(tmp_path: Path) -> None:
+    assert failure_words(str(tmp_path)) == ""
+    note_failure(str(tmp_path), ConfigError("no memory", hint="use less"))
+    note_failure(str(tmp_path), ConfigError("the engine process is gone"))
+    assert failure_words(str(tmp_path)) == "no memory (use less)"
+
+
+# -- the API server's half
+
+
+class Engine:
+    """The engine process as the API server calls it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {}
+
+    async def _collective_rpc_async(self, name: str, *arguments: Any) -> Any:
+        self.calls.append((name, *arguments))
+        answer = self.answers.get(name, "")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """The server's event loop, on a thread."""
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, daemon=True)
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join(SOON_S)
+    made.close()
+
+
+def hooks_of(engine: Engine, loop: asyncio.AbstractEventLoop) -> LmdeployHooks:
+    calls = EngineCalls(engine)
+    calls.set_loop(loop)
+    return LmdeployHooks(SimpleNamespace(is_sleeping=False), calls)
+
+
+def test_abort_and_wait_hold_requests_back_and_the_other_modes_do_not(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine()
+    hooks = hooks_of(engine, loop)
+    for mode in ("in_place", "retract"):
+        hooks.pause(mode, SOON_S)
+        assert not hooks.paused
+        hooks.resume()
+    assert engine.calls == []
+    hooks.pause("wait", SOON_S)
+    assert hooks.paused
+    hooks.resume()
+    assert not hooks.paused
+    assert engine.calls == [("weightcast_pause", "wait", SOON_S), ("weightcast_resume",)]
+
+
+def test_a_pause_that_fails_says_why_and_can_be_resumed(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine()
+    hooks = hooks_of(engine, loop)
+    engine.answers["weightcast_pause"] = "the requests that run did not end within 1 s"
+    with pytest.raises(Refused, match="did not end within 1 s"):
+        hooks.pause("wait", 1.0)
+    hooks.resume()
+    assert engine.calls[-1] == ("weightcast_resume",)
+
+
+def test_an_engine_process_that_is_gone_is_named(loop: asyncio.AbstractEventLoop) -> None:
+    engine = Engine()
+    hooks = hooks_of(engine, loop)
+    engine.answers["weightcast_pause"] = RuntimeError("PyTorch ZMQ engine process is not alive.")
+    with pytest.raises(EngineFailure, match="engine process is not alive"):
+        hooks.pause("abort", SOON_S)
+
+
+# -- the engine process's half, with a loop that sends forwards as LMDeploy's does
+
+
+class Sequence:
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self.name, self.status, self.tokens, self.cached = name, "waiting", 0, 0
+        self.resp = SimpleNamespace(is_done=False, why="")
+        self.state = SimpleNamespace(release_paging_resources=self.release)
+
+    def release(self) -> None:
+        self.cached = 0
+
+
+class Scheduler:
+    """Knows its sequences' states, as LMDeploy's scheduler does."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Any] = {}
+        self.block_trie = SimpleNamespace(enabled=False, leaves=set())
+        self.seq_manager = SimpleNamespace(get_sequences=self.of)
+
+    def of(self, status: str) -> dict[str, Sequence]:
+        return {sequence.name: sequence for sequence in self.all() if sequence.status == status}
+
+    def all(self) -> list[Sequence]:
+        return [sequence for session in self.sessions.values() for sequence in session.sequences.values()]
+
+    def add(self, name: str) -> Sequence:
+        sequence = Sequence(self, name)
+        self.sessions[name] = SimpleNamespace(session_id=name, sequences={name: sequence})
+        return sequence
+
+    def has_unfinished(self) -> bool:
+        return bool(self.of("waiting"))
+
+    def num_running(self) -> int:
+        return len(self.of("running"))
+
+    def preempt_seqs(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.status = "waiting"
+
+    def end_session(self, name: str) -> None:
+        del self.sessions[name]
+
+
+class Loop:
+    """LMDeploy's main loop: it sends the next forward while it waits for the output of one."""
+
+    def __init__(self, limit: int = 40) -> None:
+        self.scheduler = Scheduler()
+        self.limit = limit
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.outputs: asyncio.Queue[list[Sequence]] = asyncio.Queue()
+        self.log: list[str] = []  # what the worker did, in order
+        self.chunk = False
+        self.resets = 0
+        self.woken = asyncio.Event()
+        self.has_runable_event = SimpleNamespace(extra_runable_checker=None, set=self.set)
+        self.executor = SimpleNamespace(forward_async=self.forward, get_output_async=self.outputs.get)
+        self.inputs_maker = SimpleNamespace(
+            send_next_inputs=self.send,
+            prefetch_next_inputs=self.send,
+            has_pending_long_context_chunk=lambda: self.chunk,
+            reset_runtime_state=self.reset,
+        )
+        self.req_manager = SimpleNamespace(
+            callbacks={"ADD_MESSAGE": self.add}, bind_func=self.bind, reject_request=self.reject
+        )
+
+    def bind(self, kind: str, callback: Any) -> None:
+        self.req_manager.callbacks[kind] = callback
+
+    def arrive(self, *names: str) -> None:
+        """New requests, as they come from clients."""
+        self.req_manager.callbacks["ADD_MESSAGE"](list(names))
+        self.set()
+
+    def add(self, names: list[str]) -> None:
+        for name in names:
+            self.scheduler.add(name)
+
+    def reject(self, response: Any, reason: str) -> None:
+        response.is_done, response.why = True, reason
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def runnable(self) -> bool:
+        also = self.has_runable_event.extra_runable_checker
+        return self.scheduler.has_unfinished() or (also is not None and also())
+
+    def set(self) -> None:
+        self.woken.set() if self.runnable() else self.woken.clear()
+
+    async def forward(self, inputs: Any) -> None:
+        await asyncio.sleep(0)
+        self.queue.put_nowait(inputs)
+
+    async def send(self) -> Any:
+        batch = [sequence for sequence in self.scheduler.all() if sequence.status in ("waiting", "running")]
+        if not batch:
+            return None, None
+        for sequence in batch:
+            sequence.status = "running"
+        await self.executor.forward_async({"batch": batch})
+        return "inputs", batch
+
+    async def worker(self) -> None:
+        while True:
+            inputs = await self.queue.get()
+            if MARK in inputs:
+                self.log.append(inputs[MARK])
+                continue
+            await asyncio.sleep(0.001)
+            fresh = [sequence.name for sequence in inputs["batch"] if not sequence.cached]
+            self.log.append(f"forward{' prefill' if fresh else ''}")
+            self.outputs.put_nowait(inputs["batch"])
+
+    async def main(self) -> None:
+        batch = None
+        while True:
+            if batch is None:
+                if not self.runnable():
+                    await self.woken.wait()
+                _, batch = await self.inputs_maker.send_next_inputs()
+                if batch is None:
+                    await asyncio.sleep(0.001)
+                    continue
+            _, ahead = await self.inputs_maker.prefetch_next_inputs()
+            for sequence in await self.executor.get_output_async():
+                if sequence.status != "running":
+                    continue
+                sequence.tokens += 1
+                sequence.cached = sequence.tokens
+                if sequence.tokens == self.limit:
+                    sequence.status = "stopped"
+            batch = ahead
+            self.set()
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of LMDeploy that our code imports."""
+    contents: dict[str, Any] = {
+        "lmdeploy.pytorch.engine.request": {"RequestType": SimpleNamespace(ADD_MESSAGE="ADD_MESSAGE")},
+        "lmdeploy.pytorch.messages": {"MessageStatus": SimpleNamespace(RUNNING="running", READY="ready")},
+    }
+    for name, found in contents.items():
+        module = ModuleType(name)
+        vars(module).update(found)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def play(what: Any, *, limit: int = 40) -> None:
+    """Runs a loop and its worker, and a coroutine beside them that gets the loop and our requests."""
+
+    async def everything() -> None:
+        loop = Loop(limit)
+        requests = RequestsAtSwitch(loop)
+        tasks = [asyncio.create_task(loop.main()), asyncio.create_task(loop.worker())]
+        other = asyncio.create_task(what(loop, requests))
+        done, _ = await asyncio.wait([*tasks, other], timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        assert other in done, "it stands still" if not done else [task.exception() for task in done]
+        await other
+
+    asyncio.run(everything())
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_a_mark_goes_between_two_forwards_and_nothing_pauses() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.arrive("a")
+        await until(lambda: loop.log.count("forward") > 3)
+        assert await requests.mark() == ""
+        await until(lambda: loop.scheduler.all()[0].status == "stopped")
+        place = loop.log.index(SWITCH)
+        assert 3 < place < len(loop.log) - 1
+        assert loop.log[place + 1] == "forward"
+
+    play(switch)
+
+
+def test_an_idle_engine_takes_the_mark_too() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        assert await requests.retract(SOON_S) == ""
+        assert await requests.mark() == ""
+        await until(lambda: loop.log == [RESET, SWITCH])
+        loop.arrive("a")
+        await until(lambda: loop.scheduler.all()[0].status == "stopped")
+
+    play(switch)
+
+
+def test_retracted_requests_keep_their_tokens_and_are_computed_anew() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.arrive("a", "b")
+        await until(lambda: loop.log.count("forward") > 3)
+        assert await requests.retract(SOON_S) == ""
+        assert loop.outputs.empty()
+        tokens = [sequence.tokens for sequence in loop.scheduler.all()]
+        assert min(tokens) > 3
+        assert [sequence.status for sequence in loop.scheduler.all()] == ["waiting", "waiting"]
+        await asyncio.sleep(0.02)
+        assert [sequence.tokens for sequence in loop.scheduler.all()] == tokens
+        assert await requests.mark() == ""
+        await until(lambda: all(sequence.status == "stopped" for sequence in loop.scheduler.all()))
+        place = loop.log.index(SWITCH)
+        assert loop.log[place - 1 : place + 2] == [RESET, SWITCH, "forward prefill"]
+        assert loop.resets == 1
+
+    play(switch)
+
+
+def test_a_prompt_that_is_half_read_is_read_to_its_end_before_a_retraction() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.chunk = True
+        loop.arrive("a")
+        await until(lambda: len(loop.log) > 3)
+        retraction = asyncio.create_task(requests.retract(SOON_S))
+        before = len(loop.log)
+        await until(lambda: len(loop.log) > before + 3)
+        assert not retraction.done()
+        loop.chunk = False
+        assert await retraction == ""
+
+    play(switch, limit=10_000)
+
+
+def test_a_forward_that_does_not_end_in_time_fails_the_retraction_and_the_engine_goes_on() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.chunk = True
+        loop.arrive("a")
+        await until(lambda: len(loop.log) > 3)
+        assert "did not end within 0.05 s" in await requests.retract(0.05)
+        loop.chunk = False
+        before = len(loop.log)
+        await until(lambda: len(loop.log) > before + 5)
+
+    play(switch, limit=10_000)
+
+
+def test_abort_drops_what_is_here_and_holds_new_requests_back() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.arrive("a")
+        await until(lambda: loop.log.count("forward") > 3)
+        [dropped] = loop.scheduler.all()
+        pause = asyncio.create_task(requests.pause("abort", SOON_S))
+        await asyncio.sleep(0)
+        loop.arrive("b")
+        assert await pause == ""
+        assert dropped.resp.why == "weights are switched"
+        assert loop.scheduler.all() == []
+        assert await requests.mark() == ""
+        before = list(loop.log)
+        await asyncio.sleep(0.02)
+        assert [entry for entry in loop.log[len(before) :] if entry != SWITCH] == []
+        requests.resume()
+        await until(lambda: loop.scheduler.all()[0].status == "stopped")
+        assert loop.log[loop.log.index(SWITCH) + 1] == "forward prefill"
+
+    play(switch)
+
+
+def test_wait_lets_requests_end_first() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.arrive("a")
+        await until(lambda: loop.log)
+        [running] = loop.scheduler.all()
+        pause = asyncio.create_task(requests.pause("wait", SOON_S))
+        await asyncio.sleep(0)
+        loop.arrive("b")
+        assert await pause == ""
+        assert (running.tokens, running.status) == (40, "stopped")
+        assert loop.scheduler.all() == [running]
+        requests.resume()
+        await until(lambda: len(loop.scheduler.all()) == 2 and loop.scheduler.all()[1].status == "stopped")
+
+    play(switch)
+
+
+def test_a_pause_that_waits_can_be_cancelled_and_is_late_by_name() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.arrive("a")
+        await until(lambda: loop.log)
+        assert "did not end within 0.05 s" in await requests.pause("wait", 0.05)
+        pause = asyncio.create_task(requests.pause("wait", SOON_S))
+        await asyncio.sleep(0.02)
+        requests.stop_waiting()
+        assert await pause == "the pause was cancelled"
+        requests.resume()
+        before = len(loop.log)
+        await until(lambda: len(loop.log) > before + 5)
+
+    play(switch, limit=10_000)
+
+
+def test_prefixes_that_cannot_be_dropped_fail_the_retraction() -> None:
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.scheduler.block_trie = SimpleNamespace(enabled=True, leaves={1, 2}, evict=print)
+        assert "2 prefixes of the old weights are in use" in await requests.retract(SOON_S)
+        loop.arrive("a")
+        await until(lambda: loop.scheduler.all()[0].status == "stopped")
+
+    play(switch)
