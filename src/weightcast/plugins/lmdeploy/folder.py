@@ -10,7 +10,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import weightcast
 from weightcast.errors import WeightcastError
 
 # Path of the folder.  The engine process inherits it; workers read it from the module map.
@@ -30,7 +29,7 @@ MODULE_MAP = {{}}
 
 def write_module_map(folder: str) -> None:
     """Writes the file that LMDeploy runs in every worker."""
-    parent = str(Path(weightcast.__file__).parent.parent)
+    parent = str(Path(__file__).parents[3])
     Path(module_map(folder)).write_text(_MAP.format(parent=parent, folder=folder))
 
 
