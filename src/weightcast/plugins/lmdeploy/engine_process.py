@@ -1,4 +1,4 @@
-"""What runs in LMDeploy's engine process: our hooks, and the methods that the API server calls there."""
+"""Our hooks in LMDeploy's engine process, and the methods that the API server calls there."""
 
 # LMDeploy is not installed where this is checked.
 # pyright: reportMissingImports=false
