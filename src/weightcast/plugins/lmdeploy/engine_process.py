@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from contextlib import suppress
 from typing import Any
 
 from weightcast.errors import WeightcastError
-from weightcast.plugins.lmdeploy.folder import FOLDER, module_map, note_failure
+from weightcast.plugins.lmdeploy.folder import folder_of_server, module_map, note_failure
 from weightcast.plugins.lmdeploy.hook_points import IN_ENGINE, check
 from weightcast.plugins.lmdeploy.requests_at_switch import RequestsAtSwitch
 
@@ -50,7 +49,7 @@ def run(shared: Any, condition: Any, *arguments: Any, **named: Any) -> None:
         check(IN_ENGINE)
         patch()
     except WeightcastError as error:
-        note_failure(os.environ[FOLDER], error)
+        note_failure(folder_of_server(), error)
         sys.exit(f"weightcast cannot run in this LMDeploy: {error}")
     ZMQMPEngine._mp_proc(shared, _Released(condition), *arguments, **named)
 
@@ -63,7 +62,7 @@ def patch() -> None:
 
     read_config = ModelConfig.from_pretrained.__func__
     make_loop = EngineLoop.__init__
-    path = module_map(os.environ[FOLDER])
+    path = module_map(folder_of_server())
 
     def from_pretrained(cls: Any, *arguments: Any, **named: Any) -> Any:
         config = read_config(cls, *arguments, **named)

@@ -27,6 +27,11 @@ MODULE_MAP = {{}}
 """
 
 
+def folder_of_server() -> str:
+    """Returns the folder, in the API server and in the engine process."""
+    return os.environ[FOLDER]
+
+
 def write_module_map(folder: str) -> None:
     """Writes the file that LMDeploy runs in every worker."""
     parent = str(Path(__file__).parents[3])
