@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.tiny import VOCAB, tiny_tokenizer
 
@@ -45,7 +46,7 @@ _ROUTED: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
-    "kv_lora_rank": 256,
+    "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
@@ -73,8 +74,8 @@ _MAMBA: dict[str, Any] = {
 }
 _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "partial_rotary_factor": 1.0,
@@ -88,11 +89,13 @@ class Family:
     Attributes:
         settings: Arguments of the configuration.
         vision: It is a vision-language model.
+        processor: Content of its processor's configuration files, by name; empty if the engine gets none.
         dtype: Dtype of the weights and of the engine.
     """
 
     settings: dict[str, Any]
     vision: bool = False
+    processor: dict[str, dict[str, Any]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
 
 
@@ -123,13 +126,13 @@ FAMILIES: dict[str, Family] = {
     "gpt_bigcode": Family(settings=_GPT),
     "gptj": Family(settings=_GPT | {"rotary_dim": 32}),
     "gpt_neox": _text(),
-    "opt": _text(ffn_dim=192, word_embed_proj_dim=128),
+    "opt": _text(num_key_value_heads=4, ffn_dim=192, word_embed_proj_dim=128),
     "bloom": Family(settings={"vocab_size": VOCAB, "hidden_size": 128, "n_layer": 2, "n_head": 4}),
     "falcon": Family(
         settings={name: value for name, value in _TEXT.items() if name not in ("head_dim", "num_key_value_heads")}
     ),
     "mpt": Family(settings={"vocab_size": VOCAB, "d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}),
-    "olmo": _text(),
+    "olmo": _text(num_key_value_heads=4),
     "olmo2": _text(),
     "olmo3": _text(**_SLIDING),
     "granite": _text(),
@@ -150,9 +153,9 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _text(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen2_moe": _text(**_EXPERTS, shared_expert_intermediate_size=64),
     "qwen3_moe": _text(**_EXPERTS),
-    "olmoe": _text(**_EXPERTS),
-    "flex_olmo": _text(**_EXPERTS),
-    "phimoe": _text(**_EXPERTS, sliding_window=None),
+    "olmoe": _text(**_EXPERTS, num_key_value_heads=4),
+    "flex_olmo": _text(**_EXPERTS, num_key_value_heads=4),
+    "phimoe": _text(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "granitemoe": _text(**_EXPERTS),
     "granitemoeshared": _text(**_EXPERTS, shared_intermediate_size=64),
     "gpt_oss": _text(**_EXPERTS, **_SLIDING),
@@ -163,9 +166,17 @@ FAMILIES: dict[str, Family] = {
     "dots1": _text(**_ROUTED, **_FULL),
     "ernie4_5_moe": _text(**_EXPERTS, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
     "hunyuan_v1_moe": _text(num_experts=4, moe_topk=[2, 2], num_shared_expert=[1, 1]),
-    "minimax_m2": _text(**_EXPERTS, rotary_dim=32),
-    "afmoe": _text(**_EXPERTS, **_SLIDING, num_shared_experts=1, num_dense_layers=1),
-    "lfm2": _text(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "minimax_m2": _text(num_local_experts=4, num_experts_per_tok=2, rotary_dim=32, scoring_func="sigmoid"),
+    "afmoe": _text(
+        **_EXPERTS,
+        **_SLIDING,
+        score_func="sigmoid",
+        route_norm=True,
+        route_scale=1.0,
+        num_shared_experts=1,
+        num_dense_layers=1,
+    ),
+    "lfm2": _text(conv_dim=128, block_dim=128, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
     "lfm2_moe": _text(**_EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1),
     "qwen3_next": _half(**_EXPERTS, **_DELTA, shared_expert_intermediate_size=64),
     "qwen3_5_text": _half(**_DELTA),
@@ -247,6 +258,38 @@ FAMILIES |= {
 }
 
 
+def _qwen(image: str, video: str, processor: str, patch: int) -> dict[str, dict[str, Any]]:
+    both = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2, "processor_class": processor}
+    both |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 3136, "longest_edge": 12544}}
+    return {
+        "preprocessor_config.json": both | {"image_processor_type": image},
+        "video_preprocessor_config.json": both | {"video_processor_type": video},
+    }
+
+
+_CROPS = {"size": {"height": 56, "width": 56}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_PROCESSORS = {
+    "qwen2_vl": _qwen("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2VLProcessor", 14),
+    "qwen2_5_vl": _qwen("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", 14),
+    "qwen3_vl": _qwen("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", 14),
+    "qwen3_vl_moe": _qwen("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", 14),
+    "qwen3_5": _qwen("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", 14),
+    "gemma3": {
+        "preprocessor_config.json": _CROPS
+        | {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor", "image_seq_length": 4}
+    },
+    "llava": {
+        "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor"}
+        | {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
+        "processor_config.json": {"processor_class": "LlavaProcessor", "patch_size": 14, "image_token": "<image>"}
+        | {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    },
+}
+FAMILIES |= {family: replace(FAMILIES[family], processor=found) for family, found in _PROCESSORS.items()}
+_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>", "<image_soft_token>")
+_MORE_MARKS = ("<start_of_image>", "<end_of_image>")
+
+
 def build(family: str, seed: int) -> Any:
     """Makes a model with random weights.
 
@@ -278,3 +321,13 @@ def save(model: Any, folder: Path) -> None:
     model.generation_config.eos_token_id = 1
     model.save_pretrained(folder)
     tiny_tokenizer(folder)
+    processor = FAMILIES[model.config.model_type].processor if model.config.model_type in FAMILIES else {}
+    for name, content in processor.items():
+        (folder / name).write_text(json.dumps(content))
+    if processor:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # The ids of the marks are not those of the configuration: nobody sends an image.
+        tokenizer.add_special_tokens({"additional_special_tokens": [*_MARKS, *_MORE_MARKS]})
+        marks = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+        tokenizer.init_kwargs |= {"extra_special_tokens": marks}
+        tokenizer.save_pretrained(folder)

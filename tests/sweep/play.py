@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
 from tests.e2e.engines import Engine
-from tests.engines.sglang_server import sglang
-from tests.engines.vllm_server import vllm
+from tests.engines.environment import engine_python
+from tests.engines.overlays import overlay
+from tests.engines.sglang_server import STANDINS, sglang
+from tests.engines.vllm_server import vllm, vllm_command
 from tests.sweep.models import FAMILIES, build, save
 from weightcast import Target, WeightUpdater
 from weightcast.errors import WeightcastError
@@ -25,7 +29,7 @@ COUNT = 8
 MAX_OFF = 1e-3  # nats; the same kernels on the same weights, perhaps in batches of another size
 MIN_CHANGE = 0.05  # nats; or the two sets of weights would not be told apart
 # Loaders compute some tensors, and these cannot be read back; the comparison with a fresh server covers them.
-OPTIONS: dict[str, Any] = {"bucket_bytes": 1 << 18, "timeout_s": 300.0, "min_proven_share": 0.0}
+OPTIONS: dict[str, Any] = {"bucket_bytes": 1 << 20, "timeout_s": 300.0, "min_proven_share": 0.0}
 
 Answers = list[tuple[list[int], list[float]]]
 
@@ -71,42 +75,54 @@ def play(family: str, engine: str, tp: int) -> Result:
             return Result(family=family, engine=engine, tp=tp, checkpoint=words, live=words)
         options = (f"--dtype={str(FAMILIES[family].dtype).removeprefix('torch.')}",)
         pushed: dict[str, Answers | str] = {}
+        not_updated: set[str] = set()
         try:
             with _served(engine, folders["A"], Path(root), tp, options) as server:
-                first = _answers(engine, server)
+                first, again = _answers(engine, server), _answers(engine, server)
                 for version, (name, source) in enumerate((("B", folders["B"]), ("A", models["A"])), 1):
-                    pushed[name] = _push(engine, server, source, version)
+                    pushed[name] = _push(engine, server, source, version, not_updated)
             with _served(engine, folders["B"], Path(root), tp, options) as server:
                 fresh = {"A": first, "B": _answers(engine, server)}
-        except AssertionError as error:
+        except (AssertionError, httpx.HTTPError) as error:
             logs = "".join(log.read_text(errors="replace") for log in Path(root).glob("*.log"))
             words = why_not_served(logs or str(error))
             return Result(family=family, engine=engine, tp=tp, checkpoint=words, live=words)
+        if (unsure := _off(first, again)) > MAX_OFF:
+            words = (
+                f"no result: without any update, the engine's second answer is off by {unsure:.3g} nats from its first"
+            )
+            return Result(family=family, engine=engine, tp=tp, checkpoint=words, live=words)
         apart = _off(fresh["A"], fresh["B"])
         cells = {name: outcome(pushed[name], fresh[name], apart) for name in "AB"}
+        if not_updated:  # parameters of the engine that no checkpoint has
+            words = f"equal, and not in the checkpoint: {', '.join(sorted(not_updated))}"
+            cells = {name: words if cell == "equal" else cell for name, cell in cells.items()}
         return Result(family=family, engine=engine, tp=tp, checkpoint=cells["B"], live=cells["A"])
 
 
 @contextmanager
 def _served(engine: str, folder: Path, logs: Path, tp: int, options: Sequence[str]) -> Iterator[Engine]:
     if engine == "vllm":
-        with vllm(folder, logs, "--no-enable-prefix-caching", *options, tp=tp) as server:
+        _, environment = vllm_command(folder, logs, 0)
+        more = overlay(engine_python("vllm-0.32.0-cpu"), "torchvision==0.28.0")  # for processors of images
+        path = os.pathsep.join((str(STANDINS), environment["PYTHONPATH"], str(more)))
+        options = ("--no-enable-prefix-caching", "--mm-hasher-algorithm=sha256", *options)
+        with vllm(folder, logs, *options, tp=tp, extra={"PYTHONPATH": path}) as server:
             yield server
     else:
         with sglang(logs, (folder, tp, ("--disable-radix-cache", *options))) as [server]:
             yield server
 
 
-def _push(engine: str, server: Engine, source: Any, version: int) -> Answers | str:
-    """Pushes and asks; the words of the error if the push is refused."""
+def _push(engine: str, server: Engine, source: Any, version: int, not_updated: set[str]) -> Answers | str:
+    """Pushes and asks; the words of the error if the push is refused.  Adds parameters that the push did not write."""
     try:
         with WeightUpdater.connect(source, [Target(server.url)], **OPTIONS) as updater:
             report = updater.update(version=version)
     except WeightcastError as error:
         return f"refused: {_words(error)}"
     [row] = report.targets
-    if row.not_updated:
-        return f"refused in part: not updated: {', '.join(row.not_updated[:3])}"
+    not_updated.update(row.not_updated)
     return _answers(engine, server)
 
 
@@ -165,8 +181,10 @@ def why_not_served(log: str) -> str:
     if ours:
         return f"refused at the start: {_short(ours[0])}"
     errors = re.findall(r"(?:^|[ \]])((?:\w+\.)*\w*(?:Error|Exception)\b: .*)", log, re.MULTILINE)
-    causes = [error for error in errors if not re.search("initialization failed|did not start", error)]
-    return f"not served by the engine: {_short(next(iter(causes or errors), log.strip()[-180:]))}"
+    causes = [error for error in errors if not re.search("initialization failed|did not start|subprocess", error)]
+    raised = re.findall(r"^\s*(\w*(?:Error|Exception))\s*$", log, re.MULTILINE)
+    reason = next(iter(causes or errors or raised), "its process ended without an error in its log")
+    return f"not served by the engine: {_short(reason)}"
 
 
 def _words(error: BaseException) -> str:

@@ -41,7 +41,8 @@ def tables(results: Sequence[Result]) -> str:
     parts: list[str] = []
     for engine, title in ENGINES.items():
         mine = [result for result in results if result.engine == engine]
-        unequal = {result.family for result in mine if not result.checkpoint == result.live == "equal"}
+        both = {result: (result.checkpoint, result.live) for result in mine}
+        unequal = {result.family for result, cells in both.items() if {_kind(cell) for cell in cells} != {"equal"}}
         equal = {result.family for result in mine} - unequal
         parts += ["", f"### {title}", ""]
         parts += [f"Families tried: {len({result.family for result in mine})}. Equal in every case: {len(equal)}."]
@@ -58,7 +59,7 @@ def tables(results: Sequence[Result]) -> str:
 
 
 def _kind(cell: str) -> str:
-    return "**wrong**" if cell.startswith("WRONG") else _SHORT[cell.partition(" ")[0].rstrip(":")]
+    return "**wrong**" if cell.startswith("WRONG") else _SHORT[cell.partition(" ")[0].rstrip(":,")]
 
 
 def _words(cell: str) -> str:
