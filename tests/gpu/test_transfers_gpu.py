@@ -8,7 +8,7 @@ import torch
 from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer
+from weightcast.digest.transfers import RepeatedTransfers, can_transfer, prepare_kernels
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -109,3 +109,23 @@ def test_what_cannot_be_one_launch():
     assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros(128, 64, device=DEVICE).bfloat16().t()))
     assert not can_transfer(Transfer(piece=whole(tensor), target=torch.zeros(64, 128, dtype=torch.bfloat16)))
     assert can_transfer(Transfer(piece=Piece(tensor=tensor[3:9], full_shape=(6, 128)), target=tensor[20:26]))
+
+
+def test_nothing_is_compiled_after_the_kernels_were_prepared():
+    from weightcast.digest import kernel
+
+    def variants() -> int:
+        return len(kernel._sum_tiles.device_caches[DEVICE.index][0])
+
+    prepare_kernels(DEVICE)
+    prepared = variants()
+    assert prepared >= 4  # words of one and of two bytes, with and without copies
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        sources = [on_gpu(whole(random_tensor(shape, dtype, seed))) for seed, shape in enumerate(SHAPES)]
+        partial_sums(sources)
+        copies = [
+            Transfer(piece=piece, target=torch.empty_like(piece.tensor), total=number)
+            for number, piece in enumerate(sources)
+        ]
+        RepeatedTransfers().run("here", 1, DEVICE, len(copies), lambda copies=copies: copies)
+    assert variants() == prepared

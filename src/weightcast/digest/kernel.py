@@ -140,6 +140,15 @@ class Launches:
         return _sums(self._plans, self._count, self._device)
 
 
+def compile_all(device: torch.device) -> None:
+    """Compile every variant of the kernel for a CUDA device, or load it from Triton's cache on disk."""
+    for dtype in (torch.int8, torch.int16):
+        words = torch.zeros(64, dtype=dtype, device=device)
+        piece = Piece(tensor=words, full_shape=tuple(words.shape))
+        for target in (None, torch.empty_like(words)):
+            Launches([Transfer(piece=piece, target=target, total=0)], 1, device).launch()
+
+
 def launch(plan: Plan, out: torch.Tensor) -> None:
     """Add the plan's sums to `out`, int64, on the current stream of the current device."""
     _sum_tiles[(len(plan.tiles),)](

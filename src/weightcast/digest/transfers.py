@@ -22,11 +22,21 @@ if TYPE_CHECKING:
 _MAX_PLACES = 1 << 12
 
 
-def transfers_on(device: torch.device) -> bool:
-    """True where copying and summing at once is worth it.
+def prepare_kernels(device: torch.device) -> None:
+    """Compiles what sums digests on a device, or loads what was compiled, so that the first update need not wait.
 
-    On a CPU the first call compiles, or loads what was compiled: whoever has time to wait calls it early.
+    Takes seconds the first time on a machine, and a fraction of a second later.
     """
+    if device.type == "cuda":
+        from weightcast.digest.kernel import compile_all
+
+        compile_all(device)
+    elif device.type == "cpu":
+        on_cpu.available()
+
+
+def transfers_on(device: torch.device) -> bool:
+    """True where copying and summing at once is worth it."""
     return device.type == "cuda" or (device.type == "cpu" and on_cpu.available())
 
 

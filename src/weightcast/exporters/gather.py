@@ -19,7 +19,7 @@ from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.digest.copies import flat_bytes
 from weightcast.digest.definition import RepeatedSums, partial_sums
 from weightcast.digest.source_sums import Folded, SourceSums, Taker
-from weightcast.digest.transfers import RepeatedTransfers, transfers_on
+from weightcast.digest.transfers import RepeatedTransfers, prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, is_contiguous, plan_gather
 from weightcast.exporters.held_parts import Held, HeldParts, Local, Look, is_ready, region, slices, to_sum
@@ -56,7 +56,7 @@ class Gatherer:
         """Exchanges which rank holds which part, as ``Shared.agree`` does.  Collective."""
         if self._group is group:
             return
-        transfers_on(group.device)  # compiles now, while nobody waits
+        prepare_kernels(group.device)
         self._shared.agree(group)
         self._plans.clear()
         self._group = group

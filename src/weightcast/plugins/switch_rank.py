@@ -8,7 +8,9 @@ steps, when the engine's mark comes to this rank.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,9 +30,14 @@ from weightcast.plugins.rank_sockets import (
 )
 from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
-from weightcast.wire.messages import Commit, Message, Open, RankAck
+from weightcast.wire.messages import Abort, Commit, Message, Open, RankAck
 
 _AGREE_S = 60.0  # the other ranks and the API server need this long at most to agree on a switch
+
+# An engine whose idle loop polls in Python keeps the interpreter, and Python's own interval of 5 ms passes before each
+# step of another thread.  On one H200, SGLang took 6 s for an update of 16 GB that way.
+_SWITCH_INTERVAL_S = 5e-5
+_YIELD_S = 5e-5
 
 
 class BoundaryTask:
@@ -79,6 +86,7 @@ class SwitchRank:
         self._committed = ""
         self._open: Open | None = None
         self._switching: Message | None = None
+        self._in_session = False
 
     # -- for subclasses
 
@@ -102,7 +110,8 @@ class SwitchRank:
     # -- the engine's side, on its own thread
 
     def listen(self, folder: str) -> None:
-        """Serves the API server on a thread of our own."""
+        """Serves the API server on a thread of our own, which the interpreter then lets run in time."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         listener = Listener(socket_path(folder, self.rank), family="AF_UNIX", backlog=1)
         threading.Thread(
             target=serve_api_server,
@@ -111,6 +120,11 @@ class SwitchRank:
             name="weightcast",
             daemon=True,
         ).start()
+
+    def yield_interpreter(self) -> None:
+        """Called once in each pass of the engine's loop: leaves the interpreter to an update for a moment."""
+        if self._in_session:
+            time.sleep(_YIELD_S)
 
     def step(self) -> None:
         """Carries out the oldest work that waits.  A rank with none has nothing to switch."""
@@ -134,6 +148,7 @@ class SwitchRank:
             if why:
                 return RankAck(rank=self.rank, ok=False, refused=True, error=why)
             self._open = message
+            self._in_session = True
         switches = switches_weights(message, self._committed)
         self._committed = committed_after(message, self._committed)
         self._said_ready = False
@@ -142,10 +157,13 @@ class SwitchRank:
         if switches and not self._said_ready:
             self._say(NOTHING)
             self._decisions.get(timeout=_AGREE_S)  # or it would be taken for that of the next message
+        if isinstance(message, Commit | Abort):
+            self._in_session = False
         return ack
 
     def interrupt(self, reason: str) -> None:
         """Ends a wait for the trainer."""
+        self._in_session = False
         self.receiver.interrupt(reason)
 
     def on_note(self, note: bytes) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from weightcast.comm.update_group import GroupFailed
-from weightcast.digest.transfers import transfers_on
+from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import Finisher, Loader, residents_of
 from weightcast.receiver.received_sums import ReceivedSums
@@ -116,7 +116,7 @@ class WeightReceiver:
         self.staging_note = _staging_note(place, why, self.loader.size_bytes) if staging == "auto" else ""
         self.loader.stage(place, keep_storage=keep_storage)
         self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
-        transfers_on(self.device)  # compiles now, while nobody waits
+        prepare_kernels(self.device)
         self._memory = SharedMemorySource(self.device)
         self._interrupted = threading.Event()
         self._broadcast = BroadcastSource(self.device, self._interrupted)

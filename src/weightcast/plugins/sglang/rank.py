@@ -68,9 +68,10 @@ class SglangRank(SwitchRank):
         self.listen(os.environ[FOLDER])
 
     def requests_pulled(self, requests: list[Any] | None) -> None:
-        """Called with the requests that the first rank is about to broadcast."""
+        """Called in each pass with the requests that the first rank is about to broadcast; the others wait for them."""
         if self.rank == 0:
             self._boundary.pulled(requests)
+            self.yield_interpreter()
 
     def request_made(self, request: Any) -> None:
         """Called with every new request."""
