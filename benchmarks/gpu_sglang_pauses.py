@@ -7,10 +7,12 @@
 SITE is a folder that holds SGLang; PYTHON belongs to an environment with SGLang on a CPU.
 
 Two servers run side by side on one GPU, with a prefix cache and without one; each takes one request at a time.  In
-every mode that ``connect`` allows, one answer streams and others wait while new weights are pushed.  transformers
-judges: each token must be the best one of the weights that its mode promises, within ``--tolerance`` nats.  Modes that
-would give cache of old weights to later requests must be refused before anything moves.  The file has the machine, the
-versions, the commands, what every mode did, and the copy rate of the device in the same run.
+every mode that ``connect`` allows, one answer streams and others wait while new weights are pushed.  The server is
+compared with itself: before the push it has answered the same prompts alone, after it it answers what came of them once
+more, each time with an empty cache, and every token must be the one that its mode promises.  transformers judges short
+answers: each token must be the best one of the new weights within ``--tolerance`` nats.  Modes that would give cache of
+old weights to later requests must be refused before anything moves.  The file has the machine, the versions, the
+commands, what every mode did, and the copy rate of the device in the same run.
 
 The exit code is 0 only if all of it held.  Whatever was started is ended, at the latest after ``--limit`` seconds.
 """
@@ -43,6 +45,9 @@ from weightcast.comm.ports import quiet_port
 from weightcast.lab.bench.machine import facts
 
 PROMPT = [5 + (7 * number) % 400 for number in range(64)]
+# No prompt begins like another one, so that none is computed from another one's cache, in another order of sums.
+WAITING = [[number, *PROMPT[:length]] for number, length in ((401, 62), (402, 39), (403, 19))]
+LATER = [[number, *PROMPT[:length]] for number, length in ((411, 49), (412, 59))]
 SEEN, SHORT, CONTEXT = 8, 12, 4096
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,
@@ -136,6 +141,11 @@ class Server:
         answer.raise_for_status()
         return answer.json()["output_ids"]
 
+    def alone(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The answer to a prompt of which nothing is in the cache."""
+        self.ask("/flush_cache").raise_for_status()
+        return self.fresh(prompt, count)
+
     def close(self) -> None:
         for number, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
             try:
@@ -154,13 +164,13 @@ def steady(url: str) -> Iterator[list[Stream]]:
     streams: list[Stream] = []
     stop = threading.Event()
 
-    def run(number: int) -> None:
+    def run(prompt: Sequence[int]) -> None:
         while not stop.is_set():
-            stream = Stream(url, PROMPT[:number], SHORT)
+            stream = Stream(url, prompt, SHORT)
             streams.append(stream)
             stream.ended()
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in (50, 60)]
+    threads = [threading.Thread(target=run, args=(prompt,), daemon=True) for prompt in LATER]
     for thread in threads:
         thread.start()
     try:
@@ -171,13 +181,22 @@ def steady(url: str) -> Iterator[list[Stream]]:
             thread.join(120)
 
 
-def switch(old: Judge, new: Judge, stream: Stream) -> int:
-    """After how many tokens the new weights took over; -1 if the answer is not one of the old and then of the new."""
-    by_old = old.gaps(stream.prompt, stream.tokens)
-    by_new = new.gaps(stream.prompt, stream.tokens)
-    wrong = [number for number, gap in enumerate(by_new) if gap > new.tolerance]
-    count = wrong[-1] + 1 if wrong else 0
-    return count if max(by_old[:count], default=0.0) <= old.tolerance else -1
+def switched_at(server: Server, stream: Stream, old: Sequence[int]) -> int:
+    """After how many tokens the weights that the server has now took over; -1 if they never give the rest.
+
+    Args:
+        server: Idle, with the new weights.
+        stream: An answer that has ended.
+        old: What the server answered to the same prompt with the old weights.
+    """
+    pairs = zip(stream.tokens, old, strict=False)
+    same = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(stream.tokens), len(old)))
+    # The new weights may give a few of the same tokens.
+    for count in range(same, max(-1, same - 4), -1):
+        rest = stream.tokens[count:]
+        if not rest or server.alone([*stream.prompt, *stream.tokens[:count]], len(rest)) == rest:
+            return count
+    return -1
 
 
 class Case:
@@ -226,6 +245,12 @@ class Case:
     def pushed(self, pause: str) -> None:
         """New weights while one answer streams and others wait."""
         old = self._judge()
+        count = 300 if pause == "wait" else self.args.tokens
+        before = [
+            self.server.alone(PROMPT, count),
+            *(self.server.alone(prompt, SHORT) for prompt in (*WAITING, *LATER)),
+        ]
+        self.server.ask("/flush_cache").raise_for_status()
         with torch.no_grad():
             source = torch.Generator().manual_seed(self.version)
             for parameter in self.model.parameters():
@@ -235,9 +260,9 @@ class Case:
         url = self.server.url
         with ExitStack() as stack:
             updater = stack.enter_context(self.updater(pause))
-            running = Stream(url, PROMPT, 300 if pause == "wait" else self.args.tokens)
+            running = Stream(url, PROMPT, count)
             running.wait_for(SEEN)
-            waiting = [Stream(url, PROMPT[:number], SHORT) for number in (63, 40, 20)]
+            waiting = [Stream(url, prompt, SHORT) for prompt in WAITING]
             wait_until_waiting(url, len(waiting))
             others = stack.enter_context(steady(url)) if pause == "wait" else []
             report = updater.update(version=self.version)
@@ -257,44 +282,59 @@ class Case:
             {"asked": stream.count, "came": len(stream.tokens), "finish": stream.finish or stream.failure}
             for stream in (running, *waiting)
         ]
-        self._check(pause, old, new, running, waiting, at_return)
-        for stream in others:
-            self.must(len(stream.tokens) == SHORT, f"a later request got {len(stream.tokens)} tokens")
-            self.must(switch(old, new, stream) >= 0, "a later request was answered with something else")
-        self.found["later_requests"] = len(others)
         prompts = [PROMPT, PROMPT[:40], [*PROMPT, 9, 8, 7]]
         answers = [(prompt, self.server.fresh(prompt, SHORT)) for prompt in prompts]
         self.found["worst_gap_of_fresh_answers_nats"] = round(max(max(new.gaps(*answer)) for answer in answers), 4)
         self.found["worst_gap_by_old_weights_nats"] = round(max(max(old.gaps(*answer)) for answer in answers), 4)
         self.must(all(new.agrees(*answer) for answer in answers), "a fresh answer is not one of the new weights")
         self.must(not all(old.agrees(*answer) for answer in answers), "fresh answers are those of the old weights too")
+        again = [self.server.alone(prompt, SHORT) for prompt in prompts]
+        equal = [first == second for (_, first), second in zip(answers, again, strict=True)]
+        self.found["fresh_answers_equal_after_another_flush"] = f"{sum(equal)} of {len(equal)}"
+        self.must(equal[0], "the first answer after the update differs from that after another flush")
+        self._check(pause, before, [running, *waiting], at_return)
+        for stream in others:
+            at = switched_at(self.server, stream, before[1 + len(WAITING) + LATER.index(stream.prompt)])
+            self.must(len(stream.tokens) == SHORT and at >= 0, f"a later request got {stream.tokens}")
+        self.found["later_requests"] = len(others)
 
-    def _check(
-        self, pause: str, old: Judge, new: Judge, running: Stream, waiting: Sequence[Stream], at_return: int
-    ) -> None:
-        """Checks the promises of the mode."""
+    def _check(self, pause: str, before: Sequence[Sequence[int]], streams: Sequence[Stream], at_return: int) -> None:
+        """Checks the promises of the mode.
+
+        Args:
+            pause: The mode.
+            before: What the server answered to the streams' prompts with the old weights.
+            streams: The one that ran at the update and those that waited.
+            at_return: How many tokens of the first had come when the update was over.
+        """
+        running, *waiting = streams
         if pause == "abort":
-            for stream in (running, *waiting):
+            for stream in streams:
                 self.must(stream.finish != "length", "a request that was to be dropped was answered in full")
-            self.must(old.agrees(running.prompt, running.tokens), "tokens before the abort are not of the old weights")
+            came = list(before[0][: len(running.tokens)])
+            self.must(running.tokens == came, "tokens before the abort are not of the old weights")
             return
-        for stream in (running, *waiting):
+        for stream in streams:
             self.must(
                 (stream.finish, len(stream.tokens)) == ("length", stream.count), "a kept request was not answered"
             )
         if pause == "wait":
-            for stream in (running, *waiting):
-                self.must(old.agrees(stream.prompt, stream.tokens), "a request did not finish on the old weights")
+            for stream, tokens in zip(streams, before, strict=False):
+                self.must(stream.tokens == tokens, "a request did not finish on the old weights")
             return
         if pause == "retract":
-            count = switch(old, new, running)
+            count = switched_at(self.server, running, before[0])
             self.found["switched_after_tokens"] = count
             self.must(SEEN <= count < running.count, f"the running answer is not of old, then new weights ({count})")
             self.must(count <= at_return, f"old weights answered after the update: {count} > {at_return}")
         else:
-            self.must(not old.agrees(running.prompt, running.tokens), "the running answer never changed")
-        for stream in waiting:
-            self.must(new.agrees(stream.prompt, stream.tokens), "a waiting request was not answered by the new weights")
+            self.must(
+                running.tokens[:SEEN] == before[0][:SEEN], "the running answer did not begin with the old weights"
+            )
+            self.must(running.tokens != before[0], "the running answer never changed")
+        for stream, tokens in zip(waiting, before[1:], strict=False):
+            count = switched_at(self.server, stream, tokens)
+            self.must(count == 0, f"a waiting request was not answered by the new weights ({count})")
 
     def _judge(self) -> Judge:
         model = copy.deepcopy(self.model)
@@ -331,6 +371,8 @@ def run(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> None:
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name, options in CACHES.items():
+            if args.cache not in ("both", name):
+                continue
             servers[name] = Server(args, folder, options, folder / f"{len(servers)}.log")
             stack.callback(servers[name].close)
         started = time.monotonic()
@@ -381,6 +423,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--site", default=os.environ.get("WEIGHTCAST_SGLANG_SITE", ""), help="folder that holds SGLang")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs SGLang")
+    parser.add_argument("--cache", choices=("both", *CACHES), default="both", help="the servers that are played")
     parser.add_argument("--tokens", type=int, default=1500, help="length of the answer that runs")
     parser.add_argument("--tolerance", type=float, default=1.0, help="nats that a token may be worse than the best one")
     parser.add_argument("--limit", type=float, default=340.0, help="seconds after which everything is ended")
@@ -403,7 +446,7 @@ def main() -> int:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     cases = result.get("cases", {})
-    result["ok"] = not result.get("failure") and len(cases) == 8 and not any(case["wrong"] for case in cases.values())
+    result["ok"] = not result.get("failure") and bool(cases) and not any(case["wrong"] for case in cases.values())
     text = json.dumps(result, indent=1)
     if args.out is None:
         print(text)

@@ -224,6 +224,31 @@ class Case:
         self.found["switches"] = re.findall(r"weightcast: (version .* ms)", self.server.text())[-1:]
         self.found |= self.compare()
 
+    def sleep(self) -> None:
+        """Sleep without a copy, weights awake, an update, the rest awake."""
+        used = [self._free_bytes()]
+
+        def ask(path: str, *tags: str) -> None:
+            began = time.monotonic()
+            answer = self.server.post(path, **({"tags": list(tags)} if tags else {}))
+            self.must(answer.status_code == 200, f"{path} {tags}: {answer.status_code} {answer.text[:500]}")
+            took.append(f"{path} {' '.join(tags)}: {time.monotonic() - began:.3f} s")
+            used.append(self._free_bytes())
+
+        took: list[str] = []
+        ask("/release_memory_occupation")
+        self.found["asleep"] = self.server.get("/weightcast/info")["message"]
+        ask("/resume_memory_occupation", "weights")
+        [push] = self.push("in_place", proof="resident")
+        del push["span"]
+        ask("/resume_memory_occupation")
+        self.found |= {"took": took, "free_bytes": used, "push": push}
+        self.must(self.args.tiny or used[1] - used[0] > 2 * self.trainer.bytes, "sleep freed less than both sets")
+        self.found |= self.compare()
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info()[0] if self.trainer.device.type == "cuda" else 0
+
     def sender(self) -> None:
         """SGLang's own sender puts the checkpoint's weights back."""
         first = self.server.first_answers
@@ -320,8 +345,10 @@ def play(args: argparse.Namespace, name: str, result: dict[str, Any], deadline: 
                     result["gpu_free_bytes"] = torch.cuda.mem_get_info()[0]
                 if "receiver" in group and "receiver" in servers:
                     one("receiver, idle", servers["receiver"], "idle", "resident")
-                    for mode in args.modes.split(","):
+                    for mode in filter(None, args.modes.split(",")):
                         one(f"receiver, {mode}, streams", servers["receiver"], "streamed", mode)
+                    if args.sleep:
+                        one("receiver, sleep and wake-up", servers["receiver"], "sleep")
                 if "stock" in group and "stock" in servers:
                     one("stock, our adapter, idle", servers["stock"], "idle", "none")
                     one("stock, SGLang's own sender, idle", servers["stock"], "sender")
@@ -335,6 +362,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--servers", default="receiver,stock")
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--sleep", action="store_true", help="start with --enable-memory-saver, and play sleep")
     parser.add_argument("--flags", default=sglang_servers.BUILD_FLAGS, help="flags that the build of SGLang needs")
     parser.add_argument("--cache-tokens", type=int, default=65536, help="size of each server's KV cache")
     parser.add_argument("--one-at-a-time", action="store_true", help="the servers of a model do not fit side by side")

@@ -158,20 +158,21 @@ def start(args: argparse.Namespace, model: Path, folder: Path, *, receiver: bool
     """Starts a server, which is not ready yet.
 
     Args:
-        args: ``tiny``, ``python``, ``site``, ``version``, ``flags`` and ``cache_tokens`` of the command line.
+        args: Of the command line: ``tiny``, ``python``, ``site``, ``version``, ``flags``, ``sleep``, ``cache_tokens``.
         model: Its checkpoint.
         folder: For its log.
         receiver: With our receiver in it.
     """
     port = quiet_port()
+    saver = ["--enable-memory-saver"] if args.sleep and receiver else []
     log = folder / f"{'receiver' if receiver else 'stock'}.log"
     if args.tiny:
-        options = ["--context-length=4096", "--max-total-tokens=16384", "--skip-tokenizer-init"]
+        options = ["--context-length=4096", "--max-total-tokens=16384", "--skip-tokenizer-init", *saver]
         command, environment = sglang_command(model, 1, options, port, receiver=receiver, version=args.version)
         return Server(command, environment | {"PYTHONUNBUFFERED": "1"}, model, log, port)
     command = [args.python, "-m", "sglang.launch_server", f"--model-path={model}", "--host=127.0.0.1"]
     command += [f"--port={port}", "--skip-tokenizer-init", f"--max-total-tokens={args.cache_tokens}"]
-    command += args.flags.split()
+    command += [*args.flags.split(), *saver]
     environment = {**os.environ, **_ENVIRONMENT}
     path = [args.site, *([package_path(folder / "metadata")] if receiver else []), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))

@@ -369,7 +369,7 @@ class TestSleep:
             served.step("abort")
 
             def sleep(done: int, total: int) -> None:
-                self.refused(engine, "/release_memory_occupation", "an update is under way")
+                self.refused(engine, "/release_memory_occupation", "being updated by process")
 
             nudge(served.model, seed=99)
             served.version += 1

@@ -379,6 +379,7 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"enable_eplb": True}, "--enable-eplb"),
+        ({"ep_size": 2}, "--ep-size"),
         ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
     ],
 )

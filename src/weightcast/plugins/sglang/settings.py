@@ -17,6 +17,7 @@ def _set(name: str, *off: object) -> Callable[[Any], bool]:
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("dp_size", 1), "several data-parallel engines behind one URL (--dp-size)", "start one server for each"),
     (_set("enable_dp_attention"), "data-parallel attention (--enable-dp-attention)", "start SGLang without it"),
+    (_set("ep_size", 1), "expert parallelism (--ep-size)", "start SGLang without it, with --tp-size alone"),
     (_set("nnodes", 1), "ranks on several hosts (--nnodes)", "keep the ranks of a server on one host"),
     (_set("tokenizer_worker_num", 1), "several tokenizer workers (--tokenizer-worker-num)", "use one"),
     (_set("use_ray"), "SGLang's Ray executor (--use-ray)", "start SGLang without it"),
