@@ -494,3 +494,29 @@ def test_two_parameters_with_an_element_in_common_are_never_exchanged():
     model = Crossing()
     loader = Loader(model, load_weights=model.load_weights, expected=specs_of({"a": torch.ones(4), "b": torch.ones(3)}))
     assert loader.unstaged_because(keep_storage=True) == "a and b share memory"
+
+
+class TiedPaddedModel(torch.nn.Module):
+    """A head that is the embedding, with rows that no checkpoint has; its loader takes the weight by either name."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        with torch.no_grad():
+            self.embed.weight[6:] = 0
+
+    def load_weights(self, weights):
+        for _name, weight in weights:
+            self.embed.weight.data.zero_()
+            self.embed.weight.data[:6].copy_(weight)
+
+
+@pytest.mark.parametrize("keep_storage", [True, False])
+def test_a_tied_head_with_padded_rows_is_staged(keep_storage):
+    model = TiedPaddedModel()
+    specs = [TensorSpec.of(name, torch.zeros(6, 4)) for name in ("embed.weight", "head.weight")]
+    loader = Loader(model, load_weights=model.load_weights, expected=specs)
+    assert loader.unstaged_because(keep_storage=keep_storage) == ""
+    assert loader.placed == ["head.weight"]

@@ -296,3 +296,67 @@ def test_padding_that_would_change_makes_the_weight_computed():
     recording = record(load_one, [spec("w", 3, 4)], param)
     assert recording.computed == ["w"]
     assert recording.written == {"embed"}
+
+
+@pytest.mark.parametrize("how", ["zeroed, then copied", "copied whole, then zeroed", "zeroed twice"])
+@pytest.mark.parametrize("pad", ["rows", "columns"])
+def test_padding_that_overlaps_a_copy_is_learnt(how, pad):
+    live = torch.randn(7, 6)
+    (live[4:] if pad == "rows" else live[:, 4:]).zero_()
+    param = {"embed": live}
+
+    def load_one(name, weight):
+        p = param["embed"]
+        kept, rest = (p[:4], p[4:]) if pad == "rows" else (p[:, :4], p[:, 4:])
+        if how == "copied whole, then zeroed":
+            p.copy_(weight)
+        else:
+            p.zero_()
+            kept.copy_(weight[:4] if pad == "rows" else weight[:, :4])
+        if how != "zeroed, then copied":
+            rest.fill_(0)
+
+    recording = check_replay(load_one, [spec("w", 7, 6)], param)
+    routes = recording.routes["w"]
+    assert [route.box_shape for route in routes] == [(4, 6) if pad == "rows" else (7, 4)]
+    assert recording.filled == {"embed": 18 if pad == "rows" else 14}
+    assert uncovered(routes, param, recording.filled) == []
+
+
+def test_a_constant_between_two_copies_is_cut_out():
+    live = torch.randn(6, 4)
+    live[2:4] = 0.0
+    param = {"p": live}
+
+    def load_one(name, weight):
+        param["p"].copy_(weight)
+        param["p"][2:4].fill_(0.0)
+
+    recording = check_replay(load_one, [spec("w", 6, 4)], param)
+    assert [(route.box_offset, route.box_shape) for route in recording.routes["w"]] == [
+        ((0, 0), (2, 4)),
+        ((4, 0), (2, 4)),
+    ]
+
+
+def test_of_two_weights_for_one_place_the_later_one_is_kept():
+    shared = torch.zeros(5, 4)
+    param = {"embed": shared, "norm": torch.zeros(4)}
+    place = {"embed": shared, "head": shared.view(5, 4), "norm": param["norm"]}
+    specs = [spec("embed", 5, 4), spec("norm", 4), spec("head", 5, 4)]
+    recording = record(lambda name, weight: place[name].copy_(weight), specs, param)
+    assert {name: len(found) for name, found in recording.routes.items()} == {"embed": 0, "norm": 1, "head": 1}
+    assert not recording.why
+    assert uncovered([route for found in recording.routes.values() for route in found], param) == []
+
+
+def test_a_constant_over_a_part_that_is_no_box_keeps_the_weight_with_the_loader():
+    param = {"p": torch.zeros(4, 6)}
+
+    def load_one(name, weight):
+        param["p"].copy_(weight)
+        param["p"][:, ::2].fill_(0)
+
+    recording = record(load_one, [spec("w", 4, 6)], param)
+    assert recording.why == {"w": "p is written twice, in parts that are no boxes"}
+    assert recording.written == {"p"}

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.errors import ConfigError
+from weightcast.receiver.write_log import WriteLog
 from weightcast.wire.box import box_of_view, span_of
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region, Route
@@ -114,10 +115,9 @@ class _Recorder(TorchDispatchMode):
             self._residents.setdefault(_storage(tensor), []).append((name, tensor))
         self._source_of: dict[int, str] = {}
         self._keep: list[torch.Tensor] = []
-        self._routes: dict[str, list[Route]] = {spec.name: [] for spec in specs}
         self._why: dict[str, str] = {}
         self._written: set[str] = set()
-        self._filled: dict[str, list[torch.Tensor]] = {}
+        self._writes = WriteLog()
         self._current = ""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,11 +129,17 @@ class _Recorder(TorchDispatchMode):
             yield spec.name, tensor
 
     def recording(self) -> Recording:
-        routes = {name: found for name, found in self._routes.items() if name not in self._why}
-        # The loader places a computed source whole, its pure copies too.
-        copied = {route.parameter for name in self._why for route in self._routes[name]}
-        filled = {name: sum(part.numel() for part in parts) for name, parts in self._filled.items()}
-        return Recording(routes=routes, why=self._why, written=self._written | copied, filled=filled)
+        result = self._writes.result()
+        for source, (parameter, words) in result.why.items():
+            self._why.setdefault(source, words)
+            self._written.add(parameter)
+        routes: dict[str, list[Route]] = {name: [] for name in self._specs if name not in self._why}
+        for route in result.routes:
+            if route.source in routes:
+                routes[route.source].append(route)
+            else:  # the loader places a computed source whole, its pure copies too
+                self._written.add(route.parameter)
+        return Recording(routes=routes, why=self._why, written=self._written, filled=result.filled)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -142,7 +148,7 @@ class _Recorder(TorchDispatchMode):
             if _storage(target) in self._residents:
                 self._copy(target, source)
                 return target
-        if func in _FILLS and self._is_padding(args[0], args[1] if len(args) > 1 else 0):
+        if func in _FILLS and self._fill(args[0], args[1] if len(args) > 1 else 0):
             return args[0]
         written = list(_written_tensors(func, args, kwargs)) if func._schema.is_mutable else []
         for tensor in written:
@@ -165,27 +171,12 @@ class _Recorder(TorchDispatchMode):
             return sharing
         return next(([owner] for owner in sharing if _lies_in(tensor, owner[1])), sharing)
 
-    def _is_padding(self, target: torch.Tensor, value: float) -> bool:
-        """True for a constant in a place of its own that the model has had since its first load, and keeps."""
+    def _fill(self, target: torch.Tensor, value: float) -> bool:
+        """Notes a constant; False if it goes to more than one parameter."""
         owners = self._owners(target)
-        if len(owners) != 1:
-            return False
-        name, whole = owners[0]
-        taken = [
-            span_of(int(whole.storage_offset()) + route.region.offset, route.region.shape, route.region.stride)
-            for found in self._routes.values()
-            for route in found
-            if route.parameter == name
-        ]
-        parts = self._filled.setdefault(name, [])
-        taken += [span_of(int(part.storage_offset()), part.shape, part.stride()) for part in parts]
-        span = span_of(int(target.storage_offset()), target.shape, target.stride())
-        if any(map(span.overlaps, taken)):
-            return False  # over a copy, or a second time: then the order counts, which routes do not keep
-        if not bool((target == value).all()):
-            return False
-        parts.append(target)
-        return True
+        if len(owners) == 1:
+            self._writes.filled(*owners[0], target, value, self._current)
+        return len(owners) == 1
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         owners = self._owners(target)
@@ -216,9 +207,8 @@ class _Recorder(TorchDispatchMode):
         stride = tuple(target.stride(dim) if dim is not None else 0 for dim in dims)
         offset = int(target.storage_offset()) - int(whole.storage_offset())
         region = Region(offset=offset, shape=box.shape, stride=stride)
-        self._routes[name].append(
-            Route(source=name, box_offset=box.offset, box_shape=box.shape, parameter=parameter, region=region)
-        )
+        route = Route(source=name, box_offset=box.offset, box_shape=box.shape, parameter=parameter, region=region)
+        self._writes.copied(whole, route)
 
 
 def _lies_in(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
