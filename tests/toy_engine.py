@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
             for rank, pid in enumerate(executor.pids())
         ),
         staging={"none": "none", "host": "host"}.get(args.staging, "device"),
-        transports=("ipc", "broadcast"),
+        transports=("ipc", "direct", "broadcast"),
         specs=tuple(TensorSpec.of(n, t, dtype=getattr(torch, args.dtype)) for n, t in weights.items()),
     )
     app = FastAPI()

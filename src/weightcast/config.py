@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from weightcast.errors import ConfigError
 
-TransportName = Literal["auto", "ipc", "broadcast", "disk", "checkpoint-engine"]
+TransportName = Literal["auto", "ipc", "direct", "broadcast", "disk", "checkpoint-engine"]
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
 VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]

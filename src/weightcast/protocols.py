@@ -150,6 +150,31 @@ class Summing(Protocol):
         ...
 
 
+@runtime_checkable
+class Scattering(Protocol):
+    """An exporter whose ranks can fill buckets with their own shards, without a gather, for ``direct``."""
+
+    def fill_own(
+        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        """Writes this rank's parts of the layout's tensors where they belong in its own bucket.  Collective.
+
+        Args:
+            bucket: This rank's bucket; the rest of it keeps its bytes.
+            layout: Tensors of the bucket, the same on every rank.
+            group: The trainer ranks.
+            sources: As for ``Summing.fill``.
+        """
+        ...
+
+    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
+        """Number of the slot and box of each part that engines read from this rank.  No communication.
+
+        All ranks together serve every element of the layout's tensors once.  Replicas are shared out by bytes.
+        """
+        ...
+
+
 class Lender(Protocol):
     """An exporter whose memory can be sent zero-copy."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weightcast.comm.shared_buckets import Shared
 from weightcast.protocols import Invitation
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce, BroadcastSource, IpcSource, Join
+from weightcast.wire.messages import Announce, BroadcastSource, IpcSource, Join, PartialBuffer, ScatteredSource
 
 
 def join_of(invitation: Invitation) -> Join:
@@ -37,6 +37,13 @@ def announce_of(
         shared: Handles to it otherwise.
         plan: Hash of the plan that the engine has the layout from; empty if the message must have it.
     """
+    if any(item.parts for item in shared):
+        buffers = tuple(
+            PartialBuffer(handle=item.memory, parts=item.parts)
+            for item in shared
+            if item.memory is not None and item.parts
+        )
+        return Announce(session=session, layout=layout, source=ScatteredSource(buffers=buffers), plan=plan)
     handles = tuple(item.memory for item in shared if item.memory is not None)
     source = BroadcastSource(group=group) if group is not None else IpcSource(handles=handles)
     return Announce(session=session, layout=layout, source=source, plan=plan)

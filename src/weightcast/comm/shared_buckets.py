@@ -19,7 +19,7 @@ import torch
 
 from weightcast.comm.ipc import SharedBuffer, device_uuid
 from weightcast.errors import ConfigError
-from weightcast.wire.messages import MemoryHandle
+from weightcast.wire.messages import MemoryHandle, Part
 
 _ALIGNMENT_BYTES = 512  # as torch's own allocator; more than any dtype needs
 _LAST_READ_S = 5.0
@@ -65,9 +65,11 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
         memory: Handle for our receiver; None if no engine has it.
         torch: Handles for stock engines, one for each process that will open it.
         ring: Handles to the storage that holds every buffer, for stock engines that keep it mapped.
+        parts: The parts of the bucket that engines read from this buffer; empty if it has the whole bucket.
     """
 
     memory: MemoryHandle | None = None
+    parts: tuple[Part, ...] = ()
     torch: tuple[TorchMemory, ...] = ()
     ring: tuple[TorchMemory, ...] = ()
 

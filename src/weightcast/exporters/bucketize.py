@@ -14,7 +14,7 @@ import torch
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
-from weightcast.protocols import Exporter, Summing
+from weightcast.protocols import Exporter, Scattering, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
@@ -26,6 +26,8 @@ def bucketize(
     slots: Sequence[torch.Tensor] | None,
     lent: Sequence[Mapping[str, torch.Tensor]] = (),
     sources: SourceSums | None = None,
+    *,
+    scattered: bool = False,
 ) -> Iterator[Bucket | None]:
     """Fills one bucket after another, using the given buffers in turn.  Collective: every rank takes as many steps.
 
@@ -38,6 +40,7 @@ def bucketize(
         slots: Flat uint8 buffers on the exporter's device, on ranks of ``group.receivers``; None elsewhere.
         lent: Zero-copy tensors of each bucket (``Bucket.lent``), in order; empty if every tensor is to be copied.
         sources: Takes the sums of this rank's shards, if the exporter is ``Summing``; None for no sums.
+        scattered: True leaves shards where they are: each rank's bucket gets that rank's own parts.
 
     Yields:
         The filled bucket.  None on a rank without buffers, once it has sent its part of the bucket.
@@ -53,7 +56,10 @@ def bucketize(
     for number, layout in enumerate(layouts):
         stays = lent[number] if lent else {}
         bucket = Bucket(layout, slots[number % len(slots)], lent=stays) if slots is not None else None
-        if sources is not None and isinstance(exporter, Summing):
+        if scattered:
+            assert bucket is not None
+            sums = cast(Scattering, exporter).fill_own(bucket, layout, group, sources)
+        elif sources is not None and isinstance(exporter, Summing):
             sums = cast(Summing, exporter).fill(bucket, layout, group, sources)
         else:
             sums = exporter.fill(bucket, layout, group)

@@ -95,6 +95,31 @@ class Gatherer:
             group.abort(f"{type(error).__name__}: {error}")
             raise
 
+    def fill_own(
+        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        """Writes this rank's parts of the layout's tensors into its own bucket, where they belong.  Nothing moves.
+
+        Args:
+            bucket: This rank's bucket; the rest of it keeps its bytes.
+            layout: Layout of the bucket, the same on every rank.
+            group: The trainer ranks; all of them are receivers.
+            sources: As for ``fill``.
+
+        Raises:
+            ConfigError: As ``fill``.
+        """
+        plan, own = self._plan(layout, group, tuple(range(group.world_size)), scattered=True)
+        taker = sources.reserve(plan.ledger.count(group.rank)) if sources is not None else None
+        with torch.no_grad():
+            summed = own.copy_into(bucket, taker) is not None if own else False
+            if taker is not None:
+                own.sum_in_place(taker, summed_on_the_way=summed)
+
+    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
+        """Number of the slot and box of each part that engines read from this rank; of all ranks, each part once."""
+        return self._plan(layout, group, tuple(range(group.world_size)), scattered=True)[0].serves
+
     def source_counts(
         self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...] | None = None
     ) -> list[int]:
@@ -140,16 +165,22 @@ class Gatherer:
         return found
 
     def _plan(
-        self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...]
+        self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...], *, scattered: bool | None = None
     ) -> tuple[GatherPlan, OwnParts]:
         known = self._plans.get(layout.index)
-        if known is None or known[0].receivers != receivers or known[0].layout != layout:
+        if scattered is None:  # for sums: as the bucket was filled
+            scattered = known is not None and known[0].scattered and known[0].receivers == receivers
+        if (
+            known is None
+            or (known[0].receivers, known[0].scattered) != (receivers, scattered)
+            or known[0].layout != layout
+        ):
             tensors = {
                 slot.spec.name: (self._specs[number], self._shared.parts(number))
                 for slot in layout.slots
                 if (number := self._held.number.get(slot.spec.name)) is not None
             }
-            plan = plan_gather(layout, tensors, group, receivers)
+            plan = plan_gather(layout, tensors, group, receivers, scattered=scattered)
             own = OwnParts(layout, plan.own, self._held, self._transfers, self._sums)
             known = self._plans[layout.index] = plan, own
         return known
@@ -164,7 +195,7 @@ class Gatherer:
     ) -> torch.Tensor | None:
         if (group.rank in receivers) != (bucket is not None):
             raise ConfigError(f"trainer rank {group.rank} must have a bucket if, and only if, it is a receiver")
-        plan, own = self._plan(layout, group, receivers)
+        plan, own = self._plan(layout, group, receivers, scattered=False)
         taker = sources.reserve(plan.ledger.count(group.rank)) if sources is not None else None
         what = f"its part of bucket {layout.index}"
         sums = None

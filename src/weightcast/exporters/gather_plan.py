@@ -64,6 +64,8 @@ class GatherPlan:
         gathers: Slots that one all-gather fills.
         waves: Batches of parcels that this rank sends or receives.
         scratch_bytes: Scratch memory that the largest wave needs.
+        scattered: True if nothing moves between ranks: each rank's bucket has that rank's own parts.
+        serves: If scattered, the number of the slot and the box of each part that engines read from this rank.
     """
 
     layout: BucketLayout
@@ -73,6 +75,8 @@ class GatherPlan:
     gathers: list[TensorSlot] = field(default_factory=list[TensorSlot])
     waves: list[list[Parcel]] = field(default_factory=list[list[Parcel]])
     scratch_bytes: int = 0
+    scattered: bool = False
+    serves: list[tuple[int, Box]] = field(default_factory=list[tuple[int, Box]])
 
 
 def plan_gather(
@@ -80,6 +84,8 @@ def plan_gather(
     tensors: Mapping[str, tuple[TensorSpec, Sequence[SharedPart]]],
     group: TrainerGroup,
     receivers: tuple[int, ...],
+    *,
+    scattered: bool = False,
 ) -> GatherPlan:
     """Works out one bucket's gather.
 
@@ -88,11 +94,12 @@ def plan_gather(
         tensors: Every tensor of the exporter and its parts, by name.
         group: The trainer ranks.
         receivers: The ranks that have a bucket, in order.
+        scattered: True leaves each part on the ranks that hold it.
 
     Raises:
         ConfigError: The layout has a tensor that the exporter does not have.
     """
-    plan = GatherPlan(layout, receivers, Ledger(len(layout.slots)))
+    plan = GatherPlan(layout, receivers, Ledger(len(layout.slots)), scattered=scattered)
     budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
     budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
     load: Counter[int] = Counter()
@@ -106,12 +113,17 @@ def plan_gather(
                 f"bucket {layout.index} carries {slot.spec.name} as {slot.spec.dtype} {list(slot.spec.shape)}, "
                 f"and the exporter {'does not have it' if spec is None else f'has {spec.dtype} {list(spec.shape)}'}"
             )
-        gathered = _in_rank_order(slot, parts, group, receivers)
+        gathered = not scattered and _in_rank_order(slot, parts, group, receivers)
         if gathered:
             plan.gathers.append(slot)
         for part in parts:
             box = _cut_rows(part.box, slot)
             if box is None:
+                continue
+            if scattered:
+                _expect_sums(plan, index, part, box, None, group.rank)
+                if _least_loaded(part, load, box.numel * slot.spec.torch_dtype.itemsize) == group.rank:
+                    plan.serves.append((index, box))
                 continue
             parcels = [] if gathered else list(_parcels(slot, part, box, receivers, load, budget_bytes))
             source = parcels[0].source if parcels else None
@@ -213,8 +225,7 @@ def _parcels(
     if not targets:
         return
     itemsize = slot.spec.torch_dtype.itemsize
-    source = min(part.holders, key=lambda rank: (load[rank], rank))
-    load[source] += math.prod(box.shape) * itemsize
+    source = _least_loaded(part, load, math.prod(box.shape) * itemsize)
 
     def parcel(box: Box) -> Parcel:
         scratch_bytes = align(math.prod(box.shape) * itemsize)
@@ -230,6 +241,13 @@ def _parcels(
         return
     for small in split(box, max(budget_bytes // itemsize, 1)):
         yield parcel(small)
+
+
+def _least_loaded(part: SharedPart, load: Counter[int], size_bytes: int) -> int:
+    """The holder that gives least so far, and gives these bytes from now on."""
+    source = min(part.holders, key=lambda rank: (load[rank], rank))
+    load[source] += size_bytes
+    return source
 
 
 def _cut_rows(box: Box, slot: TensorSlot) -> Box | None:

@@ -34,6 +34,7 @@ from weightcast.exporters.names import check_names, is_wrapper
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Blocks, Quantiser, quantised_specs
 from weightcast.protocols import Shard
+from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
@@ -164,13 +165,30 @@ class ModuleExporter:
             ConfigError: The layout is not of this model, or the model was sharded anew.
             TrainerRankFailed: Another rank failed; the message names it.
         """
+        with self._filling(layout, group, sources):
+            return self._gatherer.fill(bucket, layout, group, sources=sources)
+
+    def fill_own(
+        self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> None:
+        """Implements ``Scattering.fill_own``."""
+        with self._filling(layout, group, sources):
+            self._gatherer.fill_own(bucket, layout, group, sources)
+
+    def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
+        """Implements ``Scattering.serves``."""
+        return self._gatherer.serves(layout, group)
+
+    @contextmanager
+    def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
+        """Prepares adapters and scales for one bucket, and frees them."""
         with self._tensors.looking():
             self._prepare(group)
             try:
                 self._merger.begin(layout, self._sources(layout), group, sources)
                 if self._quantiser is not None:
                     self._quantiser.begin(layout, group)
-                return self._gatherer.fill(bucket, layout, group, sources=sources)
+                yield
             except BaseException as error:
                 group.abort(f"{type(error).__name__}: {error}")  # or the other ranks wait until their deadline
                 raise

@@ -23,6 +23,8 @@ from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_sums import ResidentSums
+from weightcast.receiver.scattered_copier import ScatteredCopier
+from weightcast.receiver.scattered_plan import Parts
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import why_no_cast
@@ -106,6 +108,7 @@ class Loader:
         self._arrivals = Arrivals()
         self._plans: dict[int, BucketPlan] = {}
         self._copier = BucketCopier()
+        self.scattered = ScatteredCopier()
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         # Sums of what is live, route by route; None if it was not read back since it was last written.
@@ -222,6 +225,7 @@ class Loader:
             self.staging.allocate()
         self._arrivals.begin()
         self.touched = False
+        self.scattered.begin()
 
     def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
         """Destinations of the slots that the next bucket can be received into directly, as ``Bucket.lent``.
@@ -271,6 +275,34 @@ class Loader:
         self._take_over(bucket, plan)
         self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
         return self._copier.copy(bucket, plan, self.staging, summed=summed)
+
+    def load_parts(self, buckets: Sequence[Bucket], parts: Parts) -> None:
+        """Copies this rank's own share of a bucket whose parts lie in several buffers, as ``load`` does.
+
+        Args:
+            buckets: The bucket in each buffer; only some of its bytes mean something.
+            parts: The parts of each buffer.
+
+        Raises:
+            Refused: As ``load``, or the parts are not the whole bucket exactly once.
+        """
+        layout = buckets[0].layout
+        scattered, plan = self.scattered, self._plan(layout)
+        own = scattered.plan(layout, parts, self.routes, self.computed)
+        if not self._arrivals.take_all(plan.rows):
+            for number, (slot, _) in enumerate(plan.table):
+                self._arrivals.take(slot)
+                if slot.spec.name in self.computed:
+                    self._hand_over(slot, scattered.put_together(slot, own.boxes[number], buckets))
+        self.touched = self.touched or (not self.staging.staged and own.read_bytes > 0)
+        scattered.copy(buckets, own, self.staging)
+
+    def written(self) -> list[Held]:
+        """Sums what ``load_parts`` has written, in terms of the source tensors.  Waits for the device."""
+        routes = [route for found in self.routes.values() for route in found]
+        targets = {name: self.staging.target(name) for name in self._routed}
+        found = self._sums.held(routes, targets, self.expected) if routes else []
+        return [*found, *self.scattered.wholes]
 
     def _straight(self, plan: BucketPlan, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, Copy]]:
         """The slots that can be received into their destination directly."""

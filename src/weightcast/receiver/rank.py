@@ -35,6 +35,7 @@ from weightcast.wire.messages import (
     Announce,
     Close,
     Commit,
+    Held,
     IpcSource,
     Join,
     Leave,
@@ -44,6 +45,7 @@ from weightcast.wire.messages import (
     RankAck,
     Readback,
     Revert,
+    ScatteredSource,
 )
 
 StagingChoice = Literal["auto", "device", "host", "none"]
@@ -128,6 +130,7 @@ class WeightReceiver:
         self._received = ReceivedSums()
         self._peak: PeakMemory | None = None
         self._measuring = False
+        self._scattered = False
         self._load_s = self._verify_s = 0.0
         self._steps: list[Step] = []
 
@@ -232,6 +235,7 @@ class WeightReceiver:
             self._owner = message.owner
         self._open = message
         self._committed = ""
+        self._scattered = False
         self._interrupted.clear()
         self._peak = PeakMemory(self.device).__enter__()
         self._measuring = True
@@ -240,6 +244,8 @@ class WeightReceiver:
     def _take(self, message: Announce) -> RankAck:
         session = self._session(message.session)
         started = time.monotonic()
+        if isinstance(message.source, ScatteredSource):
+            return self._take_parts(message.layout, message.source, started)
         if isinstance(message.source, IpcSource):
             bucket = self._memory.read(message.layout, message.source.handles)
         else:
@@ -272,6 +278,29 @@ class WeightReceiver:
         ]
         if self.device.type == "cuda":  # the copies end here; before, they were only enqueued
             self._steps.append(Step("load", self.rank, digested, time.monotonic(), index))
+        return self._ack()
+
+    def _take_parts(self, layout: BucketLayout, source: ScatteredSource, started: float) -> RankAck:
+        """Reads this rank's own share out of the buffers of all trainer ranks; Close answers with its sums."""
+        if self.loader.copies:
+            name, original = next(iter(self.loader.copies.items()))
+            raise Refused(
+                f"{name} must equal {original}, which no rank compares when each reads only its own share",
+                hint='use another transport: transport="auto"',
+            )
+        buckets = self._memory.read_parts(layout, source.buffers)
+        if self._interrupted.is_set():
+            raise Refused("interrupted")
+        arrived = time.monotonic()
+        self.loader.load_parts(buckets, tuple(buffer.parts for buffer in source.buffers))
+        self._scattered = True
+        wait_for_streams(self.device, *(bucket.data.device for bucket in buckets))
+        loaded = time.monotonic()
+        self._load_s = loaded - arrived
+        self._steps += [
+            Step("wire", self.rank, started, arrived, layout.index),
+            Step("load", self.rank, arrived, loaded, layout.index),
+        ]
         return self._ack()
 
     def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
@@ -309,10 +338,11 @@ class WeightReceiver:
         self.loader.check_copies(self._received.of_copies())
         if session.verify in _READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
+        written = self.loader.written() if self._scattered and session.verify != "none" else ()
         received = self._received.by_name() if message.by_name else {}
         of_all = "" if message.by_name else self._received.of_all()
         self._verify_s = self._did("verify", started)
-        return self._ack(received=received, received_all=of_all)
+        return self._ack(received=received, received_all=of_all, written=tuple(written))
 
     def _check_range(self) -> None:
         """Fails for values that the model's float16 made infinite."""
@@ -407,8 +437,9 @@ class WeightReceiver:
         received: dict[str, str] | None = None,
         received_all: str = "",
         held: bool = False,
+        written: tuple[Held, ...] = (),
     ) -> RankAck:
-        kept = ()
+        kept = written
         if held:
             started = time.monotonic()
             kept = tuple(self.loader.held())

@@ -295,11 +295,15 @@ class SessionHandler:
         acks = self._ranks(message, timeout_s=session.open.timeout_s)
         session.closed = True
         agreeing, differing = fold_received(acks)
+        received = acks[0].received
+        if any(ack.held for ack in acks):  # each rank has received its own share, and summed where it was written
+            written = fold_resident(acks)
+            received, differing = written.digests, written.broken
         unproven = union(ack.unproven for ack in acks)
         session.unproven = frozenset(unproven)
         return self._engine.ack(
             received_all=acks[0].received_all,
-            received=acks[0].received,
+            received=received,
             received_ranks=agreeing,
             mismatched=differing,
             not_updated=session.not_updated,

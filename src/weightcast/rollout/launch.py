@@ -219,7 +219,7 @@ def _start(
         ),
         staging=described.staging,
         staging_bytes=described.staging_bytes,
-        transports=("ipc", "broadcast"),
+        transports=("ipc", "direct", "broadcast"),
         specs=tuple(described.specs),
     )
     registry = CollectorRegistry()

@@ -108,7 +108,7 @@ class Link:
         """Returns the handles that this target gets."""
         if self.sharing == "ring":
             return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
-        return [Shared(memory=buffer.memory, torch=buffer.torch[self.opens]) for buffer in buffers]
+        return [Shared(memory=buffer.memory, torch=buffer.torch[self.opens], parts=buffer.parts) for buffer in buffers]
 
     def open(self, message: Open) -> Ack:
         """Starts a session.  A leased engine ends it by itself when this process ends."""

@@ -178,14 +178,19 @@ def check_share(link: Link, count: int, unproven: Sequence[str], least: float) -
         )
 
 
-def arrived(link: Link, ack: Ack, sent: Sent) -> bool:
+def arrived(link: Link, ack: Ack, sent: Sent, *, kept_only: bool = False) -> bool:
     """Returns True if every rank received exactly what was sent.
 
     Args:
         link: The target.
         ack: The target's answer to Close.
         sent: Digests of everything sent.
+        kept_only: True if ranks receive no more than they keep; then only tensors that the engine keeps are compared.
     """
+    if kept_only:
+        kept = {spec.name for spec in link.info.specs}
+        wrong = unequal({name: digest for name, digest in sent.received.items() if name in kept}, ack.received)
+        return not wrong and not ack.mismatched and ack.received_ranks == link.info.tp_size
     same = ack.received_all == sent.of_all if ack.received_all else not unequal(sent.received, ack.received)
     return same and not ack.mismatched and ack.received_ranks == link.info.tp_size
 

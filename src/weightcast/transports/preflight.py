@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from weightcast.config import PauseMode, TransportName, UpdateConfig, VerifyLevel
 from weightcast.errors import ConfigError
+from weightcast.protocols import Exporter, Scattering, Summing
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import Placement, TransportSpec
@@ -48,6 +49,29 @@ def check_fits(link: Link, specs: Sequence[TensorSpec]) -> None:
             f"these weights do not fit {link.url} ({link.info.model}): {'; '.join(problems[:_SHOWN])}{more}",
             hint="is it a checkpoint of the model that this engine serves?",
         )
+
+
+def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfig, exporter: Exporter) -> None:
+    """Checks that an engine can read shards that no rank has gathered, and that they can be proven.
+
+    Raises:
+        ConfigError: A tensor is kept in another dtype than it travels in, the exporter cannot fill shards or sum them,
+            or the digest does not add up over shards.
+    """
+    way = "shards that are not gathered"
+    hint = 'use another transport: transport="auto"'
+    if not isinstance(exporter, Scattering) or not isinstance(exporter, Summing) or exporter.unsummed():
+        raise ConfigError(f"{type(exporter).__name__} cannot send {way}", hint=hint)
+    if config.digest != "fast":
+        raise ConfigError(f"digest={config.digest!r} does not add up over {way}", hint='use digest="fast"')
+    sent = {spec.name: spec.dtype for spec in specs}
+    for spec in link.info.specs:
+        if sent.get(spec.name, spec.dtype) != spec.dtype:
+            raise ConfigError(
+                f"{link.url} keeps {spec.name} in {spec.dtype}, and it travels in {sent[spec.name]}: a cast of {way} "
+                "cannot be proven",
+                hint=f"set wire_dtype={spec.dtype!r}, or use another transport",
+            )
 
 
 def check_pause(link: Link, pause: PauseMode) -> None:
@@ -162,8 +186,13 @@ def choose_transport(asked: TransportName, placement: Placement) -> TransportSpe
 
 
 def choose_receivers(transport: TransportSpec, placement: Placement) -> tuple[int, ...]:
-    """Returns the trainer ranks that fill a bucket: the head alone, or all ranks if others share the engines' GPUs."""
+    """Returns the trainer ranks that fill a bucket.
+
+    The head alone does, or all ranks if others share the engines' GPUs or shards are not gathered.
+    """
     places = placement.places
+    if transport.scattered:
+        return tuple(range(len(places)))
     colocated = "cuda" in placement.devices or any(place in placement.devices for place in places[1:])
     if transport.shares_memory and placement.device.type == "cuda" and colocated:
         return tuple(range(len(places)))

@@ -6,11 +6,11 @@ A new transport is one file with a ``SPEC``, one entry here and its name in ``co
 from __future__ import annotations
 
 from weightcast.config import TransportName
-from weightcast.transports import broadcast, checkpoint_engine, disk, ipc
+from weightcast.transports import broadcast, checkpoint_engine, direct, disk, ipc
 from weightcast.transports.spec import TransportSpec
 
 # In the order in which ``transport="auto"`` tries them.
-TRANSPORTS: tuple[TransportSpec, ...] = (ipc.SPEC, broadcast.SPEC, disk.SPEC, checkpoint_engine.SPEC)
+TRANSPORTS: tuple[TransportSpec, ...] = (ipc.SPEC, broadcast.SPEC, disk.SPEC, checkpoint_engine.SPEC, direct.SPEC)
 
 
 def spec_of(name: TransportName) -> TransportSpec:

@@ -84,6 +84,7 @@ class TransportSpec:
         build: Builds the transport; nothing is sent yet.
         delivery: The steps by which engines get the weights.
         one_host: True if trainer and engines must share a host.
+        scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
         zero_copy: True if host tensors can be sent from the model's own memory.
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
@@ -94,6 +95,7 @@ class TransportSpec:
     build: Callable[[Wiring], Transport]
     delivery: Delivery
     one_host: bool = False
+    scattered: bool = False
     zero_copy: bool = False
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = _never

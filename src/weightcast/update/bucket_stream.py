@@ -21,12 +21,15 @@ from weightcast.digest.definition import RepeatedSums
 from weightcast.digest.source_sums import Folded, SourceSums
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import Exporter, Lender
+from weightcast.exporters.held_parts import region
+from weightcast.protocols import Exporter, Lender, Scattering
+from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
 from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.layout import BucketLayout
+from weightcast.wire.messages import Part
 from weightcast.wire.plans import UpdatePlan
 
 Progress = Callable[[int, int], None]
@@ -62,6 +65,7 @@ class BucketStream:
         head: Head | None,
         *,
         verifies: bool,
+        check_finite: bool,
         wait_s: float,
         progress: Progress | None = None,
         events: Events,
@@ -75,6 +79,7 @@ class BucketStream:
             choice: The head's choices at connect.
             head: Sends the buckets; None on ranks other than the head.
             verifies: True if the sums of this rank's shards are needed.
+            check_finite: True if weights must be finite; of use here where the head does not see all of a bucket.
             wait_s: Deadline of one wait for another trainer rank, in seconds.
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
             events: Told of each bucket that was filled.
@@ -88,6 +93,7 @@ class BucketStream:
         self._wait_s = wait_s
         self._progress = progress
         self._events = events
+        self._checks_finite = choice.scattered and check_finite
         self._payload_bytes = [sum(slot.size_bytes for slot in layout.slots) for layout in layouts]
         self._plan: UpdatePlan | None = None
         self._slots: list[SharedSlot] = []
@@ -149,7 +155,8 @@ class BucketStream:
             count = min(_NUM_SLOTS, len(self._layouts))
             self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.ways)
         slots = [slot.data for slot in self._slots] if receives else None
-        buckets = bucketize(self._exporter, self._layouts, self._group, slots, lent, sources)
+        scattered = self._choice.scattered
+        buckets = bucketize(self._exporter, self._layouts, self._group, slots, lent, sources, scattered=scattered)
         for layout in self._layouts:
             slot = self._slots[layout.index % len(self._slots)] if receives else None
             if slot is not None:
@@ -183,7 +190,7 @@ class BucketStream:
             bucket, slot = next(buckets)
             if sums is not None and head is None and bucket is not None:
                 sums.append(sums_of_slots(bucket, self._bucket_sums))
-            shared = self._gather_shared(slot)
+            shared = self._gather_shared(slot, bucket)
             if head is not None:
                 assert bucket is not None
                 head.send(bucket, shared)
@@ -202,11 +209,28 @@ class BucketStream:
             return (), {}
         return sum_messages.decode(self._exporter, self._layouts, self._group, messages)
 
-    def _gather_shared(self, slot: SharedSlot | None) -> list[Shared]:
+    def _gather_shared(self, slot: SharedSlot | None, bucket: Bucket | None) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head."""
         choice = self._choice
         if not choice.ways:
             return []
-        mine = msgspec.json.encode(slot.share(opens=choice.opens, ring_opens=choice.ring_opens)) if slot else b""
+        mine = b""
+        if slot is not None:
+            shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
+            if choice.scattered and bucket is not None:
+                shared = msgspec.structs.replace(shared, parts=self._own_parts(bucket))
+            mine = msgspec.json.encode(shared)
         gathered = self._group.gather_bytes(mine) or []
         return [_shared.decode(item) for item in gathered if item]
+
+    def _own_parts(self, bucket: Bucket) -> tuple[Part, ...]:
+        """The parts of a bucket that engines read from this rank's buffer.
+
+        Raises:
+            NotFinite: Weights in them are NaN or infinite.
+        """
+        served = cast(Scattering, self._exporter).serves(bucket.layout, self._group)
+        if self._checks_finite:
+            views = [(bucket.layout.slots[number], box) for number, box in served]
+            check_parts_finite([(slot.spec.name, region(bucket, slot, box)) for slot, box in views])
+        return tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)

@@ -24,6 +24,7 @@ from weightcast.transports.preflight import (
     check_pause,
     check_places,
     check_proof,
+    check_scattered,
     choose_receivers,
     choose_transport,
 )
@@ -124,6 +125,7 @@ class Plan:
         return Choice(
             zero_copy=self._zero_copy,
             transport=spec.name,
+            scattered=spec.scattered,
             receivers=self.receivers,
             packing=self._packing,
             ways=tuple({link.sharing for link in links}) if shares else (),
@@ -201,6 +203,8 @@ class Plan:
         check_pause(link, self._config.pause)
         check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
         spec = self.transport
+        if spec.scattered:
+            check_scattered(link, self._specs, self._config, self._exporter)
         link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing
         link.planned = True

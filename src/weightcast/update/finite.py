@@ -5,10 +5,11 @@ One pass over the bucket tells whether anything in it is wrong.  Only then each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from weightcast.config import UpdateConfig
 from weightcast.errors import NotFinite
 from weightcast.wire.bucket import Bucket
 
@@ -32,13 +33,42 @@ def check_finite(bucket: Bucket) -> None:
     }
     found = {name: count for name, count in found.items() if count}
     if found:  # else the bytes between two tensors, which mean nothing, or a sum that was too large
-        shown = ", ".join(f"{name} ({count})" for name, count in list(found.items())[:_SHOWN])
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise NotFinite(
-            f"values that are NaN or infinite, counted by tensor: {shown}{more}; no engine was told to switch",
-            names=tuple(found),
-            hint="look at the step that made them, or send them on purpose with check_finite=False (--no-check-finite)",
-        )
+        raise _not_finite(found)
+
+
+def checks_finite(config: UpdateConfig, device: torch.device) -> bool:
+    """True if weights on this device must be finite: where the caller asks for it, and by default on CPUs."""
+    wanted = config.check_finite
+    return wanted or (wanted is None and device.type == "cpu" and config.verify != "none")
+
+
+def check_parts_finite(parts: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Refuses parts of tensors with values that are not finite.
+
+    Args:
+        parts: Name of the tensor and the part, of any strides.
+
+    Raises:
+        NotFinite: Values of these tensors are NaN or infinite.
+    """
+    found: dict[str, int] = {}
+    for name, values in parts:
+        if _checked(values.dtype) and not _finite(values):
+            count = int(values.isfinite().logical_not().sum())
+            if count:
+                found[name] = found.get(name, 0) + count
+    if found:
+        raise _not_finite(found)
+
+
+def _not_finite(found: Mapping[str, int]) -> NotFinite:
+    shown = ", ".join(f"{name} ({count})" for name, count in list(found.items())[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return NotFinite(
+        f"values that are NaN or infinite, counted by tensor: {shown}{more}; no engine was told to switch",
+        names=tuple(found),
+        hint="look at the step that made them, or send them on purpose with check_finite=False (--no-check-finite)",
+    )
 
 
 def _runs(bucket: Bucket) -> Iterator[torch.Tensor]:

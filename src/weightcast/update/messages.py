@@ -62,6 +62,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         failure: The reason why there is no choice.
         transport: Name of the transport.
         receivers: The trainer ranks that fill a bucket.
+        scattered: True if each of them fills its own parts only, and nothing is gathered.
         packing: The packing that all targets can read.
         ways: The kinds of handles to the buffers, for a transport that shares memory.
         opens: Number of engine processes that open a buffer in torch's way.
@@ -73,6 +74,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     transport: str = ""
     receivers: tuple[int, ...] = (0,)
+    scattered: bool = False
     packing: Packing = Packing()
     ways: tuple[str, ...] = ()
     opens: int = 0

@@ -42,6 +42,7 @@ from weightcast.update.arguments import (
 )
 from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_stream import BucketStream, Progress
+from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
@@ -341,6 +342,7 @@ class WeightUpdater:
             choice,
             head,
             verifies=self._config.verify != "none",
+            check_finite=checks_finite(self._config, self._exporter.device),
             wait_s=self._ranks.wait_s,
             progress=self._progress,
             events=self._events,

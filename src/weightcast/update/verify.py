@@ -19,7 +19,7 @@ from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
 from weightcast.update.choose import Plan
-from weightcast.update.finite import check_finite
+from weightcast.update.finite import check_finite, checks_finite
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Ack
@@ -82,8 +82,7 @@ class Verifier:
         Raises:
             NotFinite: Weights in it are NaN or infinite.
         """
-        wanted = self._config.check_finite
-        if wanted or (wanted is None and bucket.data.device.type == "cpu" and self._config.verify != "none"):
+        if not self._plan.transport.scattered and checks_finite(self._config, bucket.data.device):
             check_finite(bucket)
         if self._config.verify != "none":
             self._digests.add(bucket)
@@ -139,7 +138,7 @@ class Verifier:
         for link in asked:
             ack = link.closed
             assert ack is not None
-            if arrived(link, ack, sent):
+            if arrived(link, ack, sent, kept_only=self._plan.transport.scattered):
                 outcomes[link.url].received(ack, sent)
             else:
                 wrong.append(link)
@@ -161,10 +160,12 @@ class Verifier:
                 continue
             assert ack is not None
             acks.append(ack)
-            differing.append(received_otherwise(link, ack, sent, gathers=self._plan.gathers))
+            gathers = self._plan.gathers and not self._plan.transport.scattered
+            differing.append(received_otherwise(link, ack, sent, gathers=gathers))
         if differing:
             names = differing[0].names
-            lying = self._digests.lying_otherwise(names, self._sources)
+            scattered = self._plan.transport.scattered  # then no buffer has whole tensors
+            lying = [] if scattered else self._digests.lying_otherwise(names, self._sources)
             if lying:
                 return [gathered_otherwise(lying, "the bucket of trainer rank 0")]
             received = [ack.received.get(name) for ack in acks for name in names]
@@ -200,6 +201,8 @@ class Verifier:
         specs, unproven = link.info.specs, frozenset[str](link.closed.unproven if link.closed is not None else ())
         otherwise = sent.kept_otherwise(specs, without=unproven) if proves else {}
         as_received = proves and len(otherwise) + len(unproven) < len(specs)
+        if self._plan.transport.scattered:  # an engine rank has received its own parts, so it has no digest of a whole
+            otherwise, as_received = sent.kept(specs, without=unproven) if proves else {}, False
         try:
             ack = link.commit(otherwise, as_received=as_received, timeout_s=self._config.timeout_s)
         except (TargetRejected, TargetUnreachable):

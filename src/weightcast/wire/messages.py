@@ -94,13 +94,43 @@ class IpcSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A box of one slot's tensor that lies in one of several buffers, at its place in the bucket.
+
+    Attributes:
+        slot: Number of the slot in the layout.
+        offset: First element of the box in the tensor, one number for each dimension.
+        shape: Extent of the box.
+    """
+
+    slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
+    offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+
+
+class PartialBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The buffer of one trainer rank, which has some parts of a bucket; its other bytes mean nothing."""
+
+    handle: MemoryHandle
+    parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)]
+
+
+class ScatteredSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="scattered"):
+    """The bucket is in shared memory of this host, in the buffers of several trainer ranks.
+
+    The parts of all buffers are every slot exactly once.  An engine rank reads the parts that it keeps.
+    """
+
+    buffers: Annotated[tuple[PartialBuffer, ...], Meta(min_length=1, max_length=4096)]
+
+
 class BroadcastSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="broadcast"):
     """The bucket comes by a broadcast from rank 0 of the named group."""
 
     group: GroupName
 
 
-Source = IpcSource | BroadcastSource
+Source = IpcSource | ScatteredSource | BroadcastSource
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="open"):

@@ -13,7 +13,7 @@ import torch
 from weightcast.comm.ipc import Mapping, MappingFailed, device_of, device_uuid
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import MemoryHandle
+from weightcast.wire.messages import MemoryHandle, PartialBuffer
 
 _MAX_MAPPINGS = 8  # two buffers for each of a few trainers; beyond that the oldest is unmapped
 
@@ -30,6 +30,15 @@ class SharedMemorySource:
         """Devices of the mapped buffers."""
         return {mapping.data.device for mapping in self._mappings.values()}
 
+    def read_parts(self, layout: BucketLayout, buffers: Sequence[PartialBuffer]) -> list[Bucket]:
+        """The bucket of each trainer rank, with that rank's own parts; no copy.  Valid until the sender is answered.
+
+        Raises:
+            MappingFailed: A buffer cannot be mapped here, or is not filled any more; the text says why.
+        """
+        limit = 2 * len(buffers) + _MAX_MAPPINGS
+        return [self._open(layout, buffer.handle, limit) for buffer in buffers]
+
     def read(self, layout: BucketLayout, handles: Sequence[MemoryHandle]) -> Bucket:
         """The bucket, where the sender put it; no copy.  Valid until the sender is answered.
 
@@ -37,14 +46,16 @@ class SharedMemorySource:
             MappingFailed: None of the buffers can be mapped here, or the one that is mapped is not filled any more; the
                 text says why.
         """
-        handle = self._nearest(handles)
+        return self._open(layout, self._nearest(handles), _MAX_MAPPINGS)
+
+    def _open(self, layout: BucketLayout, handle: MemoryHandle, limit: int) -> Bucket:
         if layout.size_bytes > handle.size_bytes:
             raise MappingFailed(f"bucket {layout.index} has {layout.size_bytes} bytes, its buffer {handle.size_bytes}")
         mapping = self._mappings.get(handle)
         if mapping is None:
             if handle.token and any(known.token == handle.token for known in self._mappings):
                 raise MappingFailed(f"buffer {handle.token} is mapped already, and not as it is announced now")
-            if len(self._mappings) >= _MAX_MAPPINGS:
+            if len(self._mappings) >= limit:
                 self._mappings.pop(next(iter(self._mappings))).close()
             mapping = self._mappings[handle] = Mapping(handle)
         mapping.wait()
