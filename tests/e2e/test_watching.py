@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines import ENVIRONMENT, Engine, engines
+from tests.harness import wait_for
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_watch_metrics import Series, series
 from tests.unit.tracing import plain, spans_in_memory, tree
@@ -160,7 +161,13 @@ def test_one_trace_has_the_spans_of_both_processes(world, monkeypatch, transport
             assert updater.update(version=version).ok
         ours = [plain(span) for span in exporter.get_finished_spans()]
     [update] = [span for span in ours if span["name"] == "weightcast.update"]
-    theirs = [span for span in spans_of_engines(root) if span["trace"] == update["trace"]]
+
+    def of_both() -> list[dict[str, Any]]:
+        """The engines make their spans after they have answered, and that of the session last."""
+        found = [span for span in spans_of_engines(root) if span["trace"] == update["trace"]]
+        return found if [span["name"] for span in found].count("weightcast.session") == 2 else []
+
+    theirs = wait_for(of_both, "the spans of both engines")
     pids = {span["pid"] for span in theirs}
     assert pids == {safe.process.pid, bare.process.pid}
     assert os.getpid() not in pids
@@ -191,7 +198,9 @@ def spans_of_engines(root: Path) -> list[dict[str, Any]]:
     """The spans in the engines' files, in the form of ``plain``, with their process."""
     found: list[dict[str, Any]] = []
     for path in root.glob("spans-*.jsonl"):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().splitlines(keepends=True):
+            if not line.endswith("\n"):
+                continue  # it is being written
             span = json.loads(line)
             found.append(
                 {

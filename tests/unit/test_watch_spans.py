@@ -46,6 +46,8 @@ def exporter(monkeypatch):
 def told(listener, events):
     for event in events:
         listener(event)
+    owner = getattr(listener, "__self__", listener)  # of `Events.emit`
+    owner.close() if isinstance(owner, Events) else owner.settle()
 
 
 def exported(exporter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weightcast.config import PauseMode
@@ -54,6 +54,7 @@ class EngineFacts:
     Attributes:
         optional: Tensors that the engine knows and keeps nowhere.
         note: ``EngineInfo.message`` of an engine that is not quarantined.
+        no_pause: Pause modes that the engine refuses as it was started, each with the reason.
     """
 
     engine: str
@@ -66,6 +67,7 @@ class EngineFacts:
     optional: tuple[TensorSpec, ...] = ()
     note: str = ""
     staging_bytes: int = 0
+    no_pause: dict[PauseMode, str] = field(default_factory=dict[PauseMode, str])
 
 
 class EngineState:
@@ -116,6 +118,7 @@ class EngineState:
             optional=facts.optional,
             paused=self.hooks.paused,
             instance=self._instance,
+            no_pause=facts.no_pause,
         )
 
     def ack(self, *, ok: bool = True, **fields: Any) -> Ack:

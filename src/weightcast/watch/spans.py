@@ -10,13 +10,15 @@
 Only OpenTelemetry's API is used, and only if the process has imported it, which every application with an SDK has.
 Spans are few, and they are made when the update is over: a phase with many buckets is one span, from its first
 beginning to its last end.  Then ``weightcast.seconds`` is the time that it worked, and ``weightcast.count`` the number
-of its parts.
+of its parts.  A thread of their own makes and ends them, so that no update waits for the SDK.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import MappingProxyType
 from typing import Any
 
@@ -33,11 +35,58 @@ from weightcast.watch.events import (
 )
 from weightcast.watch.listeners import ByKind
 
+log = logging.getLogger("weightcast.watch")
+
+_SETTLE_S = 10.0
 _Piece = tuple[str, float, float]  # name, beginning, end
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class TrainerSpans(ByKind):
+class _Later:
+    """Calls functions one after the other on a thread of its own, which Python waits for at its end."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __call__(self, do: Callable[[], None]) -> None:
+        """Calls a function soon; an error is logged."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightcast-spans")
+        self._pool.submit(_logged, do)
+
+    def settle(self) -> None:
+        """Waits until everything so far is done, or for ten seconds."""
+        if self._pool is not None:
+            wait([self._pool.submit(int)], _SETTLE_S)
+
+
+def _logged(do: Callable[[], None]) -> None:
+    try:
+        do()
+    except Exception as error:  # an exporter is the caller's; no update depends on it
+        log.error("spans were not made: %s: %s", type(error).__name__, error, exc_info=True)
+
+
+class _Deferred(ByKind):
+    """A listener that makes its spans later."""
+
+    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
+        super().__init__(handlers)
+        self._later = _Later()
+
+    def attach(self, rank: int) -> None:
+        """As ``Attached.attach``; does nothing."""
+
+    def detach(self) -> None:
+        """Waits for the spans of updates that are over."""
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until the spans of every update that is over are made."""
+        self._later.settle()
+
+
+class TrainerSpans(_Deferred):
     """Makes the spans of the head."""
 
     def __init__(self) -> None:
@@ -100,7 +149,7 @@ class TrainerSpans(ByKind):
             return
         self._attempts, self._session = event.number, event.session
         if event.number > 1:
-            self._end_targets({})
+            self._later(self._end_of_targets({}))
             self._begin_targets(event.targets, event.at)
 
     def _end(self, event: UpdateEnded) -> None:
@@ -111,33 +160,47 @@ class TrainerSpans(ByKind):
         otel.make_old(self._current)
         rows = event.report.targets if event.report is not None else ()
         failed = {row.url: row.message or row.status for row in rows if row.status != "serving"}
-        self._end_targets(failed)
-        if root.is_recording():
-            otel.make_spans(self._steps, root)
-            values: dict[str, Any] = {"outcome": event.outcome, "attempts": self._attempts, "session": self._session}
-            if event.report is not None:
-                values |= {"bytes": event.report.bytes, "buckets": event.report.buckets}
-            root.set_attributes(_named(values))
-            if event.outcome == "failed":
-                otel.fail(root, f"{event.error_kind}: {event.error}")
-        root.end(otel.ns(event.at))
+        end_targets = self._end_of_targets(failed)
+        steps, self._steps = self._steps, []
+        values: dict[str, Any] = {"outcome": event.outcome, "attempts": self._attempts, "session": self._session}
+        if event.report is not None:
+            values |= {"bytes": event.report.bytes, "buckets": event.report.buckets}
+        offset_ns = otel.offset_ns
 
-    def _end_targets(self, failed: Mapping[str, str]) -> None:
+        def make() -> None:
+            end_targets()
+            if root.is_recording():
+                otel.make_spans(steps, root, offset_ns)
+                root.set_attributes(_named(values))
+                if event.outcome == "failed":
+                    otel.fail(root, f"{event.error_kind}: {event.error}")
+            root.end(_ns_of(event.at, offset_ns))
+
+        self._later(make)
+
+    def _end_of_targets(self, failed: Mapping[str, str]) -> Callable[[], None]:
+        """Returns the function that ends the spans of the targets, with the words of those that failed."""
         otel = self._otel
         assert otel is not None
-        for url, span in self._targets.items():
-            asked = self._asked.pop(url, [])
-            if span.is_recording():
-                names = (("buckets" if one.message == "bucket" else one.message, one.began, one.ended) for one in asked)
-                otel.add_events(names, span)
-                error = failed.get(url) or next((one.error for one in asked if not one.ok), "")
-                if error:
-                    otel.fail(span, error)
-            span.end(otel.ns(asked[-1].ended) if asked else None)
-        self._targets.clear()
+        targets, self._targets = self._targets, {}
+        messages, self._asked = self._asked, {}
+        offset_ns = otel.offset_ns
+
+        def end() -> None:
+            for url, span in targets.items():
+                asked = messages.get(url, [])
+                if span.is_recording():
+                    named = (("buckets" if one.message == "bucket" else one.message, one) for one in asked)
+                    otel.add_events(((name, one.began, one.ended) for name, one in named), span, offset_ns)
+                    error = failed.get(url) or next((one.error for one in asked if not one.ok), "")
+                    if error:
+                        otel.fail(span, error)
+                span.end(_ns_of(asked[-1].ended, offset_ns) if asked else None)
+
+        return end
 
 
-class EngineSpans(ByKind):
+class EngineSpans(_Deferred):
     """Makes the spans of an engine's server and its ranks."""
 
     def __init__(self) -> None:
@@ -155,14 +218,15 @@ class EngineSpans(ByKind):
             self._answered.append(event)
 
     def _end(self, event: SessionEnded) -> None:
-        if self._opened is not None and event.session == self._opened.session:
-            self._make(self._opened, event)
-            self._answered.clear()
+        opened = self._opened
+        if opened is not None and event.session == opened.session:
+            answered, self._answered = self._answered, []
+            self._later(lambda: self._make(opened, event, answered))
 
-    def _make(self, opened: SessionOpened, event: SessionEnded) -> None:
+    def _make(self, opened: SessionOpened, event: SessionEnded, answered: Sequence[Answered]) -> None:
         otel = self._otel = _Otel.here(opened.time_s - opened.at, self._otel)
         reverts = event.outcome == "reverted"
-        answered = [answer for answer in self._answered if not reverts or answer.message == "revert"]
+        answered = [answer for answer in answered if not reverts or answer.message == "revert"]
         if otel is None or not answered:
             return
         values: dict[str, Any] = {"version": event.version, "session": event.session, "outcome": event.outcome}
@@ -174,12 +238,12 @@ class EngineSpans(ByKind):
                 for step in answer.steps:
                     by_rank.setdefault(step.rank, []).append((step.phase, step.began, step.ended))
             for rank, pieces in by_rank.items():
-                otel.make_spans(pieces, span, _NOTHING if rank is None else {"rank": rank})
+                otel.make_spans(pieces, span, otel.offset_ns, _NOTHING if rank is None else {"rank": rank})
             size_bytes = sum(answer.bytes for answer in answered)
             span.set_attributes(_named({"bytes": size_bytes, "stall_s": event.stall_s}))
             if event.outcome != "committed":
                 otel.fail(span, event.reason)
-        span.end(otel.ns(event.at))
+        span.end(_ns_of(event.at, otel.offset_ns))
 
 
 class _Otel:
@@ -188,7 +252,7 @@ class _Otel:
     def __init__(self, trace: Any) -> None:
         self._trace = trace
         self._tracer = trace.get_tracer("weightcast", __version__)
-        self._offset_ns = 0
+        self.offset_ns = 0
 
     @classmethod
     def here(cls, offset_s: float, known: _Otel | None) -> _Otel | None:
@@ -201,15 +265,18 @@ class _Otel:
         trace = sys.modules.get("opentelemetry.trace")
         found = known or (None if trace is None else cls(trace))
         if found is not None:
-            found._offset_ns = round(offset_s * 1e9)
+            found.offset_ns = round(offset_s * 1e9)
         return found
 
-    def ns(self, at: float) -> int:
-        """Nanoseconds since 1970 of a monotonic time."""
-        return round(at * 1e9) + self._offset_ns
-
     def start(
-        self, name: str, began: float, values: Mapping[str, Any], *, parent: Any = None, kind: str = "INTERNAL"
+        self,
+        name: str,
+        began: float,
+        values: Mapping[str, Any],
+        *,
+        parent: Any = None,
+        kind: str = "INTERNAL",
+        offset_ns: int | None = None,
     ) -> Any:
         """Starts a span; its parent is a span, a span context, or (None) the caller's current span."""
         context = None if parent is None else self._trace.set_span_in_context(parent)
@@ -218,20 +285,23 @@ class _Otel:
             context=context,
             kind=getattr(self._trace.SpanKind, kind),
             attributes=_named(values),
-            start_time=self.ns(began),
+            start_time=_ns_of(began, self.offset_ns if offset_ns is None else offset_ns),
         )
 
-    def make_spans(self, pieces: Iterable[_Piece], parent: Any, values: Mapping[str, Any] = _NOTHING) -> None:
+    def make_spans(
+        self, pieces: Iterable[_Piece], parent: Any, offset_ns: int, values: Mapping[str, Any] = _NOTHING
+    ) -> None:
         """Makes one span for each name, from the first beginning to the last end."""
         for name, (began, ended, seconds, count) in _by_name(pieces).items():
             worked = {"seconds": seconds, "count": count} if count > 1 else {}
-            self.start(name, began, {**worked, **values}, parent=parent).end(self.ns(ended))
+            span = self.start(name, began, {**worked, **values}, parent=parent, offset_ns=offset_ns)
+            span.end(_ns_of(ended, offset_ns))
 
-    def add_events(self, pieces: Iterable[_Piece], span: Any) -> None:
+    def add_events(self, pieces: Iterable[_Piece], span: Any, offset_ns: int) -> None:
         """Adds one event for each name, at its last end; it costs a tenth of a span."""
         for name, (_, ended, seconds, count) in _by_name(pieces).items():
             values = _named({"seconds": seconds, "count": count})
-            span.add_event(f"weightcast.{name}", values, self.ns(ended))
+            span.add_event(f"weightcast.{name}", values, _ns_of(ended, offset_ns))
 
     def fail(self, span: Any, words: str) -> None:
         """Marks a span as failed."""
@@ -258,6 +328,11 @@ class _Otel:
         from opentelemetry import context
 
         context.detach(token)
+
+
+def _ns_of(at: float, offset_ns: int) -> int:
+    """Nanoseconds since 1970 of a monotonic time."""
+    return round(at * 1e9) + offset_ns
 
 
 def _by_name(pieces: Iterable[_Piece]) -> dict[str, tuple[float, float, float, int]]:

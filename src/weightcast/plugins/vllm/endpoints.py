@@ -142,6 +142,7 @@ class Endpoints:
             specs=specs,
             optional=optional,
             note="; ".join(notes),
+            no_pause=hooks.no_pause,
         )
         self._hooks = hooks
         self._engine = SessionHandler(

@@ -26,6 +26,8 @@ _MODES: dict[PauseMode, tuple[str, bool]] = {
     "wait": ("wait", True),
     "abort": ("abort", True),
 }
+_STALE_CACHE = "in_place keeps the KV cache of the old weights, which vLLM's prefix caching gives to new requests"
+_FRESH_CACHE = "use pause retract, or start vLLM with --no-enable-prefix-caching"
 
 
 class VllmHooks:
@@ -91,6 +93,11 @@ class VllmHooks:
         wanted = frozenset(tags) - {"scheduling"}
         return self._asleep - wanted if wanted <= self._asleep else self._asleep
 
+    @property
+    def no_pause(self) -> dict[PauseMode, str]:
+        """As ``EngineInfo.no_pause``."""
+        return {"in_place": f"{_STALE_CACHE}; {_FRESH_CACHE}"} if self._prefix_caching else {}
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM and returns when no request runs.
 
@@ -101,10 +108,7 @@ class VllmHooks:
             self._foreign = True
             return
         if mode == "in_place" and self._prefix_caching:
-            raise Refused(
-                "in_place keeps the KV cache of the old weights, which vLLM's prefix caching gives to new requests",
-                hint="use pause retract, or start vLLM with --no-enable-prefix-caching",
-            )
+            raise Refused(_STALE_CACHE, hint=_FRESH_CACHE)
         self.pause_anyway(mode, timeout_s)
 
     def pause_anyway(self, mode: PauseMode, timeout_s: float) -> None:

@@ -1,0 +1,1 @@
+"""Checks whether a running engine keeps what weightcast promises about it."""

@@ -1,0 +1,165 @@
+"""Runs the conformance checks against every engine that serves on a CPU, and writes their tables into a page.
+
+``python -m tests.engines.conformance [NAME ...] [--write docs/engines/conformance.md]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.engines import Engine, engines
+from tests.engines.sglang_server import sglang
+from tests.engines.vllm_server import vllm
+from tests.tiny import tiny_model, tiny_tokenizer
+from weightcast.config import Target
+from weightcast.lab.conformance.engine import Settings
+from weightcast.lab.conformance.result import Result, Row
+from weightcast.lab.conformance.run import conform
+
+EXTENSION = "--worker-extension-cls=weightcast.plugins.vllm.worker_extension.Extension"
+CONTEXT = 1024
+# vLLM's attention on CPUs wants heads of 32 or more, and SGLang multiples of 64 in places.
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": CONTEXT,
+}
+KEY = "conformance-key"
+BEGIN, END = "<!-- {} begins -->", "<!-- {} ends -->"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One engine under test.
+
+    Attributes:
+        title: Heading on the page.
+        server: ``reference``, ``vllm`` or ``sglang``.
+        receiver: True if it has our receiver.
+        options: Its own options.
+        tp: Tensor-parallel ranks.
+        model: Changes of the model's configuration.
+        key: Its API key.
+        fails: Checks that are known to fail, because of a defect of the engine.
+    """
+
+    title: str
+    server: str
+    receiver: bool = True
+    options: tuple[str, ...] = ()
+    tp: int = 1
+    model: Mapping[str, Any] = field(default_factory=dict)
+    key: str | None = None
+    fails: tuple[str, ...] = ()
+
+
+KINDS: dict[str, Kind] = {
+    "reference": Kind(title="The reference engine, two ranks", server="reference", tp=2, key=KEY),
+    "vllm": Kind(title="vLLM 0.32 with our receiver, two ranks", server="vllm", tp=2, key=KEY),
+    "vllm-stock": Kind(
+        title="vLLM 0.32 with its own loader, behind the worker extension",
+        server="vllm",
+        receiver=False,
+        options=(EXTENSION,),
+    ),
+    "vllm-stock-tied": Kind(
+        title="The same vLLM with tied embeddings",
+        server="vllm",
+        receiver=False,
+        options=(EXTENSION,),
+        model={"tie_word_embeddings": True},
+        fails=("agrees with the forward pass of transformers",),
+    ),
+    "sglang": Kind(title="SGLang 0.5.23 with our receiver", server="sglang"),
+    "sglang-stock": Kind(title="SGLang 0.5.23 as it ships", server="sglang", receiver=False),
+}
+
+
+@contextmanager
+def served(kind: Kind, folder: Path, logs: Path) -> Iterator[Engine]:
+    """Starts an engine on a model; ended on the way out."""
+    if kind.server == "reference":
+        options = {"tp": kind.tp} | ({"api_key": kind.key} if kind.key else {})
+        with engines(folder, logs, options) as (engine,):
+            yield engine
+    elif kind.server == "vllm":
+        options = (*kind.options, f"--max-model-len={CONTEXT}")
+        with vllm(folder, logs, *options, tp=kind.tp, key=kind.key, stock=not kind.receiver) as engine:
+            yield engine
+    else:
+        options = (*kind.options, f"--context-length={CONTEXT}", f"--max-total-tokens={8 * CONTEXT}")
+        with sglang(logs, (folder, kind.tp, options), receiver=kind.receiver) as (engine,):
+            yield engine
+
+
+def run(kind: Kind, folder: Path) -> Result:
+    """Starts an engine and runs every check on it.
+
+    Args:
+        kind: The engine.
+        folder: Folder for its models and logs.
+    """
+    checkpoints = [folder / name for name in "AB"]
+    for seed, place in enumerate(checkpoints):
+        tiny_model(place, seed=seed, **SIZES | dict(kind.model))
+        tiny_tokenizer(place)
+    logging.getLogger("weightcast").setLevel(logging.CRITICAL)  # failures are part of the run, and the rows name them
+    with served(kind, checkpoints[0], folder) as engine:
+        target = Target(engine.url, api_key=kind.key)
+        return conform(
+            target,
+            checkpoints,
+            Settings(timeout_s=60.0),
+            told=lambda row: print(f"{row.seconds:6.1f} s  {row.outcome}: {row.check}: {row.words}", flush=True),
+        )
+
+
+def _tell(row: Row) -> None:
+    print(f"{row.seconds:6.1f} s  {row.outcome}: {row.check}: {row.words}", flush=True)
+
+
+def write(page: Path, name: str, result: Result) -> None:
+    """Replaces the table of one engine on the page."""
+    text = page.read_text()
+    begin, end = BEGIN.format(name), END.format(name)
+    before, found, rest = text.partition(begin)
+    assert found, f"{page} has no place for {name}"
+    assert end in rest, f"{page} has no end for {name}"
+    after = rest.partition(end)[2]
+    page.write_text(f"{before}{begin}\n\n{result.summary().capitalize()}.\n\n{result.markdown()}\n\n{end}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.conformance", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *KINDS], help="only these engines")
+    parser.add_argument("--write", type=Path, help="put the tables into this page")
+    args = parser.parse_args()
+    wrong = 0
+    for name in args.names or KINDS:
+        folder = Path(tempfile.mkdtemp(prefix=f"weightcast-{name}-"))
+        result = run(KINDS[name], folder)
+        print(f"\n{KINDS[name].title}\n{result.text()}\n", flush=True)
+        if {row.check for row in result.failed} == set(KINDS[name].fails):
+            shutil.rmtree(folder)
+        else:
+            wrong += 1
+            print(f"its log is in {folder}", flush=True)
+        if args.write:
+            write(args.write, name, result)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
