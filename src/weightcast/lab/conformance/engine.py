@@ -22,6 +22,7 @@ from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.answers import Dialect, Stream, dialect_of
 from weightcast.lab.conformance.result import NotApplicable, need
 from weightcast.report import UpdateReport
+from weightcast.transports.registry import TRANSPORTS
 from weightcast.update.arguments import Model
 from weightcast.update.recognise import recognise
 from weightcast.update.updater import WeightUpdater
@@ -145,7 +146,7 @@ class EngineUnderTest:
             "timeout_s": self.settings.timeout_s,
             "bucket_bytes": self.bucket_bytes,
         }
-        if options.get("transport") == "disk":
+        if loads_folders(str(options.get("transport", self.settings.transport))):
             settings["disk_folder"] = tempfile.gettempdir()
         return WeightUpdater.connect(model, [self.target], alone=True, **settings | options)
 
@@ -292,3 +293,8 @@ class EngineUnderTest:
                 f"{self.folders['A']} has no config.json with a vocab_size ({error})",
                 hint="pass folders of whole models",
             ) from error
+
+
+def loads_folders(transport: str) -> bool:
+    """True if engines load a folder with this transport, which both sides must see."""
+    return any(spec.name == transport and spec.delivery == "folder" for spec in TRANSPORTS)

@@ -13,7 +13,7 @@ from weightcast.adapters.vllm.checksums import as_one, checksums
 from weightcast.comm.run_steps import EngineRequest, converse, send_plain
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.lab.conformance.engine import Baseline, EngineUnderTest, Name
+from weightcast.lab.conformance.engine import Baseline, EngineUnderTest, Name, loads_folders
 from weightcast.lab.conformance.result import NotApplicable, joined, need
 from weightcast.report import format_bytes
 from weightcast.runtime.deadline import Deadline
@@ -127,7 +127,7 @@ def moves_over(transport: str) -> Callable[[EngineUnderTest], str]:
         offered = engine.first.transports
         if transport not in offered:
             raise NotApplicable(f"as it was started, it offers {joined(sorted(offered))}")
-        if transport == "disk" and not engine.is_here:
+        if loads_folders(transport) and not engine.is_here:
             raise NotApplicable("the engine is on another host, which may not see this one's folders")
         count = 0
         for _ in range(2):
