@@ -55,7 +55,7 @@ class RawSession:
         """
         places = {rank.device for rank in engine.first.ranks}
         device = device_of(places.pop()) if len(places) == 1 else None
-        if "ipc" not in engine.first.transports or not engine.is_here or device is None:
+        if not engine.is_here or device is None:
             raise NotApplicable("it needs an engine whose ranks map one buffer of this host")
         self._engine = engine
         self._exporter = CheckpointExporter(engine.folders[name], device=device)
