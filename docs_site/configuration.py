@@ -42,6 +42,7 @@ VARIABLES = {
     "group, so that a failure of that group does not end the process.",
     "VLLM_API_KEY": "vLLM with the plug-in. vLLM's API key, which covers the routes of weightcast too.",
     "VLLM_PLUGINS": "vLLM with the plug-in. Must contain `weightcast`.",
+    "WEIGHTCAST_API_KEY": "Command line and `python -m weightcast.lab.conformance`. The engine's API key.",
     "WEIGHTCAST_REVISION": "Benchmarks. The revision that a result names where there is no git.",
     "WEIGHTCAST_LMDEPLOY_FOLDER": "LMDeploy with our launcher. Set by it for its own processes; not for users.",
     "WEIGHTCAST_SGLANG_FOLDER": "SGLang with the plug-in. Set by the server for its own ranks; not for users.",
