@@ -81,14 +81,20 @@ def make_model(args: argparse.Namespace) -> Any:
 
 @torch.no_grad()
 def set_weights(model: Any, seed: int) -> None:
-    """Random weights: the same for the same seed, far apart for others."""
-    for number, parameter in enumerate(model.parameters()):
+    """Random weights: the same for the same seed, far apart for others.
+
+    Layers add little to what they are given, or bfloat16's rounding would grow to several nats in a random model.
+    """
+    for number, (name, parameter) in enumerate(model.named_parameters()):
         source = torch.Generator(parameter.device).manual_seed(1000 * seed + number)
         noise = torch.randn(parameter.shape, generator=source, device=parameter.device, dtype=parameter.dtype)
         if parameter.ndim == 1:
             parameter.copy_(1 + 0.1 * noise)
         else:
-            parameter.copy_(noise.mul_(1.5 / parameter.shape[-1] ** 0.5))
+            deviation = (
+                1.0 if "embed_tokens" in name else (3.0 if "lm_head" in name else 0.5) / parameter.shape[-1] ** 0.5
+            )
+            parameter.copy_(noise.mul_(deviation))
 
 
 class Stream(threading.Thread):

@@ -35,6 +35,11 @@ class Stream:
         self._thread = threading.Thread(target=self._run, name="sglang-stream", daemon=True)
         self._thread.start()
 
+    def body(self) -> dict[str, Any]:
+        """Returns the request."""
+        sampling = {"temperature": 0, "max_new_tokens": self.count, "ignore_eos": True}
+        return {"input_ids": self.prompt, "sampling_params": sampling, "stream": True}
+
     def wait_for(self, count: int) -> None:
         """Return when so many tokens have come."""
         deadline = time.monotonic() + LIMIT_S
@@ -50,12 +55,10 @@ class Stream:
         return self
 
     def _run(self) -> None:
-        sampling = {"temperature": 0, "max_new_tokens": self.count, "ignore_eos": True}
-        body = {"input_ids": self.prompt, "sampling_params": sampling, "stream": True}
         try:
             with (
                 httpx.Client(timeout=LIMIT_S, trust_env=False) as client,
-                client.stream("POST", f"{self._url}/generate", json=body) as answer,
+                client.stream("POST", f"{self._url}/generate", json=self.body()) as answer,
             ):
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):

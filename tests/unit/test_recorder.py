@@ -73,6 +73,17 @@ def test_a_copy_casts_to_the_dtype_that_is_kept():
     check_replay(lambda _, w: param["p"].data.copy_(w), [spec("w", 3, 4)], param)
 
 
+@pytest.mark.parametrize("how", [{"device": "cpu"}, {"device": "cpu", "dtype": torch.float32}])
+def test_a_source_that_is_moved_to_the_parameters_device_is_still_a_copy(how):
+    residents = {"w": torch.zeros(2, 4)}
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            recording = check_replay(
+                lambda name, weight: residents["w"].copy_(weight.to(**how).chunk(2, 1)[1]), [spec("x", 2, 8)], residents
+            )
+        assert recording.routes["x"][0].box_offset == (0, 4)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_slice_of_a_tensor_parallel_rank(dim, rank):

@@ -22,6 +22,8 @@ from weightcast.wire.layout import TensorSpec
 from weightcast.wire.routes import Region, Route
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+# In inference mode the first one is not taken apart into the second.
+_MOVES = (torch.ops.aten.to, torch.ops.aten._to_copy)
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
@@ -148,6 +150,8 @@ class _Recorder(TorchDispatchMode):
             if _storage(target) in self._residents:
                 self._copy(target, source)
                 return target
+        if func.overloadpacket in _MOVES and self._only_moves(func, args, kwargs):
+            return args[0]
         if func in _FILLS and self._fill(args[0], args[1] if len(args) > 1 else 0):
             return args[0]
         written = list(_written_tensors(func, args, kwargs)) if func._schema.is_mutable else []
@@ -163,6 +167,13 @@ class _Recorder(TorchDispatchMode):
         if residents:
             return residents[0] if func._schema.returns else None
         return func(*args, **kwargs)
+
+    def _only_moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """True if a source is brought to another device and stays what it is; here it has no memory to bring."""
+        names = [argument.name for argument in func._schema.arguments]
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        moved = _storage(args[0]) in self._source_of and options.get("device") not in (None, torch.device("meta"))
+        return moved and options.get("dtype") in (None, args[0].dtype)
 
     def _owners(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The resident that a tensor lies in; every resident of its storage if it lies in none of them."""

@@ -1,0 +1,138 @@
+"""LMDeploy's whole server with our receiver, on a CPU (``lmdeploy_cpu``), and requests that keep it busy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from tests.e2e.engines import Engine
+from tests.engines.environment import ROOT, engine_python
+from tests.engines.sglang_load import LIMIT_S, Stream
+from weightcast.comm.ports import quiet_port
+
+START_S = 400.0
+CONTEXT = 4096
+EOS = 1
+
+
+class LmdeployStream(Stream):
+    """One streamed, greedy answer of LMDeploy."""
+
+    limit = 1 << 30
+
+    def body(self) -> dict[str, Any]:
+        """Returns the request."""
+        return question(self.prompt, self.count) | {"stream": True}
+
+    def cut_after(self, more: int) -> None:
+        """Breaks the answer off once so many more tokens have come, or it is over."""
+        self.limit = len(self.tokens) + more
+        self._thread.join(LIMIT_S)
+
+    def _heard(self, said: dict[str, Any]) -> None:
+        super()._heard(said)
+        if len(self.tokens) >= self.limit:
+            raise httpx.ReadError("the test has read enough")
+
+
+def question(prompt: Sequence[int], count: int) -> dict[str, Any]:
+    """The body of a greedy request that goes past the end-of-sequence token, which LMDeploy then never generates."""
+    return {"input_ids": list(prompt), "max_tokens": count, "temperature": 0.0, "top_k": 1, "ignore_eos": True}
+
+
+def fresh(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Greedy answers, one after the other."""
+    return [engine.post("/generate", **question(prompt, count))["output_ids"] for prompt in prompts]
+
+
+@torch.no_grad()
+def expected(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The same answers by transformers."""
+    found: list[list[int]] = []
+    for prompt in prompts:
+        tokens: list[int] = []
+        for _ in range(count):
+            scores = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+            scores[EOS] = float("-inf")
+            tokens.append(int(scores.argmax()))
+        found.append(tokens)
+    return found
+
+
+@torch.no_grad()
+def choices(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """The token that a model prefers in each place of an answer, given the answer so far."""
+    scores = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    scores[:, EOS] = float("-inf")
+    return scores.argmax(-1).tolist()
+
+
+def command(model: Path, options: Sequence[str], port: int) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and the environment of a server."""
+    python = engine_python("lmdeploy-0.18.0-cpu")
+    words = [str(python), "-m", "weightcast.plugins.lmdeploy", "serve", "api_server", str(model), "--backend=pytorch"]
+    words += ["--server-name=127.0.0.1", f"--server-port={port}", f"--session-len={CONTEXT}", "--eager-mode"]
+    words += ["--num-gpu-blocks=256", "--max-batch-size=8", "--max-prefill-token-num=256", "--disable-metrics"]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "LMDEPLOY_"))},
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests" / "engines" / "lmdeploy_cpu"))),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        # LMDeploy and multiprocessing leave sockets and segments behind when they are killed.
+        "TMPDIR": tempfile.mkdtemp(prefix="lmdeploy-"),
+    }
+    return [*words, "--log-level=INFO", *options], environment
+
+
+@contextmanager
+def lmdeploy_with_receiver(model: Path, log: Path, *options: str, key: str = "") -> Iterator[Engine]:
+    """A server, ended on the way out.
+
+    Args:
+        model: Folder of the model.
+        log: File for its output.
+        options: More options of LMDeploy.
+        key: API key for our own questions.
+    """
+    port = quiet_port()
+    words, environment = command(model, options, port)
+    with log.open("w") as output:
+        process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    client = httpx.Client(timeout=120.0, trust_env=False, headers=headers)
+    engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=1, client=client)
+    try:
+        _wait(engine, log)
+        yield engine
+    finally:
+        client.close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, number)
+                process.wait(15)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def _wait(engine: Engine, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert engine.process.poll() is None, f"LMDeploy did not start:\n{log.read_text()[-6000:]}"
+        try:
+            if engine.client.get(f"{engine.url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.3)
+    raise AssertionError(f"LMDeploy was not ready within {START_S:g} s:\n{log.read_text()[-6000:]}")
