@@ -16,7 +16,8 @@ from fastapi import HTTPException
 from tests.unit.echo import Echo
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.plugins import rank_sockets as module_of_sockets
-from weightcast.plugins.rank_sockets import Hello, socket_path
+from weightcast.plugins.rank_sockets import Hello, committed_after, socket_path, switches_weights
+from weightcast.plugins.switch_executor import READY
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
@@ -39,10 +40,16 @@ class Rank(Echo):
         """``manner``: ``deaf`` greets and reads nothing; ``mute`` says nothing; ``rude`` hangs up at once."""
         super().__init__(rank, 2, "")
         self.manner = manner
+        self.connection: Connection | None = None
+        self.committed = ""
         self.been, self.over, self.alone = threading.Event(), threading.Event(), threading.Event()
 
     def apply(self, message: Message) -> RankAck:
-        if isinstance(message, Commit):
+        switches = switches_weights(message, self.committed)
+        self.committed = committed_after(message, self.committed)
+        if switches:
+            assert self.connection is not None
+            self.connection.send_bytes(READY)
             assert self.been.wait(JOIN_S)
         return super().apply(message)
 
@@ -74,7 +81,8 @@ class Rank(Echo):
         if self.manner == "deaf":
             self.over.wait(3 * JOIN_S)
             return
-        serve_messages(connection, self, rank=self.rank)
+        self.connection = connection
+        serve_messages(connection, self, rank=self.rank, on_note=lambda note: None)
 
 
 @pytest.fixture
@@ -254,6 +262,30 @@ def test_encoder_outputs_of_old_weights_are_dropped(loop, mode, encoders, said):
     hooks.drop_caches()
     hooks.resume()
     assert client.said == said
+
+
+def test_a_switch_between_two_steps_needs_no_pause_in_place(loop):
+    client = Client()
+    hooks = VllmHooks(client, loop, prefix_caching=False)
+    hooks.switch_in_place()
+    hooks.pause("in_place", 5.0)
+    hooks.drop_caches()
+    hooks.resume()
+    assert client.said == []
+    hooks.pause("abort", 5.0)  # quarantined: the next update resumes it, whatever its mode
+    hooks.pause("in_place", 5.0)
+    hooks.resume()
+    assert client.said == ["pause abort True", "pause keep False", "resume"]
+
+
+def test_encoders_need_a_pause_in_place(loop):
+    client = Client()
+    hooks = VllmHooks(client, loop, prefix_caching=False, encoders=True)
+    hooks.switch_in_place()
+    hooks.pause("in_place", 5.0)
+    hooks.drop_caches()
+    hooks.resume()
+    assert client.said == ["pause keep False", "encoders", "resume"]
 
 
 def test_operators_pause_outlasts_an_update(loop):

@@ -31,6 +31,7 @@ from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
+_IN_ORDER = ("uni", "mp")  # executors whose ranks take calls and steps from one queue
 _PAUSE_S = 30.0
 _RANDOM = "vLLM was started with random weights (--load-format dummy): it is paused until a full update"
 _FIRST_VERSION = 0  # of the weights that vLLM was started with
@@ -125,6 +126,9 @@ class Endpoints:
         executor = VllmExecutor(world_size, listen=hooks.listen, on_main=hooks.on_main)
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
         name = names if isinstance(names, str) else names[0]
+        staging = executor.staging()
+        if staging != "none" and parallel.distributed_executor_backend in _IN_ORDER:
+            hooks.switch_in_place()
         specs, optional = tables_of(executor.hellos)
         notes = notes_of(executor.hellos, optional)
         if replicas > 1:
@@ -136,7 +140,7 @@ class Endpoints:
             model=name,
             host_id=host_id(),
             ranks=executor.rank_infos(),
-            staging=executor.staging(),
+            staging=staging,
             staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
             transports=("ipc", "broadcast"),
             specs=specs,

@@ -15,6 +15,7 @@ from typing import Any
 
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+from weightcast.plugins.vllm.worker_hooks import SWITCH
 
 _SHORT_S = 30.0
 _REPLICAS_AGREE = 0.1  # nats
@@ -61,6 +62,7 @@ class VllmHooks:
         self._keeps_caches = False
         self._asleep: frozenset[str] = frozenset()
         self._draining: Future[Any] | None = None
+        self._needs_no_pause = False
 
     @property
     def paused(self) -> bool:
@@ -101,7 +103,8 @@ class VllmHooks:
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM and returns when no request runs.
 
-        If vLLM sleeps, wholly or in part, it runs nothing and has dropped its caches, so this does nothing.
+        With ``in_place`` nothing is paused if the switch itself comes between two steps.  If vLLM sleeps, wholly or in
+        part, it runs nothing and has dropped its caches, so this does nothing.
         """
         self._keeps_caches = mode == "in_place"
         if self._asleep:
@@ -109,6 +112,9 @@ class VllmHooks:
             return
         if mode == "in_place" and self._prefix_caching:
             raise Refused(_STALE_CACHE, hint=_FRESH_CACHE)
+        if mode == "in_place" and self._needs_no_pause and not self._paused:
+            self._foreign = True  # nothing to resume, also if an operator has paused vLLM
+            return
         self.pause_anyway(mode, timeout_s)
 
     def pause_anyway(self, mode: PauseMode, timeout_s: float) -> None:
@@ -164,9 +170,12 @@ class VllmHooks:
         self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"folder": folder})
 
     def on_main(self, timeout_s: float) -> None:
-        """Lets every rank's main thread do its task."""
-        self.rpc("start_weight_update", _SHORT_S)
-        self.rpc("finish_weight_update", timeout_s)
+        """Lets every rank's main thread do its task, between the same two steps of an engine."""
+        self.rpc(SWITCH, timeout_s)
+
+    def switch_in_place(self) -> None:
+        """From now on ``in_place`` needs no pause: a switch leaves nothing behind that the old weights computed."""
+        self._needs_no_pause = not self._encoders
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Returns the log-probability of each token but the first, given those before it.

@@ -6,12 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Callable
 
-from weightcast.plugins.rank_sockets import SocketRanks, committed_after, switches_weights
+from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.wire.messages import Message, RankAck
 
 
-class VllmExecutor(SocketRanks):
-    """Sends messages to all ranks; those that switch weights wait for the ranks' main threads."""
+class VllmExecutor(SwitchExecutor):
+    """Sends messages to all ranks; when all are ready to switch weights, calls their main threads."""
 
     def __init__(self, world_size: int, *, listen: Callable[[str], None], on_main: Callable[[float], None]) -> None:
         """Connects to every rank.
@@ -25,7 +25,7 @@ class VllmExecutor(SocketRanks):
             EngineFailure: A rank does not listen, for example because it is on another host.
         """
         self._on_main = on_main
-        self._committed = ""
+        self._timeout_s = 0.0
         folder = tempfile.mkdtemp(prefix="weightcast-")
         try:
             listen(folder)
@@ -35,11 +35,9 @@ class VllmExecutor(SocketRanks):
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
         """Implements ``Executor.apply``."""
-        return self._tell(message, timeout_s, lambda: self._call_main(message, timeout_s))
+        self._timeout_s = timeout_s
+        return super().apply(message, timeout_s=timeout_s)
 
-    def _call_main(self, message: Message, timeout_s: float) -> None:
-        """Wakes the ranks' main threads for a message that needs them; the ranks apply the same rule."""
-        main = switches_weights(message, self._committed)
-        self._committed = committed_after(message, self._committed)
-        if main:
-            self._on_main(timeout_s)
+    def after_decision(self) -> None:
+        """Implements ``SwitchExecutor.after_decision``: the engine core takes the call between two steps."""
+        self._on_main(self._timeout_s)

@@ -1,9 +1,9 @@
 """The weight-transfer backend in a vLLM worker, which holds our receiver.
 
 Weight messages come over a Unix socket from the API server, on a thread of their own.  So vLLM goes on generating while
-buckets arrive, and an interrupt reaches a rank that waits in a collective.  Messages that switch weights run on the
-worker's main thread, inside vLLM's own ``start_weight_update`` and ``finish_weight_update``, while vLLM generates
-nothing.
+buckets arrive and while weights are read back, and an interrupt reaches a rank that waits in a collective.  Only the
+exchange of weights and the finishers run on the worker's main thread, in one call of the engine core, which every rank
+takes between the same two steps.
 """
 
 # vLLM is not installed where this is checked.
@@ -11,14 +11,10 @@ nothing.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Listener
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
@@ -30,28 +26,18 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.plugins.rank_sockets import (
-    Hello,
-    committed_after,
-    hello_of,
-    serve_api_server,
-    socket_path,
-    switches_weights,
-)
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
-from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, check_replicas, draft_of, rank_among_replicas
+from weightcast.plugins.vllm.rank import VllmRank
+from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, check_replicas, rank_among_replicas
 from weightcast.plugins.vllm.staging_budget import Budget, gib, staging_setting
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
 from weightcast.runtime.free_memory import free_host_bytes
-from weightcast.wire.messages import Message, RankAck
 
 # In the tree of vLLM: its worker processes have no handler for others.
 log = logging.getLogger("vllm.weightcast")
-
-_MAIN_S = 60.0
 
 
 @dataclass
@@ -70,15 +56,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """An empty message: buckets are announced under ``/weightcast``."""
 
 
-class _MainTask:
-    """A message for the main thread."""
-
-    def __init__(self, message: Message) -> None:
-        self.message = message
-        self.answer: RankAck | None = None
-        self.done = threading.Event()
-
-
 class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One rank's receiver, as vLLM's weight-transfer backend."""
 
@@ -94,17 +71,14 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         super().__init__(config, vllm_config, device, model)
         self._rank = rank_among_replicas(vllm_config.parallel_config)
-        self._committed = ""
-        self._main_task: _MainTask | None = None
-        self._waiting = threading.Condition()
-        self._listener: Listener | None = None
+        self._listens = False
         self._staged = False
-        self._staging_note = ""
         self._asleep: set[str] = set()
         try:
             self._staging: StagingChoice = staging_setting(vllm_config.additional_config)
             with set_current_vllm_config(vllm_config):
                 self._receiver = self._make_receiver()
+            self._rank_server = VllmRank(self._receiver, vllm_config)
         except WeightcastError as error:
             # vLLM's own log of a failed start buries the reason.
             log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")
@@ -167,24 +141,22 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Listens for the API server."""
-        if self._listener is not None:
+        if self._listens:
             raise RuntimeError("weightcast listens already: several API servers cannot update one engine")
         if not self._staged:  # a model without a KV cache, whose memory vLLM does not measure
             self._stage(0, 0, fixed=True)
         try:
-            self._listener = Listener(socket_path(init_info.folder, self._rank), family="AF_UNIX", backlog=1)
+            self._rank_server.listen(init_info.folder)
         except OSError as error:
             raise RuntimeError(f"rank {self._rank} cannot listen in {init_info.folder}: {error}") from error
-        threading.Thread(
-            target=serve_api_server,
-            args=(self._listener, self, self._hello),
-            kwargs={"device": self.device},
-            name="weightcast",
-            daemon=True,
-        ).start()
+        self._listens = True
+
+    def switch(self) -> None:
+        """Carries out what waits for the main thread; the answer goes over the socket."""
+        self._rank_server.step()
 
     def start_weight_update(self) -> None:
-        """Does nothing: vLLM calls it when it generates nothing."""
+        """Does nothing: updates go to /weightcast."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Refuses updates that do not come from weightcast."""
@@ -195,15 +167,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         raise RuntimeError("with the backend weightcast, updates go to /weightcast, not to /update_weights")
 
     def finish_weight_update(self) -> None:
-        """Carries out the message that waits for the main thread; its answer goes over the socket."""
-        with self._waiting:
-            self._waiting.wait_for(lambda: self._main_task is not None, timeout=_MAIN_S)
-            task, self._main_task = self._main_task, None
-        if task is None:
-            log.warning("weightcast ignores a call of finish_weight_update that it did not make")
-            return
-        task.answer = self._receiver.apply(task.message)
-        task.done.set()
+        """Does nothing: updates go to /weightcast."""
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
@@ -214,47 +178,6 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Releases groups and mapped memory; vLLM may call it twice."""
         self._receiver.interrupt("the engine is shutting down")
         self._receiver.close()
-        if self._listener is not None:
-            with suppress(FileNotFoundError):  # an API server that ended first has removed the folder
-                self._listener.close()
-            self._listener = None
-
-    # -- the API server's side, on threads of their own
-
-    def apply(self, message: Message) -> RankAck:
-        """Carries out one weight message at a time."""
-        main = switches_weights(message, self._committed)
-        self._committed = committed_after(message, self._committed)
-        ack = self._on_main(message) if main else self._receiver.apply(message)
-        if draft_of(self.vllm_config.speculative_config):
-            ack = msgspec.structs.replace(ack, not_updated=(*ack.not_updated, "the draft model"))
-        return ack
-
-    def interrupt(self, reason: str) -> None:
-        """Ends a wait for the trainer."""
-        self._receiver.interrupt(reason)
-
-    def _on_main(self, message: Message) -> RankAck:
-        task = _MainTask(message)
-        with self._waiting:
-            self._main_task = task
-            self._waiting.notify_all()
-        while not task.done.wait(_MAIN_S):
-            with self._waiting:
-                if self._main_task is task:  # the main thread did not come
-                    self._main_task = None
-                    return RankAck(rank=self._rank, ok=False, error="vLLM's main loop did not come to switch weights")
-        assert task.answer is not None
-        return task.answer
-
-    def _hello(self) -> Hello:
-        return hello_of(
-            self._receiver.loader,
-            rank=self._rank,
-            device=self.device,
-            places=self._receiver.loader.placed,
-            staging_note=self._staging_note,
-        )
 
     # -- once, when the model is loaded
 
@@ -287,6 +210,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             finishers=finishers,
             residents=unpacked.residents,
             checks=(unpacked.check,),
+            between_steps=lambda do: self._rank_server.between_steps(do),
             staging="none",  # until vLLM has measured its memory; see ``take_room``
         )
         loader = receiver.loader
@@ -323,9 +247,10 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             log.error("weightcast cannot stage updates: %s%s", error, f" ({error.hint})" if error.hint else "")
             raise
         self._staged = True
+        self._receiver.staging_note = ""
         if why and place != "device":
             where = "not staged" if place == "none" else "staged in host memory"
-            self._staging_note = f"a new version is {where} before its commit: {why}"
+            self._receiver.staging_note = f"a new version is {where} before its commit: {why}"
         size_bytes = loader.staging.size_bytes
         taken = (size_bytes if on_host else self._allocated_bytes() - before) if place != "none" else 0
         log.info(

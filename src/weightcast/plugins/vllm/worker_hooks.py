@@ -1,4 +1,4 @@
-"""Calls our receiver where a vLLM worker measures its memory, sleeps and wakes.
+"""Calls our receiver where a vLLM worker measures its memory, sleeps and wakes, and adds a call that switches weights.
 
 vLLM's plug-in points for weight transfer have no hook there, so this module wraps methods of the worker's class, once
 in each worker process.  A worker with another weight-transfer backend is not affected.
@@ -10,11 +10,16 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+SWITCH = "weightcast_switch"  # name of the worker's method for ``collective_rpc``
 _DONE = "_weightcast_around"
 
 
 class Resident(Protocol):
     """The methods of our backend that a worker calls."""
+
+    def switch(self) -> None:
+        """Carries out what waits for the main thread."""
+        ...
 
     def take_room(self, worker: Any, cache_bytes: int) -> int:
         """Allocates the staging set; returns the bytes that are left for the KV cache."""
@@ -67,8 +72,17 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
             backend.wake(tags)
         return answer
 
+    def switch(self: Any) -> None:
+        backend = ours(self)
+        assert backend is not None
+        backend.switch()
+        reset = getattr(self.model_runner, "reset_lora_state", None)
+        if reset is not None:  # as vLLM does after a weight transfer of its own
+            reset()
+
     # vLLM's decorator ``inference_mode`` stays on vLLM's own methods only.
     worker_class.determine_available_memory = determine_available_memory
     worker_class.sleep = fall_asleep
     worker_class.wake_up = wake
+    setattr(worker_class, SWITCH, switch)
     setattr(worker_class, _DONE, True)

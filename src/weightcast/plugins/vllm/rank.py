@@ -1,0 +1,51 @@
+"""One rank's receiver in a vLLM worker, whose main thread switches weights between two steps."""
+
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import set_current_vllm_config
+
+from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.plugins.vllm.rank_protocol import draft_of
+from weightcast.receiver import WeightReceiver
+from weightcast.wire.messages import Message, Open, RankAck
+
+
+class VllmRank(SwitchRank):
+    """Takes messages on a thread of its own; ``step`` runs on the worker's main thread."""
+
+    engine = "vLLM"
+
+    def __init__(self, receiver: WeightReceiver, vllm_config: Any) -> None:
+        """Makes the rank; ``listen`` makes it reachable."""
+        super().__init__(receiver.rank, receiver.device)
+        self.receiver = receiver
+        self._vllm_config = vllm_config
+        self._switched: torch.cuda.Event | None = None
+
+    def apply(self, message: Message) -> RankAck:
+        """Implements ``SwitchRank.apply`` and names the draft model, which no update writes."""
+        ack = super().apply(message)
+        if draft_of(self._vllm_config.speculative_config):
+            ack = msgspec.structs.replace(ack, not_updated=(*ack.not_updated, "the draft model"))
+        return ack
+
+    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
+        """Implements ``SwitchRank.carry_out``.  The stream of forward passes orders the exchange after those before."""
+        with set_current_vllm_config(self._vllm_config):
+            task.do()
+        if self.device.type == "cuda":
+            self._switched = torch.cuda.Event()
+            self._switched.record()
+
+    def between_steps(self, do: Callable[[], None]) -> None:
+        """Implements ``SwitchRank.between_steps``; returns when the device has exchanged the weights."""
+        super().between_steps(do)
+        if self._switched is not None:
+            self._switched.synchronize()
