@@ -147,7 +147,7 @@ class Case:
 
     def push(self, pause: str, *, proof: str, rounds: int = 1) -> list[dict[str, Any]]:
         """Pushes other weights each time; the reports."""
-        found: list[dict[str, Any]] = []
+        found: list[dict[str, Any]] = self.found.setdefault("pushes", [])
         began = time.monotonic()
         with WeightUpdater.connect(
             self.trainer.model,
@@ -200,10 +200,7 @@ class Case:
 
     def idle(self, proof: str) -> None:
         """Pushes with nobody asking."""
-        pushes = self.push("in_place" if proof == "resident" else "abort", proof=proof, rounds=self.args.rounds)
-        for each in pushes:
-            del each["span"]
-        self.found["pushes"] = pushes
+        self.push("in_place" if proof == "resident" else "abort", proof=proof, rounds=self.args.rounds)
         self.found |= self.compare()
 
     def streamed(self, pause: str) -> None:
@@ -214,8 +211,8 @@ class Case:
             [push] = self.push(pause, proof="resident")
             time.sleep(SETTLE_S)
             streams.stop()
-        begin, end = push.pop("span")
-        self.found |= {"push": push, "clients": gaps(streams.requests, begin, end + SETTLE_S)}
+        begin, end = push["span"]
+        self.found["clients"] = gaps(streams.requests, begin, end + SETTLE_S)
         ended = self.found["clients"]["ended"]
         self.must(set(ended) <= ({"length", "abort"} if pause == "abort" else {"length"}), f"requests ended: {ended}")
         full = [request for request in streams.requests if request.finish == "length"]
@@ -239,10 +236,9 @@ class Case:
         ask("/release_memory_occupation")
         self.found["asleep"] = self.server.get("/weightcast/info")["message"]
         ask("/resume_memory_occupation", "weights")
-        [push] = self.push("in_place", proof="resident")
-        del push["span"]
+        self.push("in_place", proof="resident")
         ask("/resume_memory_occupation")
-        self.found |= {"took": took, "free_bytes": used, "push": push}
+        self.found |= {"took": took, "free_bytes": used}
         self.must(self.args.tiny or used[1] - used[0] > 2 * self.trainer.bytes, "sleep freed less than both sets")
         self.found |= self.compare()
 
@@ -305,9 +301,12 @@ def play(args: argparse.Namespace, name: str, result: dict[str, Any], deadline: 
             method, *rest = calls
             getattr(case, method)(*rest)
             found = case.found | {"wrong": case.wrong}
-        except Exception as error:  # noqa: BLE001  the other cases are worth knowing too
+        except BaseException as error:  # what was found is kept, and the other cases are worth knowing too
             traceback.print_exc()
             found = (case.found if case else {}) | {"wrong": [f"{type(error).__name__}: {error}"[:3000]]}
+            if not isinstance(error, Exception):
+                cases[what] = found | {"took_s": round(time.monotonic() - began, 1), "log_tail": server.text()[-6000:]}
+                raise
         cases[what] = found | {"took_s": round(time.monotonic() - began, 1)}
         if found["wrong"]:
             cases[what]["log_tail"] = server.text()[-6000:]
@@ -394,6 +393,8 @@ def main() -> int:
 
     def hard_end() -> None:
         result["failure"] = "the end did not come by itself"
+        result["log_tails"] = sglang_servers.log_tails()
+        result["stack"] = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0]))
         sglang_servers.kill_all()
         write()
         os._exit(3)

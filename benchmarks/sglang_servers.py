@@ -181,6 +181,11 @@ def start(args: argparse.Namespace, model: Path, folder: Path, *, receiver: bool
     return Server(command, environment, model, log, port)
 
 
+def log_tails() -> dict[str, str]:
+    """The end of the log of every server that still runs."""
+    return {server.log.name: server.text()[-6000:] for server in _running}
+
+
 def kill_all() -> None:
     """Ends every server that still runs."""
     for server in [*_running]:

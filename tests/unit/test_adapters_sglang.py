@@ -133,8 +133,9 @@ class TestRecognising:
         assert info.transports == ()
         assert "--weight-cache-mode" in info.message
 
-    def test_quantisation_at_load_time_is_reported(self) -> None:
-        assert "quantised already" in recognised({"quantization": "fp8"}).message
+    def test_quantisation_at_load_time_is_refused(self) -> None:
+        quantised = recognised({"quantization": "fp8"})
+        assert (quantised.transports, "quantised already" in quantised.message) == ((), True)
         assert recognised({"quantization": "fp8", "load_format": "flash_rl"}).message == ""
 
     def test_older_route_names_are_tried(self) -> None:

@@ -152,8 +152,9 @@ def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
     if server.get("quantization") in _ONLINE and server.get("load_format") != "flash_rl":
         messages.append(
             f"an update does not compute the scales of quantization={server['quantization']} anew: serve a checkpoint "
-            "that is quantised already"
+            "that is quantised already, without --quantization"
         )
+        return (), messages
     if online:
         return ("disk",), messages
     # The server does not tell whether checkpoint-engine is installed; a missing one fails at the first update.
