@@ -163,13 +163,16 @@ def gaps(requests: Sequence[Request], begin: float, end: float) -> dict[str, Any
 
     Returns:
         Seconds: ``longest`` time between two messages of one request, ``first`` token of requests sent or waiting in
-        that time, and of the time before ``usual`` (the median), ``usual_longest`` and ``usual_first``.  The requests
-        are counted by how they ended.
+        that time, and of the time before ``usual`` (the mean of a request, median of them), ``usual_longest`` and
+        ``usual_first``.  The requests are counted by how they ended.
     """
     between = [pair for request in requests for pair in pairwise(request.times)]
     firsts = [(request.sent, request.times[0]) for request in requests if request.times]
     during = [later - earlier for earlier, later in between if later >= begin and earlier <= end]
     before = [later - earlier for earlier, later in between if later < begin]
+    # Not the median of the gaps: messages that are read together have none between them.
+    runs = [[at for at in request.times if at < begin] for request in requests]
+    steps = [(run[-1] - run[0]) / (len(run) - 1) for run in runs if len(run) >= _STEADY]
     ends: dict[str, int] = {}
     for request in requests:
         ends[request.finish or "none"] = ends.get(request.finish or "none", 0) + 1
@@ -178,7 +181,7 @@ def gaps(requests: Sequence[Request], begin: float, end: float) -> dict[str, Any
         "first_s": round(
             max((first - sent for sent, first in firsts if first >= begin and sent <= end), default=0.0), 4
         ),
-        "usual_s": round(statistics.median(before), 5) if before else None,
+        "usual_s": round(statistics.median(steps), 5) if steps else None,
         "usual_longest_s": round(max(before, default=0.0), 4),
         "usual_first_s": round(max((first - sent for sent, first in firsts if first < begin), default=0.0), 4),
         "requests": len(requests),
