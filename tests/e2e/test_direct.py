@@ -13,12 +13,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM
 
+from tests.e2e.engines import engines
 from tests.harness import SMALL_BUCKETS, ToyTrainer, next_version, on_every_rank, serves_whole, trainer_of
+from tests.tiny import tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import ConfigError, UpdateFailed, WeightUpdater
 from weightcast.comm.shared_buckets import SharedSlot
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.definition import tensor_digest
 from weightcast.errors import TrainerRankFailed
 
 
@@ -157,3 +161,39 @@ def test_what_cannot_be_proven_is_refused_by_name(fresh, jobs):
         assert "keeps embed.weight in bfloat16, and it travels in float32" in text
     for text in jobs(2).run(refused, narrow.url, {"wire_dtype": "bf16"}):
         assert text == "connected"
+
+
+def train_and_update(folder: str, urls: list[str], versions: list[int]) -> list[tuple[str, dict[str, str]]]:
+    """The report of each update of a Hugging Face model, and the digests of the whole model then."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[tuple[str, dict[str, str]]] = []
+    with WeightUpdater.connect(model, urls, transport="direct", bucket_bytes=1 << 16, timeout_s=60.0) as updater:
+        for version in versions:
+            tokens = torch.tensor([[5 + version, 17, 3, 29]])
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = on_every_rank(updater.update(version=version))
+            whole = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+            told.append((report, {name: tensor_digest(tensor) for name, tensor in whole.items()}))
+    return told
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reference_engines_of_any_width_keep_what_was_trained(tmp_path, jobs, world_size):
+    tiny_model(tmp_path / "model")
+    with engines(tmp_path / "model", tmp_path, {"tp": 1}, {"tp": 2}, {"tp": 3}) as chosen:
+        before = [engine.digests() for engine in chosen]
+        urls = [engine.url for engine in chosen]
+        for told in jobs(world_size).run(train_and_update, str(tmp_path / "model"), urls, [1, 2, 3]):
+            for version, (text, _) in enumerate(told, start=1):
+                rows = json.loads(text)["targets"]
+                assert [(row["version_after"], row["proof"]) for row in rows] == [(version, "resident")] * 3
+            assert told[0][1] != told[1][1] != told[2][1]
+        assert [engine.digests() for engine in chosen] == [told[2][1]] * 3
+        assert told[2][1] not in before

@@ -226,6 +226,7 @@ def _state(info: EngineInfo) -> Check:
 def _sharing(info: EngineInfo) -> Iterator[Check]:
     """Checks whether memory can be shared.  Nothing here is a failure, since broadcast remains."""
     from weightcast.comm.ipc import device_of, host_id
+    from weightcast.transports.registry import TRANSPORTS
 
     if info.host_id != host_id():
         yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
@@ -252,6 +253,12 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
         return
     where = "shared memory" if set(devices) == {"cpu"} else f"CUDA IPC on {count_of(len(devices), 'GPU')}"
     yield Check(name="ipc", level="ok", text=f"possible, by {where}")
+    for spec in TRANSPORTS:
+        if spec.scattered and spec.name in info.transports:
+            text = "not possible: it works on CPUs only so far"
+            if set(devices) == {"cpu"}:
+                text = "possible from trainers on CPUs; only if asked for, and not for tensors that the engine casts"
+            yield Check(name=spec.name, level="ok", text=text)
 
 
 def _staging(info: EngineInfo) -> Check:
