@@ -235,8 +235,8 @@ def test_a_table_is_used_and_logged_if_recording_fails(conversion, function, wor
     want = families.written(model, tmp_path)
     conversion(function)
     exporter = ModuleExporter(model)
-    assert exporter.family.name == "qwen-moe"
-    assert "weightcast uses the table 'qwen-moe'" in caplog.text
+    assert exporter.family.name == "stacked-experts"
+    assert "weightcast uses the table 'stacked-experts'" in caplog.text
     assert {spec.name for spec in exporter.specs()} == set(want)
 
 

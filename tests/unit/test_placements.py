@@ -242,7 +242,7 @@ def connect_kimi(replicas: int, experts_over: int, rows_over: int, *, layers: in
     world = replicas * experts_over * rows_over
     sizes = KIMI | {"layers": layers}
     stored = stored_of(sizes)
-    arranged = arrange(stored, family_named("deepseek-v3"), None)
+    arranged = arrange(stored, family_named("deepseek_v3"), None)
     specs = [TensorSpec(name=tensor.name, dtype="bfloat16", shape=tensor.shape) for tensor in arranged]
     model = model_hash(specs, arranged)
     game = Game(world)
