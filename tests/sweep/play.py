@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ def play(family: str, engine: str, tp: int) -> Result:
 
 
 @contextmanager
-def _served(engine: str, folder: Path, logs: Path, tp: int, options: Sequence[str]) -> Iterator[Engine]:
+def _served(engine: str, folder: Path, logs: Path, tp: int, options: Sequence[str]) -> Generator[Engine]:
     if engine == "vllm":
         _, environment = vllm_command(folder, logs, 0)
         more = overlay(engine_python("vllm-0.32.0-cpu"), "torchvision==0.28.0")  # for processors of images
@@ -127,33 +127,28 @@ def _push(engine: str, server: Engine, source: Any, version: int, not_updated: s
 
 
 def _answers(engine: str, server: Engine) -> Answers:
-    """Greedy tokens of each prompt, and the log-probabilities of the prompt and of these tokens."""
+    """Greedy tokens of each prompt, and the log-probabilities of the prompt and of these tokens.
+
+    One request at a time: an engine would batch several as they arrive, and some models' answers depend on the batch.
+    """
+    return [_answer(engine, server, prompt) for prompt in PROMPTS]
+
+
+def _answer(engine: str, server: Engine, prompt: list[int]) -> tuple[list[int], list[float]]:
     if engine == "vllm":
-        body = {"model": "tiny", "prompt": PROMPTS, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, "logprobs": 0, "prompt_logprobs": 0}
-        choices = sorted(server.post("/v1/completions", **body)["choices"], key=lambda choice: choice["index"])
-        return [
-            (
-                choice["token_ids"],
-                [entry[str(token)]["logprob"] for token, entry in _said(PROMPTS[number], choice["prompt_logprobs"])]
-                + choice["logprobs"]["token_logprobs"],
-            )
-            for number, choice in enumerate(choices)
-        ]
+        [choice] = server.post("/v1/completions", **body)["choices"]
+        known = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
+        scores = [entry[str(token)]["logprob"] for token, entry in known]
+        return choice["token_ids"], [*scores, *choice["logprobs"]["token_logprobs"]]
     sampling = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}
-    found: Any = server.post(
-        "/generate", input_ids=PROMPTS, sampling_params=sampling, return_logprob=True, logprob_start_len=0
-    )
-    answers: Answers = []
-    for choice in found:
-        meta = choice["meta_info"]
-        scores = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
-        answers.append((choice["output_ids"], [score[0] for score in scores]))
-    return answers
-
-
-def _said(prompt: Sequence[int], scores: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    return zip(prompt[1:], scores[1:], strict=True)
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    found = server.post("/generate", **body)
+    meta = found["meta_info"]
+    return found["output_ids"], [
+        score[0] for score in [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+    ]
 
 
 def _off(a: Answers, b: Answers) -> float:
