@@ -5,11 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.test_messages import ANNOUNCE, OPEN, changed
+from tests.unit.test_messages import ANNOUNCE, ANSWERS, OPEN, changed
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
 from weightcast.wire import messages
-from weightcast.wire.messages import decode, encode
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import EngineInfo, decode, decode_info, encode
+
+INFO = next(answer for answer in ANSWERS if isinstance(answer, EngineInfo))
 
 
 def test_least_recently_used_value_is_evicted_first():
@@ -24,25 +27,25 @@ def test_least_recently_used_value_is_evicted_first():
     assert [known.get(name) for name in ("a", "c", "large")] == [None, None, 5]
 
 
-def test_a_table_is_decoded_once():
-    for message, table in ((OPEN, "specs"), (ANNOUNCE, "layout")):
-        first, again = (decode(encode(message)) for _ in range(2))
-        assert getattr(first, table) is getattr(again, table)
-        assert getattr(first, table) == getattr(message, table)
+def test_specs_of_an_engine_are_decoded_once():
+    first, again = (decode_info(encode(INFO)) for _ in range(2))
+    assert first.specs is again.specs
+    assert first.specs == INFO.specs
 
 
-def test_a_table_is_encoded_once(monkeypatch):
-    encoded: list[type] = []
+def test_specs_of_an_engine_are_encoded_once(monkeypatch):
+    encoded: list[object] = []
 
     class Counting:
         def encode(self, what: object) -> bytes:
-            encoded.append(type(what))
+            encoded.append(what)
             return msgspec.json.encode(what)
 
     monkeypatch.setattr(messages, "_encoder", Counting())
-    message = msgspec.structs.replace(ANNOUNCE, layout=msgspec.structs.replace(ANNOUNCE.layout, index=7))
-    assert encode(message) == encode(message) == msgspec.json.encode(message)
-    assert encoded.count(type(message.layout)) == 1
+    specs = (TensorSpec(name="another", dtype="float32", shape=(7,)),)
+    message = msgspec.structs.replace(INFO, specs=specs)
+    assert decode_info(encode(message)) == decode_info(encode(message)) == message
+    assert sum(what is specs for what in encoded) == 1
 
 
 def test_an_object_in_the_place_of_another_is_not_taken_for_it():
