@@ -195,6 +195,7 @@ class Client:
     def __init__(self) -> None:
         self.refusals = 0
         self.held = False
+        self.comes_at_wake_up = False
         self.said: list[str] = []
 
     async def is_paused(self) -> bool:
@@ -218,8 +219,14 @@ class Client:
         self.said.append(f"sleep {level} {mode}")
         self.held = True
 
+    async def add_request(self) -> None:
+        self.said.append("request")
+
     async def wake_up(self, tags: list[str] | None = None) -> None:
         self.said.append(f"wake {tags}")
+        if self.comes_at_wake_up:
+            self.coming = asyncio.ensure_future(self.add_request())
+            await asyncio.sleep(0.1)
         if tags is None or "kv_cache" in tags:
             self.held = False  # vLLM resumes by itself
 
@@ -371,3 +378,19 @@ def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
     hooks.pause("abort", 5.0)  # the update that ends the quarantine
     hooks.resume()
     assert not client.held
+
+
+def test_a_request_that_comes_while_an_engine_wakes_without_weights_waits(loop):
+    client, session = Client(), Session()
+    hooks = VllmHooks(client, loop, prefix_caching=True)
+    guard_sleep(client, loop, session, hooks)  # type: ignore[arg-type]
+
+    async def wake() -> None:
+        await client.wake_up()
+        await client.coming
+
+    asyncio.run_coroutine_threadsafe(client.sleep(level=2), loop).result(20)
+    client.said.clear()
+    client.comes_at_wake_up = True
+    asyncio.run_coroutine_threadsafe(wake(), loop).result(20)
+    assert client.said == ["pause abort True", "wake None", "pause abort True", "request"]

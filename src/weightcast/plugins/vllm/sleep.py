@@ -16,7 +16,38 @@ from weightcast.plugins.vllm.engine_hooks import SLEEP_TAGS, VllmHooks
 from weightcast.receiver.session import SessionHandler
 
 _PAUSE_S = 30.0
+_LOOK_S = 0.005
 _DISCARDED = "sleep level 2 discarded the weights: wake them (/wake_up?tags=weights), then make a full update"
+
+
+class RequestGate:
+    """Holds requests back in the API server while it is closed.  Its methods run on the server's event loop."""
+
+    def __init__(self, client: Any) -> None:
+        """Wraps the client's ``add_request``, which sends a request to the engine core."""
+        self._add_request = client.add_request
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._entering = 0
+        client.add_request = self._enter
+
+    async def close(self) -> None:
+        """Lets no request in from now on; returns when those that are on their way have been sent."""
+        self._opened.clear()
+        while self._entering:
+            await asyncio.sleep(_LOOK_S)
+
+    def open(self) -> None:
+        """Lets the requests in that wait."""
+        self._opened.set()
+
+    async def _enter(self, *arguments: Any, **named: Any) -> Any:
+        await self._opened.wait()
+        self._entering += 1
+        try:
+            return await self._add_request(*arguments, **named)
+        finally:
+            self._entering -= 1
 
 
 def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHandler, hooks: VllmHooks) -> None:
@@ -31,6 +62,7 @@ def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHan
         engine: Session that knows whether an update is under way.
         hooks: Hooks that are told which memory sleeps.
     """
+    gate = RequestGate(client)
     sleep, wake_up = client.sleep, client.wake_up
     release = getattr(client, "release_kv_cache_memory", None)
 
@@ -62,12 +94,19 @@ def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHan
         def do() -> Any:
             # vLLM resumes by itself when the last of its memory is back.
             unproven = engine.state == "quarantined" and not hooks.still_asleep(tags)
-            if unproven:
-                hooks.pause_anyway("abort", _PAUSE_S)  # vLLM would answer waiting requests without weights
-            answer = call(wake_up(tags))
-            hooks.woke(tags)
-            if unproven:
+            if not unproven:
+                answer = call(wake_up(tags))
+                hooks.woke(tags)
+                return answer
+            # Without weights vLLM would answer requests that wait, and those that come before it is paused again.
+            call(gate.close())
+            try:
                 hooks.pause_anyway("abort", _PAUSE_S)
+                answer = call(wake_up(tags))
+                hooks.woke(tags)
+                hooks.pause_anyway("abort", _PAUSE_S)
+            finally:
+                loop.call_soon_threadsafe(gate.open)
             return answer
 
         return await alone(do)
