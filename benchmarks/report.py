@@ -73,6 +73,8 @@ def _kind(result: Result) -> str:
         return str(result["what"])
     if "tests" in result:
         return "engine"
+    if "spent_ms" in result:
+        return "watching"
     return "digest" if "digest" in result else "gather" if "rank_to_rank_gb_per_s" in result else ""
 
 
@@ -267,6 +269,33 @@ def _digest(result: Result) -> str:
     return text
 
 
+def _watching(result: Result) -> str:
+    """Tables of ``benchmarks/watching.py``, in milliseconds of an update."""
+    case, spent = result["case"], result["spent_ms"]
+    command = f"python benchmarks/watching.py --model {case['model']} --rounds {case['rounds']}"
+    rows = [
+        [
+            words,
+            *(f"{result[name][figure]:.2f}" for figure in ("without_ms", "with_ms")),
+            f"{result[name]['difference_ms']:+.2f}",
+            f"{result[name]['least_ms']:+.2f} to {result[name]['most_ms']:+.2f}",
+        ]
+        for name, words in (("processors", "processor time of trainer and engine"), ("returned", "time of `update()`"))
+    ]
+    parts = [
+        [name.removesuffix("_s").replace("_", " "), f"{spent[name]:.2f}"]
+        for name in spent
+        if name not in ("waited_for", "allowed")
+    ]
+    return (
+        f"`{command}`\n\n{_machine(result)}\n"
+        + table(["ms of an update", "without", "with", "difference", "95 % of its medians"], rows)
+        + f"\n\nProcessor time in listeners, for which an update waits: **{spent['waited_for']:.2f} ms** of "
+        f"{spent['allowed']:.2f} ms that are allowed (1 ms or 1 %). Exporting is done by threads of its own.\n\n"
+        + table(["part", "ms"], parts)
+    )
+
+
 def _gather(result: Result) -> str:
     rows = [[str(row["receivers"]), _ms(row["median_s"]), f"{row['gb_per_s']:.1f}"] for row in result["updates"]]
     lines = f"{result['device']}; one rank to another {result['rank_to_rank_gb_per_s']:.1f} GB/s.\n"
@@ -326,6 +355,7 @@ _SHOW: dict[str, Callable[[Result], str]] = {
     "loader": _loader,
     "digest": _digest,
     "gather": _gather,
+    "watching": _watching,
 }
 
 

@@ -211,8 +211,15 @@ def page(tmp_path_factory) -> Iterator[browser.Page]:
         yield found
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(1200, False, id="wide-light"),
+        pytest.param(400, True, id="narrow-dark"),
+        pytest.param(1200, True, id="wide-dark", marks=pytest.mark.wide),
+        pytest.param(400, False, id="narrow-light", marks=pytest.mark.wide),
+    ],
+)
 @pytest.mark.parametrize("name", PAGES)
 def test_page_loads_alone_and_every_word_has_its_place(page, pages, name, width, dark):
     page.open(pages[name].as_uri(), width=width, dark=dark)
