@@ -26,6 +26,10 @@ class ByKind:
         """Takes the function for each kind."""
         self._handlers = dict(handlers)
 
+    def hears(self, kind: type[Any]) -> bool:
+        """True if this listener does anything at events of a kind."""
+        return kind in self._handlers
+
     def __call__(self, event: Event) -> None:
         """As ``Listener``."""
         handler = self._handlers.get(type(event))
@@ -78,6 +82,7 @@ class Events:
         """
         self.rank = rank
         self._listeners = tuple(listeners)
+        self._hearing: dict[type[Any], tuple[Listener, ...]] = {}
         self._lock = threading.RLock()
         self._failed: set[int] = set()
         attached: list[Attached] = []
@@ -94,7 +99,7 @@ class Events:
     def emit(self, event: Event) -> None:
         """Hands an event to every listener."""
         with self._lock:
-            for listener in self._listeners:
+            for listener in self._hearing.get(type(event)) or self._that_hear(type(event)):
                 try:
                     listener(event)
                 except Exception as error:  # a caller's function; the update must not depend on it
@@ -102,6 +107,12 @@ class Events:
                     self._failed.add(id(listener))
                     words = f"{type(error).__name__}: {error}"
                     log.error("%r failed at %s: %s", listener, type(event).__name__, words, exc_info=first)
+
+    def _that_hear(self, kind: type[Any]) -> tuple[Listener, ...]:
+        """The listeners of a kind of events; buckets have many, so each is asked once."""
+        found = tuple(one for one in self._listeners if not isinstance(one, ByKind) or one.hears(kind))
+        self._hearing[kind] = found
+        return found
 
     @contextmanager
     def step(self, phase: str, *, bucket: int | None = None) -> Generator[None]:
