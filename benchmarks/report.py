@@ -271,8 +271,7 @@ def _digest(result: Result) -> str:
 
 def _watching(result: Result) -> str:
     """Tables of ``benchmarks/watching.py``, in milliseconds of an update."""
-    case, spent = result["case"], result["spent_ms"]
-    command = f"python benchmarks/watching.py --model {case['model']} --rounds {case['rounds']}"
+    spent = result["spent_ms"]
     rows = [
         [
             words,
@@ -288,10 +287,11 @@ def _watching(result: Result) -> str:
         if name not in ("waited_for", "allowed")
     ]
     return (
-        f"`{command}`\n\n{_machine(result)}\n"
+        _machine(result)
+        + "\n"
         + table(["ms of an update", "without", "with", "difference", "95 % of its medians"], rows)
-        + f"\n\nProcessor time in listeners, for which an update waits: **{spent['waited_for']:.2f} ms** of "
-        f"{spent['allowed']:.2f} ms that are allowed (1 ms or 1 %). Exporting is done by threads of its own.\n\n"
+        + f"\nProcessor time in listeners, for which an update waits: {spent['waited_for']:.2f} ms. The limit is\n"
+        f"{spent['allowed']:.2f} ms: 1 ms, or 1 % of the processor time. Other threads make and export spans.\n\n"
         + table(["part", "ms"], parts)
     )
 

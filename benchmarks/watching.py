@@ -33,7 +33,7 @@ from weightcast.timeline.tracks import Timeline  # noqa: E402
 from weightcast.update import updater  # noqa: E402
 from weightcast.watch import spans  # noqa: E402
 from weightcast.watch.events import Event  # noqa: E402
-from weightcast.watch.listeners import Listener  # noqa: E402
+from weightcast.watch.listeners import Events, Listener  # noqa: E402
 from weightcast.watch.timeline import TimelineRecorder  # noqa: E402
 
 _LIMIT_S, _LIMIT_SHARE = 0.001, 0.01
@@ -131,7 +131,7 @@ class WatchedEngine(ours.Engine):
 
         switch_on()
         listeners = [UpdateLog(), EngineSpans(), EngineMetrics(CollectorRegistry(), model_name="m", version=0)]
-        return [SPENT.timed("listening_s", listener) for listener in listeners]
+        return [SPENT.timed("listening_s", Events(listeners).emit)]
 
     def update(self, version: int) -> dict[str, float]:
         """As ``Engine.update``.  What comes after the new weights are live counts in the next turn."""
