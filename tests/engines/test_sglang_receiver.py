@@ -8,9 +8,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -35,6 +35,9 @@ OPTIONS: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": SOON_S}
 MODES = ("retract", "in_place", "wait", "abort")
 
 
+Started = TypeVar("Started")
+
+
 class Served:
     """A server with our receiver, and the model whose weights it has."""
 
@@ -45,14 +48,19 @@ class Served:
 
     def step(self, pause: str, via: str = "broadcast") -> Any:
         """Updates to weights that are a step of training away; returns the model that was served before."""
+        return self.step_under(lambda: None, pause, via)[0]
+
+    def step_under(self, start: Callable[[], Started], pause: str, via: str = "broadcast") -> tuple[Any, Started]:
+        """Does so under a load that starts once the trainer is connected, so that it lasts longer than the update."""
         before = copy.deepcopy(self.model)
         self.version += 1
         nudge(self.model, seed=self.version)
         with WeightUpdater.connect(self.model, [self.engine.url], pause=pause, transport=via, **OPTIONS) as updater:
+            started = start()
             report = updater.update(version=self.version)
         [row] = report.targets
         assert (row.status, row.proof, row.version_after) == ("serving", "resident", self.version), report
-        return before
+        return before, started
 
     def info(self) -> dict[str, Any]:
         return self.engine.get("/weightcast/info")
@@ -87,10 +95,12 @@ def servers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     torch.set_num_threads(1)
     settings = [(folders["dense"], 1, ONE_AT_A_TIME), (folders["moe"], 2, ("--disable-overlap-schedule",))]
     with sglang(tmp_path_factory.mktemp("logs"), *settings, receiver=True) as (dense, moe):
-        yield {
+        found = {
             "dense": Served(dense, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE)),
             "moe": Served(moe, tiny_model(folders["moe"], family="qwen3_moe", **MOE)),
         }
+        found["dense"].step("in_place")  # a trainer's first update compiles kernels
+        yield found
 
 
 @pytest.fixture
@@ -113,9 +123,15 @@ def loaded(served: Served, count: int) -> tuple[Stream, list[Stream]]:
     return running, waiting
 
 
+def stream_of(engine: Engine) -> Stream:
+    """One request that runs and has answered a little."""
+    running = Stream(engine.url, PROMPTS[0], 100)
+    running.wait_for(SEEN)
+    return running
+
+
 def test_retract_keeps_tokens_and_computes_the_cache_anew_with_the_prefix_cache_on(dense: Served) -> None:
-    running, waiting = loaded(dense, LONG)
-    old = dense.step("retract")
+    old, (running, waiting) = dense.step_under(lambda: loaded(dense, LONG), "retract")
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG), running.failure
     assert SEEN <= switched_at(old, dense.model, running) < LONG
     for stream in waiting:
@@ -127,8 +143,7 @@ def test_retract_keeps_tokens_and_computes_the_cache_anew_with_the_prefix_cache_
 def test_in_place_keeps_requests_and_their_cache_and_gives_it_to_no_new_request(dense: Served) -> None:
     before = generate(dense.engine, [PROMPT], 1)
     assert generate(dense.engine, [PROMPT], 1)[0]["meta_info"]["cached_tokens"] > 0, before
-    running, waiting = loaded(dense, LONG)
-    old = dense.step("in_place")
+    old, (running, waiting) = dense.step_under(lambda: loaded(dense, LONG), "in_place")
     [fresh] = generate(dense.engine, [PROMPT], 1)
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG), running.failure
     assert follows(old, PROMPT, running.tokens[:SEEN])
@@ -140,8 +155,7 @@ def test_in_place_keeps_requests_and_their_cache_and_gives_it_to_no_new_request(
 
 
 def test_abort_drops_what_runs_and_what_waits(dense: Served) -> None:
-    running, waiting = loaded(dense, LONG)
-    old = dense.step("abort")
+    old, (running, waiting) = dense.step_under(lambda: loaded(dense, LONG), "abort")
     for stream in (running, *waiting):
         assert stream.ended().finish == "abort" or stream.failure, stream.finish
     assert SEEN <= len(running.tokens) < LONG
@@ -150,8 +164,7 @@ def test_abort_drops_what_runs_and_what_waits(dense: Served) -> None:
 
 
 def test_wait_lets_requests_finish(dense: Served) -> None:
-    running, waiting = loaded(dense, LONG)
-    old = dense.step("wait")
+    old, (running, waiting) = dense.step_under(lambda: loaded(dense, LONG), "wait")
     for stream in (running, *waiting):
         assert (stream.ended().finish, len(stream.tokens)) == ("length", stream.count)
         assert follows(old, stream.prompt, stream.tokens)
@@ -396,19 +409,26 @@ class TestMore:
         with sglang(tmp_path, (folders["dense"], 2, options), receiver=True, version=version) as (engine,):
             served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
             for mode in MODES:
-                running = Stream(engine.url, PROMPTS[0], 100)
-                running.wait_for(SEEN)
-                served.step(mode, "ipc")
+                _, running = served.step_under(lambda: stream_of(engine), mode, "ipc")
                 assert running.ended().finish in ("length", "abort"), running.failure
                 assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model)
+
+    @pytest.mark.parametrize("family", ["qwen3", "llama"])
+    def test_a_tied_head_over_a_padded_vocabulary(self, tmp_path: Path, family: str) -> None:
+        settings = DENSE | {"vocab_size": 500, "tie_word_embeddings": True}
+        model = tiny_model(tmp_path, family=family, **settings)
+        tiny_tokenizer(tmp_path)
+        with sglang(tmp_path, (tmp_path, 2, ()), receiver=True) as (engine,):
+            served = Served(engine, model)
+            for mode in ("in_place", "retract"):
+                old = served.step(mode, "ipc")
+                assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model) != answers(old)
 
     def test_two_stages_switch_in_place_and_refuse_to_retract(self, folders: dict[str, Path], tmp_path: Path) -> None:
         options = ("--pp-size=2", "--disable-overlap-schedule")
         with sglang(tmp_path, (folders["dense"], 1, options), receiver=True) as (engine,):
             served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
-            running = Stream(engine.url, PROMPTS[0], 100)
-            running.wait_for(SEEN)
-            served.step("in_place")
+            _, running = served.step_under(lambda: stream_of(engine), "in_place")
             assert running.ended().finish == "length"
             assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model)
             with pytest.raises(UpdateFailed, match=r"pipeline parallelism.*in_place"):
