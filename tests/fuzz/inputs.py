@@ -8,7 +8,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tests.unit.models import specs_of, weights_of
+from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import (
     Abort,
@@ -18,7 +21,6 @@ from weightcast.wire.messages import (
     Close,
     Commit,
     EngineInfo,
-    Held,
     IpcSource,
     Join,
     Leave,
@@ -74,7 +76,12 @@ HONEST: tuple[bytes, ...] = tuple(
         Ack(ok=True, version=3, ranks=1, received={"a": "0" * 16}, missing=("b",), load_s=0.5),
         RankAck(
             rank=0,
-            held=(Held(spec=TensorSpec(name="a", dtype="int8", shape=(2,)), box_offset=(0,), box_shape=(2,), total=1),),
+            held=HeldSums(
+                HeldTable(
+                    (HeldPart(spec=TensorSpec(name="a", dtype="int8", shape=(2,)), box_offset=(0,), box_shape=(2,)),)
+                ),
+                torch.tensor([1]),
+            ),
         ),
         EngineInfo(
             protocol=1,

@@ -7,20 +7,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.digest.definition import as_unsigned, partial_sums, tensor_digest
+from weightcast.digest.definition import partial_sums, tensor_digest
 from weightcast.digest.pieces import Piece
-from weightcast.receiver.rank_answers import failures, fold_received, fold_resident, group_failed
+from weightcast.errors import WireError
+from weightcast.receiver.rank_answers import ResidentFold, failures, fold_received, fold_resident, group_failed
 from weightcast.wire.box import Box
+from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Held, RankAck
+from weightcast.wire.messages import RankAck, decode_rank_ack, encode
 
 
-def held(name: str, whole: torch.Tensor, *box: slice) -> Held:
+def sums(*parts: tuple[HeldPart, int]) -> HeldSums:
+    return HeldSums(
+        HeldTable(tuple(part for part, _ in parts)), torch.tensor([total for _, total in parts], dtype=torch.int64)
+    )
+
+
+def held(name: str, whole: torch.Tensor, *box: slice) -> tuple[HeldPart, int]:
     part = whole[box] if box else whole
     offset = tuple((box[dim].start or 0) if dim < len(box) else 0 for dim in range(whole.dim()))
     place = Box(offset=offset, shape=tuple(part.shape))
-    total = as_unsigned(int(partial_sums([Piece(tensor=part, full_shape=tuple(whole.shape), box=place)])[0]))
-    return Held(spec=TensorSpec.of(name, whole), box_offset=offset, box_shape=tuple(part.shape), total=total)
+    total = int(partial_sums([Piece(tensor=part, full_shape=tuple(whole.shape), box=place)])[0])
+    return HeldPart(spec=TensorSpec.of(name, whole), box_offset=offset, box_shape=tuple(part.shape)), total
 
 
 @pytest.fixture
@@ -30,8 +38,10 @@ def weight():
 
 def test_shards_add_up_to_the_whole(weight):
     norm = weight[0].clone()
-    by_rows = [RankAck(rank=r, held=(held("w", weight, slice(4 * r, 4 * r + 4)), held("n", norm))) for r in range(2)]
-    by_columns = [RankAck(rank=r, held=(held("w", weight, slice(0, 8), slice(2 * r, 2 * r + 2)),)) for r in range(3)]
+    by_rows = [
+        RankAck(rank=r, held=sums(held("w", weight, slice(4 * r, 4 * r + 4)), held("n", norm))) for r in range(2)
+    ]
+    by_columns = [RankAck(rank=r, held=sums(held("w", weight, slice(0, 8), slice(2 * r, 2 * r + 2)))) for r in range(3)]
     whole = fold_resident(by_rows)
     assert whole.digests == {"w": tensor_digest(weight), "n": tensor_digest(norm)}
     assert whole.broken == ()
@@ -43,34 +53,34 @@ def test_shards_add_up_to_the_whole(weight):
 def test_ranks_that_keep_the_same_part_must_agree(weight):
     other = weight.clone()
     other[3, 3] += 1
-    agreeing = [RankAck(rank=r, held=(held("w", weight),)) for r in range(2)]
+    agreeing = [RankAck(rank=r, held=sums(held("w", weight))) for r in range(2)]
     assert fold_resident(agreeing).digests == {"w": tensor_digest(weight)}
-    differing = [RankAck(rank=0, held=(held("w", weight),)), RankAck(rank=1, held=(held("w", other),))]
+    differing = [RankAck(rank=0, held=sums(held("w", weight))), RankAck(rank=1, held=sums(held("w", other)))]
     result = fold_resident(differing)
     assert result.broken == ("w",)
     assert result.digests == {}
-    dtypes = [RankAck(rank=0, held=(held("w", weight),)), RankAck(rank=1, held=(held("w", weight.double()),))]
+    dtypes = [RankAck(rank=0, held=sums(held("w", weight))), RankAck(rank=1, held=sums(held("w", weight.double())))]
     assert fold_resident(dtypes).broken == ("w",)
 
 
 def test_parts_that_do_not_make_up_the_whole_are_found(weight):
-    missing = [RankAck(rank=0, held=(held("w", weight, slice(0, 4)),))]
+    missing = [RankAck(rank=0, held=sums(held("w", weight, slice(0, 4))))]
     assert fold_resident(missing).broken == ("w",)
     # As many elements as the whole has, but some twice and some not at all.
-    double = [RankAck(rank=0, held=(held("w", weight, slice(0, 4)), held("w", weight, slice(2, 6))))]
+    double = [RankAck(rank=0, held=sums(held("w", weight, slice(0, 4)), held("w", weight, slice(2, 6))))]
     assert fold_resident(double).broken == ("w",)
     assert fold_resident([]).digests == {}
 
 
 def test_a_rank_may_keep_nothing_of_a_tensor(weight):
     # Pipeline stages: each tensor lives on one rank only.
-    acks = [RankAck(rank=0, held=(held("a", weight),)), RankAck(rank=1, held=(held("b", weight),))]
+    acks = [RankAck(rank=0, held=sums(held("a", weight))), RankAck(rank=1, held=sums(held("b", weight)))]
     assert fold_resident(acks).digests == {"a": tensor_digest(weight), "b": tensor_digest(weight)}
 
 
 def test_scalars_and_empty_tensors():
     scalar, empty = torch.tensor(2.5), torch.zeros(0, 3)
-    acks = [RankAck(rank=rank, held=(held("s", scalar), held("e", empty))) for rank in range(2)]
+    acks = [RankAck(rank=rank, held=sums(held("s", scalar), held("e", empty))) for rank in range(2)]
     assert fold_resident(acks).digests == {"s": tensor_digest(scalar), "e": tensor_digest(empty)}
 
 
@@ -88,8 +98,24 @@ def test_any_way_of_cutting_gives_the_same_digest(data):
         halves = slice(box[dim].start, cut), slice(cut, box[dim].stop)
         boxes += [(*box[:dim], half, *box[dim + 1 :]) for half in halves if half.stop > half.start]
     ranks = data.draw(st.integers(1, 3))
-    acks = [RankAck(rank=r, held=tuple(held("w", whole, *box) for box in boxes[r::ranks])) for r in range(ranks)]
+    acks = [RankAck(rank=r, held=sums(*(held("w", whole, *box) for box in boxes[r::ranks]))) for r in range(ranks)]
     assert fold_resident(acks).digests == {"w": tensor_digest(whole)}
+
+
+def test_the_same_tables_with_other_sums_give_other_digests(weight):
+    fold, tables = ResidentFold(), {}
+    for step in range(3):
+        now, norm = weight + step, weight[0] * step
+        acks = [RankAck(rank=r, held=sums(held("w", now, slice(4 * r, 4 * r + 4)), held("n", norm))) for r in range(2)]
+        bodies = [encode(ack, known_tables=tuple(tables)) for ack in acks]
+        assert all((b"box_offset" in body) == (step == 0) for body in bodies)
+        result = fold.fold([decode_rank_ack(body, tables) for body in bodies])
+        assert result.digests == {"w": tensor_digest(now), "n": tensor_digest(norm)}
+        assert result.broken == ()
+    with pytest.raises(WireError, match="did not come"):
+        decode_rank_ack(encode(acks[0], known_tables=tuple(tables)), {})
+    acks[1].held.totals[1] += 1
+    assert fold.fold(acks).broken == ("n",)
 
 
 def test_received_is_what_all_ranks_received():

@@ -15,6 +15,7 @@ from weightcast.errors import ConfigError, Refused
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_answers import fold_resident
 from weightcast.runtime import peak_memory
+from weightcast.wire.held import NOTHING_HELD
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import (
     Announce,
@@ -90,7 +91,7 @@ def test_a_whole_session(model, place, digest, bucket_bytes):
 def test_verify_none_digests_nothing(model, receiver):
     sender = Sender(NEW, verify="none")
     assert run(receiver, sender, until="close").received == {}
-    assert receiver.apply(sender.commit()).held == ()
+    assert receiver.apply(sender.commit()).held == NOTHING_HELD
     assert differing(model, new_state()) == []
 
 
@@ -107,7 +108,7 @@ def test_what_arrived_is_answered_as_one_digest(receiver):
 def test_received_does_not_read_back(receiver):
     sender = Sender(NEW, verify="received")
     assert run(receiver, sender, until="close").received == sender.digests()[0]
-    assert receiver.apply(sender.commit()).held == ()
+    assert receiver.apply(sender.commit()).held == NOTHING_HELD
 
 
 @pytest.mark.parametrize("after", ["open", "bucket", "close", "commit"])

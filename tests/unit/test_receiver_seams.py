@@ -103,7 +103,7 @@ def test_weights_beside_the_model_are_what_is_kept_and_checked() -> None:
     )
     kept = receiver.apply(Readback())
     assert kept.ok
-    assert [held.spec for held in kept.held] == [spec]
+    assert [part.spec for part in kept.held.table.parts] == [spec]
     model.packed[0, 0] = 2
     broken = receiver.apply(Readback())
     assert not broken.ok

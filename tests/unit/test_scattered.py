@@ -102,7 +102,7 @@ def test_each_rank_reads_its_share_and_all_ranks_prove_the_whole(case):
             buckets, parts = filled(layout, values, case)
             for loader in loaders:
                 loader.load_parts(buckets, parts)
-        written = [RankAck(rank=rank, ok=True, held=tuple(loader.written())) for rank, loader in enumerate(loaders)]
+        written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
         for model, loader in zip(models, loaders, strict=True):
             assert loader.missing(specs) == []
             share = sum(4 * math.prod(model.cut(name, tensor).shape) for name, tensor in values.items())

@@ -21,7 +21,7 @@ from weightcast.errors import ConfigError, EngineFailure
 from weightcast.ray.actors import Place, method, place, remote, why_gone
 from weightcast.ray.placement import Bundles, Resource, require_cluster
 from weightcast.receiver.executor import FarRanks, Worker, WorkerFactory, answer_message, answer_work
-from weightcast.wire.messages import Message, RankAck, decode_rank_ack
+from weightcast.wire.messages import Message, RankAck
 
 _START_S = 600.0
 _GRACE_S = 15.0  # a rank keeps its own deadlines; after this much longer the rank counts as lost
@@ -148,7 +148,7 @@ class RayExecutor(FarRanks):
             asked = [actor.apply.remote(frame) for actor in self._actors]
             what = f"the answer to {type(message).__name__}"
             replies = self._replies(asked, timeout_s + _GRACE_S, what, work=False)
-        return [decode_rank_ack(reply) for reply in replies]
+        return [self._decode(reply) for reply in replies]
 
     def run(self, command: bytes) -> bytes:
         """Implements ``Executor.run``."""

@@ -22,9 +22,23 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+import msgspec
+
 from weightcast.comm.update_group import Rendezvous
 from weightcast.errors import EngineFailure, WeightcastError
-from weightcast.wire.messages import Message, Open, RankAck, decode, decode_rank_ack, encode
+from weightcast.wire.held import HeldTable
+from weightcast.wire.messages import (
+    Close,
+    Commit,
+    Message,
+    Open,
+    RankAck,
+    Readback,
+    Revert,
+    decode,
+    decode_rank_ack,
+    encode,
+)
 from weightcast.wire.plans import UpdatePlan
 
 _START_S = 600.0
@@ -135,13 +149,20 @@ class FarRanks:
         self._broken: EngineFailure | None = None
         self._closed = False
         self._told: UpdatePlan | None = None  # the plan that every rank was sent last
+        self._tables: dict[str, HeldTable] = {}  # of the ranks' parts, which stay the same
 
     def _encode(self, message: Message) -> bytes:
         """Encodes a message for the ranks.  Each keeps at least the plan that it was sent last."""
+        if isinstance(message, Close | Commit | Revert | Readback):
+            message = msgspec.structs.replace(message, known_tables=tuple(self._tables))
         if not isinstance(message, Open) or message.plan is None:
             return encode(message)
         known, self._told = self._told, message.plan
         return encode(message, named=message.plan == known)
+
+    def _decode(self, reply: bytes) -> RankAck:
+        """Decodes a rank's answer; its table of parts comes once."""
+        return decode_rank_ack(reply, self._tables)
 
     def _check(self) -> None:
         if self._closed:
@@ -230,7 +251,7 @@ class ConnectedRanks(FarRanks):
                     raise self._break(words, list(range(len(self._control)))) from error
             what = f"the answer to {type(message).__name__}"
             replies = self._replies(self._control, timeout_s + _GRACE_S, what)
-        return [decode_rank_ack(reply) for reply in replies]
+        return [self._decode(reply) for reply in replies]
 
     def _note(self, note: bytes) -> None:
         """Sends a note to every rank; it overtakes the message that the rank is carrying out."""
@@ -294,11 +315,14 @@ def answer_work(do: Callable[[], bytes]) -> bytes:
 
 def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
     """A reply for the message lane: the rank's ack, or the error that the worker raised."""
+    known: tuple[str, ...] = ()
     try:
-        ack = worker.apply(decode(frame))
+        message = decode(frame)
+        known = message.known_tables if isinstance(message, Close | Commit | Revert | Readback) else ()
+        ack = worker.apply(message)
     except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
         ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")
-    return encode(ack)
+    return encode(ack, known_tables=known)
 
 
 class MpExecutor(ConnectedRanks):

@@ -28,8 +28,8 @@ from weightcast.receiver.scattered_plan import Parts
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import why_no_cast
+from weightcast.wire.held import NOTHING_HELD, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import Held
 from weightcast.wire.routes import Route
 
 Finisher = Callable[[], object]
@@ -112,8 +112,8 @@ class Loader:
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         # Sums of what is live, route by route; None if it was not read back since it was last written.
-        self.known: list[int] | None = None
-        self._before: list[int] | None = None
+        self.known: HeldSums | None = None
+        self._before: HeldSums | None = None
         self._finishing = False
         self.touched = False
 
@@ -297,12 +297,17 @@ class Loader:
         self.touched = self.touched or (not self.staging.staged and own.read_bytes > 0)
         scattered.copy(buckets, own, self.staging)
 
-    def written(self) -> list[Held]:
+    def written(self) -> HeldSums:
         """Sums what ``load_parts`` has written, in terms of the source tensors.  Waits for the device."""
         routes = [route for found in self.routes.values() for route in found]
         targets = {name: self.staging.target(name) for name in self._routed}
-        found = self._sums.held(routes, targets, self.expected) if routes else []
-        return [*found, *self.scattered.wholes]
+        found = self._sums.held(routes, targets, self.expected) if routes else NOTHING_HELD
+        wholes = self.scattered.wholes
+        if not wholes:
+            return found
+        totals = torch.tensor([total for _, total in wholes], dtype=torch.int64)
+        table = HeldTable((*found.table.parts, *(part for part, _ in wholes)))
+        return HeldSums(table, torch.cat([found.totals, totals]))
 
     def _straight(self, plan: BucketPlan, runs: Sequence[int]) -> Iterator[tuple[TensorSlot, Copy]]:
         """The slots that can be received into their destination directly."""
@@ -388,9 +393,12 @@ class Loader:
                 )
             return
         found = self.held()
-        if self.known != before:
+        if found != before:
             self.known = None
-            names = [held.spec.name for held, total in zip(found, before, strict=True) if held.total != total]
+            parts = found.table.parts
+            if len(parts) == len(before.totals):
+                parts = [parts[number] for number in (found.totals != before.totals).nonzero()[:, 0].tolist()]
+            names = [part.spec.name for part in parts]
             raise EngineFailure(
                 f"the undo did not restore these tensors: {_some(list(dict.fromkeys(names)))}",
                 hint="send a full update",
@@ -401,16 +409,15 @@ class Loader:
         for finisher in self._finishers:
             finisher()
 
-    def held(self) -> list[Held]:
+    def held(self) -> HeldSums:
         """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on."""
         routes = [route for found in self.routes.values() for route in found]
         if not routes:
-            self.known = []
-            return []
+            self.known = NOTHING_HELD
+            return NOTHING_HELD
         live = {name: self.staging.live(name) for name in self._routed}
-        held = self._sums.held(routes, live, self.expected)
-        self.known = [part.total for part in held]
-        return held
+        self.known = self._sums.held(routes, live, self.expected)
+        return self.known
 
     def _plan(self, layout: BucketLayout) -> BucketPlan:
         plan = self._plans.get(layout.index)

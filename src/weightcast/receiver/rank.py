@@ -29,13 +29,13 @@ from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.held import NOTHING_HELD, HeldSums
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import (
     Abort,
     Announce,
     Close,
     Commit,
-    Held,
     IpcSource,
     Join,
     Leave,
@@ -338,11 +338,11 @@ class WeightReceiver:
         self.loader.check_copies(self._received.of_copies())
         if session.verify in _READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
-        written = self.loader.written() if self._scattered and session.verify != "none" else ()
+        written = self.loader.written() if self._scattered and session.verify != "none" else NOTHING_HELD
         received = self._received.by_name() if message.by_name else {}
         of_all = "" if message.by_name else self._received.of_all()
         self._verify_s = self._did("verify", started)
-        return self._ack(received=received, received_all=of_all, written=tuple(written))
+        return self._ack(received=received, received_all=of_all, written=written)
 
     def _check_range(self) -> None:
         """Fails for values that the model's float16 made infinite."""
@@ -437,12 +437,12 @@ class WeightReceiver:
         received: dict[str, str] | None = None,
         received_all: str = "",
         held: bool = False,
-        written: tuple[Held, ...] = (),
+        written: HeldSums = NOTHING_HELD,
     ) -> RankAck:
         kept = written
         if held:
             started = time.monotonic()
-            kept = tuple(self.loader.held())
+            kept = self.loader.held()
             self._verify_s += self._did("verify", started)
         return RankAck(
             rank=self.rank,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from weightcast.digest.definition import add_partial, as_signed, finish_all, key_of, unequal
+from weightcast.digest.definition import finish_all, key_of, unequal
 from weightcast.wire.box import Box, are_disjoint
-from weightcast.wire.messages import Held, RankAck
+from weightcast.wire.held import HeldPart, HeldTable
+from weightcast.wire.messages import RankAck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,42 +32,78 @@ class Resident:
         return unequal(expected, self.digests)
 
 
-def fold_resident(acks: Sequence[RankAck]) -> Resident:
-    """Adds up the partial digests of all ranks.
+class ResidentFold:
+    """Adds up the partial digests of all ranks.  The arithmetic for the ranks' tables of parts is worked out once.
 
     A box that several ranks keep (replicated weights, a tensor used in two places) counts once, and has one sum.
     """
-    parts: dict[str, list[Held]] = {}
-    for ack in acks:
-        for held in ack.held:
-            parts.setdefault(held.spec.name, []).append(held)
-    broken: list[str] = []
-    names: list[str] = []
-    totals: list[int] = []
-    keys: list[int] = []
-    for name, found in parts.items():
-        spec = found[0].spec
-        total = found[0].total if len(found) == 1 and found[0].box_shape == spec.shape else _total(found)
-        if total is None:
-            broken.append(name)
-            continue
-        names.append(name)
-        totals.append(as_signed(total))
-        keys.append(key_of(spec.torch_dtype, spec.shape))
-    digests = finish_all(torch.tensor(totals, dtype=torch.int64), torch.tensor(keys, dtype=torch.int64))
-    return Resident(digests=dict(zip(names, digests, strict=True)), broken=tuple(broken))
+
+    def __init__(self) -> None:
+        self._tables: list[HeldTable] = []
+        self._folding = _Folding(())
+
+    def fold(self, acks: Sequence[RankAck]) -> Resident:
+        """The tensors that all ranks keep together.
+
+        Args:
+            acks: Answer of each rank.
+        """
+        tables = [ack.held.table for ack in acks]
+        if len(tables) != len(self._tables) or not all(map(operator.is_, tables, self._tables)):
+            self._tables, self._folding = tables, _Folding([part for table in tables for part in table.parts])
+        return self._folding.fold([ack.held.totals for ack in acks])
 
 
-def _total(found: Sequence[Held]) -> int | None:
-    """The sum of a tensor's parts; None if they do not make up the tensor, or ranks differ in a part."""
-    spec = found[0].spec
-    boxes: dict[Box, int] = {}
-    for held in found:
-        if held.spec != spec or boxes.setdefault(held.box, held.total) != held.total:
-            return None
-    if sum(box.numel for box in boxes) != spec.numel or not are_disjoint(boxes):
-        return None
-    return functools.reduce(add_partial, boxes.values())
+class _Folding:
+    """The arithmetic for one list of parts: a *group* is a box of a tensor, which one or several ranks keep."""
+
+    def __init__(self, parts: Sequence[HeldPart]) -> None:
+        by_name: dict[str, list[int]] = {}
+        for number, part in enumerate(parts):
+            by_name.setdefault(part.spec.name, []).append(number)
+        self._names: list[str] = []
+        self._broken: list[str] = []
+        keys: list[int] = []
+        firsts: list[int] = []  # of each group, the number of the first part
+        tensors: list[int] = []  # of each group
+        members: list[tuple[int, int]] = []  # number and group of each part
+        for name, numbers in by_name.items():
+            spec = parts[numbers[0]].spec
+            groups: dict[Box, int] = {}
+            for number in numbers:
+                groups.setdefault(parts[number].box, number)
+            alike = all(parts[number].spec == spec for number in numbers)
+            if not alike or sum(box.numel for box in groups) != spec.numel or not are_disjoint(list(groups)):
+                self._broken.append(name)
+                continue
+            place = {box: len(firsts) + index for index, box in enumerate(groups)}
+            members += [(number, place[parts[number].box]) for number in numbers]
+            firsts += groups.values()
+            tensors += [len(self._names)] * len(groups)
+            self._names.append(name)
+            keys.append(key_of(spec.torch_dtype, spec.shape))
+        self._keys, self._firsts, self._tensors = (
+            torch.tensor(some, dtype=torch.int64) for some in (keys, firsts, tensors)
+        )
+        self._members = torch.tensor(members, dtype=torch.int64).view(-1, 2)
+
+    def fold(self, totals: Sequence[torch.Tensor]) -> Resident:
+        if not self._names:
+            return Resident(broken=tuple(self._broken))
+        values = torch.cat(list(totals))
+        numbers, groups = self._members.unbind(1)
+        differing = self._tensors[groups[values[numbers] != values[self._firsts[groups]]]].unique().tolist()
+        sums = torch.zeros_like(self._keys).index_add_(0, self._tensors, values[self._firsts])
+        digests = dict(zip(self._names, finish_all(sums, self._keys), strict=True))
+        wrong = [self._names[number] for number in differing]
+        for name in wrong:
+            del digests[name]
+        return Resident(digests=digests, broken=(*self._broken, *wrong))
+
+
+def fold_resident(acks: Sequence[RankAck]) -> Resident:
+    """As ``ResidentFold.fold``, for a single time."""
+    return ResidentFold().fold(acks)
 
 
 def fold_received(acks: Sequence[RankAck]) -> tuple[int, tuple[str, ...]]:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from weightcast.digest.definition import RepeatedSums, as_unsigned
+from weightcast.digest.definition import RepeatedSums
 from weightcast.digest.pieces import Piece
+from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec, dtype_name
-from weightcast.wire.messages import Held
 from weightcast.wire.routes import Route
 
 
@@ -18,11 +18,11 @@ class ResidentSums:
 
     def __init__(self) -> None:
         self._repeated = RepeatedSums()
-        self._kept: tuple[object, list[TensorSpec]] | None = None
+        self._table: tuple[object, HeldTable] | None = None
 
     def held(
         self, routes: Sequence[Route], live: Mapping[str, torch.Tensor], expected: Mapping[str, TensorSpec]
-    ) -> list[Held]:
+    ) -> HeldSums:
         """Sums the live part of each route.  Waits for the device.
 
         Args:
@@ -45,17 +45,20 @@ class ResidentSums:
         where = tuple(tensor.data_ptr() for tensor in live.values())
         how = tuple((tensor.dtype, tensor.stride()) for tensor in live.values())
         sums = self._repeated.sums(where, how, next(iter(live.values())).device, pieces)
-        if self._kept is None or self._kept[0] != how:  # while the device sums
+        if self._table is None or self._table[0] != how:  # while the device sums
             dtypes = {name: dtype_name(tensor.dtype) for name, tensor in live.items()}
-            specs = [
-                TensorSpec(name=route.source, dtype=dtypes[route.parameter], shape=expected[route.source].shape)
+            parts = [
+                HeldPart(
+                    spec=TensorSpec(
+                        name=route.source, dtype=dtypes[route.parameter], shape=expected[route.source].shape
+                    ),
+                    box_offset=route.box_offset,
+                    box_shape=route.box_shape,
+                )
                 for route in routes
             ]
-            self._kept = how, specs
-        return [
-            Held(spec=spec, box_offset=route.box_offset, box_shape=route.box_shape, total=as_unsigned(total))
-            for route, spec, total in zip(routes, self._kept[1], sums.tolist(), strict=True)
-        ]
+            self._table = how, HeldTable(tuple(parts))
+        return HeldSums(self._table[1], sums.cpu())
 
 
 def _region(tensor: torch.Tensor, route: Route) -> torch.Tensor:

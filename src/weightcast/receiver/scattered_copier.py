@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from weightcast.digest.bucket_sums import piece_of
-from weightcast.digest.definition import as_unsigned, partial_sums
+from weightcast.digest.definition import partial_sums
 from weightcast.receiver.bucket_copier import BucketCopier
 from weightcast.receiver.scattered_plan import Parts, ScatteredPlan, plan_scattered
 from weightcast.receiver.staging import Staging
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.held import HeldPart
 from weightcast.wire.layout import BucketLayout, TensorSlot
-from weightcast.wire.messages import Held
 from weightcast.wire.routes import Route
 
 
@@ -23,13 +23,13 @@ class ScatteredCopier:
 
     Attributes:
         read_bytes: Bytes that were read in this update.
-        wholes: Sums of the tensors that were put together for the model's own loader in this update.
+        wholes: The tensors that were put together for the model's own loader in this update, and their sums.
     """
 
     def __init__(self) -> None:
         self._plans: dict[int, tuple[ScatteredPlan, BucketCopier]] = {}
         self.read_bytes = 0
-        self.wholes: list[Held] = []
+        self.wholes: list[tuple[HeldPart, int]] = []
 
     def begin(self) -> None:
         """Forgets what an earlier update left."""
@@ -75,5 +75,5 @@ class ScatteredCopier:
         shape = slot.spec.shape
         first = (slot.first_row, *(0 for _ in shape[1:])) if shape else ()
         rows = (slot.num_rows, *shape[1:]) if shape else ()
-        self.wholes.append(Held(spec=slot.spec, box_offset=first, box_shape=rows, total=as_unsigned(total)))
+        self.wholes.append((HeldPart(spec=slot.spec, box_offset=first, box_shape=rows), total))
         return found

@@ -21,7 +21,7 @@ from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineSta
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner
-from weightcast.receiver.rank_answers import costs, failures, fold_received, fold_resident, group_failed, union
+from weightcast.receiver.rank_answers import ResidentFold, costs, failures, fold_received, group_failed, union
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.watch.listeners import Events
@@ -77,6 +77,7 @@ class SessionHandler:
         self._last: LastCommit | None = None
         self._joining_unowned = False
         self._announced = Announced(())
+        self._fold = ResidentFold()
         # One message at a time.  An abort or a lease that ends interrupts the ranks first, so that it need not wait.
         self._busy = threading.RLock()
         self._moved_on = threading.Condition(self._busy)
@@ -201,7 +202,7 @@ class SessionHandler:
             case Abort():
                 return self._abort(message)
             case Readback():
-                resident = fold_resident(self._ranks(message, timeout_s=300.0))
+                resident = self._fold.fold(self._ranks(message, timeout_s=300.0))
                 return self._engine.ack(resident=resident.digests, mismatched=resident.broken)
             case _:
                 assert_never(message)
@@ -297,7 +298,7 @@ class SessionHandler:
         agreeing, differing = fold_received(acks)
         received = acks[0].received
         if any(ack.held for ack in acks):  # each rank has received its own share, and summed where it was written
-            written = fold_resident(acks)
+            written = self._fold.fold(acks)
             received, differing = written.digests, written.broken
         unproven = union(ack.unproven for ack in acks)
         session.unproven = frozenset(unproven)
@@ -327,7 +328,7 @@ class SessionHandler:
             # Some ranks may have switched, or one half way.  They go back now: the trainer may never send an Abort.
             self._abort(Abort(session=message.session, reason=error_words(error)[:_REASON_CHARS]))
             raise
-        resident = fold_resident(acks)
+        resident = self._fold.fold(acks)
         expected = self._expected(message, session, acks[0].received)
         wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(expected))))
         if expected and wrong:

@@ -12,7 +12,7 @@ engine has everything.  ``Revert`` undoes a commit until another session is open
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -22,7 +22,7 @@ from weightcast.config import DigestKind, PauseMode, VerifyLevel
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
 from weightcast.watch.events import Step
-from weightcast.wire.box import Box
+from weightcast.wire.held import NOTHING_HELD, HeldForm, HeldSums, HeldTable, form_of, held_of
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSpec
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, Tables, UpdatePlan, kept_plan, take_plan
 
@@ -46,6 +46,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 _AnyName = Annotated[str, Meta(max_length=512)]
 TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
 Steps = Annotated[tuple[Step, ...], Meta(max_length=1 << 20)]
+KnownTables = Annotated[tuple[PlanHash, ...], Meta(max_length=1 << 14)]
 GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 
 
@@ -231,11 +232,13 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         buckets: Number of buckets that were sent.
         by_name: True asks for the digest of each tensor instead of one for all.  Thousands of digests take time while
             engines wait to switch, and are needed only to name the tensors of a failure.
+        known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     session: Session
     buckets: Annotated[int, Meta(ge=0, le=1 << 32)]
     by_name: bool = False
+    known_tables: KnownTables = ()
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="commit"):
@@ -248,6 +251,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         expected: Fast digests that resident tensors must have, by name; empty without proof.
         as_received: True if all other resident tensors must equal what was received at Close.  This saves thousands of
             digests on the wire while an engine waits to switch.
+        known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     session: Session
@@ -255,6 +259,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # tensor has counts as a difference.
     expected: Annotated[dict[_AnyName, Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)] = {}
     as_received: bool = False
+    known_tables: KnownTables = ()
 
 
 class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="revert"):
@@ -267,10 +272,12 @@ class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         session: The session that was committed last.
         reason: For the engine's log.
+        known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     session: Session
     reason: Text = ""
+    known_tables: KnownTables = ()
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
@@ -286,33 +293,18 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="readback"):
-    """Asks for digests of the live weights, which the loader's routes lead to.  Changes nothing."""
+    """Asks for digests of the live weights, which the loader's routes lead to.  Changes nothing.
+
+    Attributes:
+        known_tables: Hashes of the tables of parts that a rank's answer may name without sending them.
+    """
+
+    known_tables: KnownTables = ()
 
 
 Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback
 
 State = Literal["serving", "updating", "quarantined"]
-
-
-class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Partial digest of the part of a source tensor that one rank keeps.
-
-    Attributes:
-        spec: The whole source tensor, with the dtype that the engine keeps.
-        box_offset: First index that the rank keeps, for each dimension.
-        box_shape: Number of indices that the rank keeps, for each dimension.
-        total: Partial sum (see ``digest.definition``), unsigned 64 bits.
-    """
-
-    spec: TensorSpec
-    box_offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
-    box_shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
-    total: int
-
-    @property
-    def box(self) -> Box:
-        """The part of the source tensor that the rank keeps."""
-        return Box(offset=self.box_offset, shape=self.box_shape)
 
 
 class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -330,7 +322,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         received_all: After Close: one digest of everything that arrived (``digest.bucket_sums.Totals``).
         received: Digest by name of each tensor that arrived; after a Close that asks for it, and from rank 0 after a
             Commit with ``as_received``.
-        held: The part of each source tensor that this rank keeps.
+        held: Sums of the parts of the source tensors that this rank keeps.
         unproven: Names of source tensors whose place in the model cannot be read back.
         load_s: Seconds spent on copies since the last answer.
         verify_s: Seconds spent on digests since the last answer.
@@ -348,7 +340,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not_updated: tuple[str, ...] = ()
     received_all: str = ""
     received: dict[str, str] = {}
-    held: tuple[Held, ...] = ()
+    held: HeldSums = NOTHING_HELD
     unproven: tuple[str, ...] = ()
     load_s: float = 0.0
     verify_s: float = 0.0
@@ -532,6 +524,7 @@ _Bucket = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
 _AnnounceForm = _form(Announce, {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket})
+_RankForm = _form(RankAck, {"held": HeldForm})
 # The specs as raw bytes, so that those in the cache are not decoded again.
 _InfoForm = _form(EngineInfo, {"specs": msgspec.Raw})
 # The same for documents, in which every part has its own schema.
@@ -543,7 +536,7 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_OpenForm | _AnnounceForm | Join | Leave | Close | Commit | Revert | Abort | Readback)
 _infos = msgspec.json.Decoder(_InfoForm)
 _acks = msgspec.json.Decoder(Ack)
-_rank_acks = msgspec.json.Decoder(RankAck)
+_rank_acks = msgspec.json.Decoder(_RankForm)
 _specs: msgspec.json.Decoder[tuple[TensorSpec, ...]] = msgspec.json.Decoder(
     Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
 )
@@ -557,12 +550,13 @@ _encoded: Lru[int, tuple[object, bytes]] = Lru(_TABLES_BYTES)
 _known_specs: Lru[bytes, tuple[TensorSpec, ...]] = Lru(_TABLES_BYTES)
 
 
-def encode(message: msgspec.Struct, *, named: bool = False) -> bytes:
+def encode(message: msgspec.Struct, *, named: bool = False, known_tables: Collection[str] = ()) -> bytes:
     """Encodes any of the classes above as JSON.
 
     Args:
         message: The message.
         named: True if the other end has the plan of an ``Open``, which is then named and not sent.
+        known_tables: Hashes of the tables that the other end of a ``RankAck`` has.
     """
     if isinstance(message, Open):
         message = _open_form(message, named=named)
@@ -571,6 +565,9 @@ def encode(message: msgspec.Struct, *, named: bool = False) -> bytes:
         if message.plan:
             rest = {"layout": msgspec.UNSET, "plan": message.plan, "bucket": message.layout.index}
         message = _with(_AnnounceForm, message, **rest)
+    elif isinstance(message, RankAck):
+        held = form_of(message.held, known_tables) if message.held.table.parts else msgspec.UNSET
+        message = _with(_RankForm, message, held=held)
     elif isinstance(message, EngineInfo):
         known = _encoded.get(id(message.specs))
         if known is None:
@@ -646,13 +643,23 @@ def decode_ack(data: bytes) -> Ack:
     return _answer(_acks.decode, data)
 
 
-def decode_rank_ack(data: bytes) -> RankAck:
+def decode_rank_ack(data: bytes, tables: MutableMapping[str, HeldTable] | None = None) -> RankAck:
     """Decodes an engine rank's answer.
 
+    Args:
+        data: The answer.
+        tables: Tables of parts that came with earlier answers, by hash; takes the one that comes with this one.
+
     Raises:
-        WireError: The bytes are no such answer.
+        WireError: The bytes are no such answer, or name a table that did not come.
     """
-    return _answer(_rank_acks.decode, data)
+
+    def read(data: bytes) -> RankAck:
+        form = _rank_acks.decode(data)
+        held = NOTHING_HELD if form.held is msgspec.UNSET else held_of(form.held, {} if tables is None else tables)
+        return _with(RankAck, form, held=held)
+
+    return _answer(read, data)
 
 
 def decode_info(data: bytes) -> EngineInfo:
