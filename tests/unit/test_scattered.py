@@ -153,3 +153,23 @@ def test_parts_that_move_to_another_buffer_are_read_there():
         own.view(layout.slots[0]).fill_(value)
         loader.load_parts([first, second], parts)
         assert loader.staging.target("t0").eq(value).all()
+
+
+def test_buffers_that_swap_their_addresses_are_read_as_they_lie_now():
+    specs = [TensorSpec(name="t0", dtype="float32", shape=(4, 2))]
+    model = Kept(specs, [None], 0, 1, computes=False)
+    loader = Loader(model, load_weights=model.load_weights, expected=specs)
+    loader.stage("none")
+    [layout] = plan_buckets(specs, bucket_bytes=1 << 10, packing=Packing())
+    one, other = (Bucket(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8)) for _ in range(2))
+    parts = (Part(0, (0, 0), (2, 2)),), (Part(0, (2, 0), (2, 2)),)
+    for value, buckets in enumerate([(one, other), (other, one), (one, other)], start=1):
+        loader.begin()
+        for bucket in buckets:
+            bucket.data.fill_(255)
+        buckets[0].view(layout.slots[0])[:2] = value
+        buckets[1].view(layout.slots[0])[2:] = -value
+        loader.load_parts(buckets, parts)
+        loader.commit()
+        assert model.t0[:2].eq(value).all()
+        assert model.t0[2:].eq(-value).all()

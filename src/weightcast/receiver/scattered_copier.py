@@ -27,7 +27,7 @@ class ScatteredCopier:
     """
 
     def __init__(self) -> None:
-        self._plans: dict[int, tuple[ScatteredPlan, BucketCopier]] = {}
+        self._plans: dict[int, tuple[ScatteredPlan, list[BucketCopier]]] = {}
         self.read_bytes = 0
         self.wholes: list[tuple[HeldPart, int]] = []
 
@@ -47,14 +47,14 @@ class ScatteredCopier:
         plan, _ = self._plans.get(layout.index, (None, None))
         if plan is None or plan.layout != layout or plan.parts != parts:
             plan = plan_scattered(layout, parts, routes, computed)
-            # A copier remembers copies by the buffer's place, which may stay when other parts come to lie there.
-            self._plans[layout.index] = plan, BucketCopier()
+            # A copier remembers copies by a buffer's address, where another trainer rank's buffer may lie next time.
+            self._plans[layout.index] = plan, [BucketCopier() for _ in plan.buffers]
         return plan
 
     def copy(self, buckets: Sequence[Bucket], plan: ScatteredPlan, staging: Staging) -> None:
         """Copies out of all buffers into the set of weights that is written."""
-        _, copier = self._plans[plan.layout.index]
-        for bucket, own in zip(buckets, plan.buffers, strict=True):
+        _, copiers = self._plans[plan.layout.index]
+        for bucket, own, copier in zip(buckets, plan.buffers, copiers, strict=True):
             if own.parameters:
                 copier.copy(bucket, own, staging, summed=False)
         self.read_bytes += plan.read_bytes
