@@ -67,7 +67,7 @@ class BoundaryTask:
             raise self._error
 
 
-class SwitchRank:
+class SwitchRank(ABC):
     """One rank's receiver.  ``apply`` is called by one thread at a time; ``interrupt`` and ``on_note`` by another.
 
     A subclass sets ``receiver``, and says how the engine's requests are treated (``carry_out``).
@@ -90,6 +90,7 @@ class SwitchRank:
 
     # -- for subclasses
 
+    @abstractmethod
     def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
         """Runs a task on the engine's thread, between two steps.
 
@@ -98,7 +99,6 @@ class SwitchRank:
             session: Session whose weights are switched.
             forward: True for a commit, False if the old version comes back.
         """
-        raise NotImplementedError
 
     def why_not(self, message: Open) -> str:
         """The reason why a session cannot be had from this engine; empty if it can."""
