@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -104,6 +105,7 @@ class SwitchRank(ABC):
         """The reason why a session cannot be had from this engine; empty if it can."""
         return ""
 
+    @abstractmethod
     def told_to_switch(self) -> None:
         """Called on the thread that reads, when all ranks are ready."""
 

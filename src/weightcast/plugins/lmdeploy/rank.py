@@ -89,6 +89,9 @@ class LmdeployRank(SwitchRank):
             1e3 * (time.monotonic() - began),
         )
 
+    def told_to_switch(self) -> None:
+        """Does nothing: the mark comes from the engine process."""
+
     def sleep(self) -> None:
         """Called before LMDeploy moves the weights to the host; frees the staging set."""
         with torch.inference_mode():
