@@ -411,7 +411,8 @@ def _transports(checks: list[Check], info: EngineInfo) -> Check:
         "memory": level.get("ipc") == "ok",
         "group": level.get("rendezvous") != "fail",
     }
-    ours = [spec for spec in TRANSPORTS if spec.delivery in possible]
+    # A transport that leaves shards on their ranks has a line of its own.
+    ours = [spec for spec in TRANSPORTS if spec.delivery in possible and not spec.scattered]
     both = [spec.name for spec in ours if spec.name in info.transports]
     usable = [spec.name for spec in ours if spec.name in both and possible[spec.delivery]]
     if not both:
