@@ -96,7 +96,9 @@ def kimi_module(stored: Stored, rank: int, axes: tuple[int, int, int]) -> nn.Mod
                 start = min(coordinate[axis] * chunk, own[placement.dim])
                 own[placement.dim] = min(chunk, own[placement.dim] - start)
         # Tensors of one shape share memory: it is never read, and 2,048 ranks have much of it.
-        local = memory.setdefault(tuple(own), torch.empty(own, dtype=torch.bfloat16))
+        if tuple(own) not in memory:
+            memory[tuple(own)] = torch.empty(own, dtype=torch.bfloat16)
+        local = memory[tuple(own)]
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
         _put(root, name, tensor)
