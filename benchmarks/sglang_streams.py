@@ -89,9 +89,14 @@ class _Stream:
         self.socket.close()
         self.socket = None
         if self._last.startswith(_DATA) and not request.finish:
-            meta = json.loads(self._last[len(_DATA) - 1 : self._last.find(b"\n")]).get("meta_info", {})
+            said = json.loads(self._last[len(_DATA) - 1 : self._last.find(b"\n")])
+            meta = said.get("meta_info", {})
             request.tokens = int(meta.get("completion_tokens", 0))
             request.finish = str((meta.get("finish_reason") or {}).get("type") or "")
+            if "error" in said:
+                request.finish = f"error: {said['error']}"[:200]
+        elif not request.finish:
+            request.finish = f"no message: {self._last[:200].decode(errors='replace')}"
         return False
 
 
