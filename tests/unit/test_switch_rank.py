@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.unit.test_messages import OPEN
-from weightcast.plugins.switch_rank import SwitchRank
-from weightcast.wire.messages import Abort, Message, RankAck
+from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.wire.messages import Abort, Message, Open, RankAck
 
 RELEASES = 300
 
@@ -35,6 +35,9 @@ class PolledRank(SwitchRank):
         super().__init__(0, torch.device("cpu"))
         receiver: Any = Working()
         self.receiver = receiver
+
+    def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
+        task.do()
 
 
 @pytest.fixture
