@@ -303,7 +303,7 @@ def test_a_rank_that_is_lost_after_the_switch_does_not_hide_it(engines, monkeypa
         def lost(*_: object) -> None:
             raise TrainerRankFailed("trainer rank 1 is gone")
 
-        monkeypatch.setattr(updater, "_conclude", lost)
+        monkeypatch.setattr(updater._attempts, "_conclude", lost)
         with pytest.raises(UpdateFailed, match="have switched, but trainer rank 1 is gone") as caught:
             updater.update(version=version)
         assert caught.value.report.ok

@@ -5,6 +5,7 @@ This module knows tensors and dtypes only.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as flat uint8; no copy."""
     # Not view(-1): it may keep an odd stride of a dimension of one element, which cannot be read as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def host_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a CPU tensor, in order, as bytes.  numpy, which torch's own way needs, may not be installed."""
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 class Flat:

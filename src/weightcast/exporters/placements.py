@@ -23,6 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.copies import host_bytes
 from weightcast.errors import ConfigError
 from weightcast.exporters.local_shard import Within
 from weightcast.exporters.module_tensors import PlacedTensors
@@ -347,7 +348,7 @@ def _compare(raw: Iterable[bytes]) -> _Answer:
     for variant, ranks in enumerate(variants.values()):
         variant_of[ranks] = variant
     spokesmen = tuple(ranks[0] for ranks in variants.values())
-    return _Answer(spokesmen=spokesmen, variant_of=zlib.compress(variant_of.numpy().tobytes()), numbers=numbers)
+    return _Answer(spokesmen=spokesmen, variant_of=zlib.compress(host_bytes(variant_of)), numbers=numbers)
 
 
 def _exchange_tables(
@@ -406,7 +407,7 @@ def _pack(rows: Sequence[Sequence[int]]) -> bytes:
     """Rows of numbers, compressed; coordinates of successive ranks differ little."""
     numbers = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), -1)
     steps = numbers.diff(dim=0, prepend=numbers.new_zeros(1, numbers.shape[1]))
-    return zlib.compress(steps.t().contiguous().numpy().tobytes())
+    return zlib.compress(host_bytes(steps.t()))
 
 
 def _unpack(packed: bytes, num_rows: int) -> torch.Tensor:

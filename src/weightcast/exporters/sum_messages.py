@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.copies import host_bytes
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import TrainerRankFailed
 from weightcast.protocols import Exporter, Summing
@@ -25,7 +26,7 @@ def encode(sources: torch.Tensor, buckets: Sequence[torch.Tensor]) -> bytes:
         sources: ``SourceSums.values`` of the rank.
         buckets: Sums of the slots of each bucket that the rank filled; empty if the head does not need them.
     """
-    return torch.cat([sources, *(sums.cpu() for sums in buckets)]).numpy().tobytes()
+    return host_bytes(torch.cat([sources, *(sums.cpu() for sums in buckets)]))
 
 
 def decode(
