@@ -86,8 +86,8 @@ def test_agrees_with_counting_every_element(data):
     recording = record_routes(load, specs, {"p": parameter})
     assert not recording.why
     count = torch.zeros(shape)
-    for box in boxes:
-        count[box] += 1
+    for box in set(map(str, boxes)):  # of copies to the same place the last one stays
+        count[next(each for each in boxes if str(each) == box)] += 1
     routes = [route for found in recording.routes.values() for route in found]
     if (count > 1).any():
         with pytest.raises(ConfigError, match="twice"):

@@ -51,13 +51,19 @@ def test_padding_that_is_there_already_is_no_computed_weight() -> None:
     assert uncovered(seen.routes["w"], residents, seen.filled) == []
     assert uncovered(seen.routes["w"], residents) == ["weight"]
     model.weight[-1, -1] = 1
-    assert "fill_" in record_routes(model.load_weights, specs, residents).why["w"]
+    assert "a constant that it does not have" in record_routes(model.load_weights, specs, residents).why["w"]
 
 
-def test_a_constant_over_what_was_copied_is_computed() -> None:
+def test_a_constant_hides_what_was_copied_before_it() -> None:
     model = Padded(first="scale")
+    residents = dict(model.named_parameters())
     specs = [TensorSpec(name="w", dtype="float32", shape=(ROWS, WIDTH))]
-    assert "fill_" in record_routes(model.load_weights, specs, dict(model.named_parameters())).why["w"]
+    seen = record_routes(model.load_weights, specs, residents)
+    assert [route.box_shape for route in seen.routes["w"]] == [(1, WIDTH)]
+    assert seen.filled == {"weight": (PADDED - 1) * WIDTH}
+    assert uncovered(seen.routes["w"], residents, seen.filled) == []
+    model.weight[2, 0] = 1  # the loader would put a zero there
+    assert "a constant that it does not have" in record_routes(model.load_weights, specs, residents).why["w"]
 
 
 @pytest.mark.parametrize("keep_storage", [True, False])
