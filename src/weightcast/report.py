@@ -81,6 +81,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         targets: One row for each target.
         unsummed: Names of tensors that were summed in the sender's bucket, because the exporter's ranks do not sum
             their shards.  No digest covers the gather of these tensors.
+        changed_ratio: Share of the bytes that lie in tensors, or in the rows of one that one bucket carries, which
+            differ from the update before; None for the first update and without digests.
         timeline: When each rank did what; on trainer rank 0 only, empty elsewhere.
     """
 
@@ -94,6 +96,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None
     targets: tuple[TargetReport, ...]
     unsummed: tuple[str, ...] = ()
+    changed_ratio: float | None = None
     timeline: Timeline = Timeline()
 
     @property

@@ -527,3 +527,21 @@ def test_another_trainers_trouble_does_not_break_a_group(engines):
 
 def _fail(sent: int, total: int) -> None:
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_report_says_which_share_of_the_bytes_changed(engines, transport):
+    model = trainer_of(next_version())
+    with connect(model, [engines.one], transport=transport) as updater:
+        assert updater.update(version=next_version()).changed_ratio is None
+        assert updater.update(version=next_version()).changed_ratio == 0
+        with torch.no_grad():
+            model.get_parameter("layers.1.down.weight").mul_(2)
+        changed = model.get_parameter("layers.1.down.weight").nbytes
+        share = changed / sum(parameter.nbytes for parameter in model.parameters())
+        assert updater.update(version=next_version()).changed_ratio == pytest.approx(share)
+        model.set_version(next_version())
+        assert updater.update(version=next_version()).changed_ratio == 1
+    with connect(model, [engines.one], transport=transport, verify="none") as updater:
+        updater.update(version=next_version())
+        assert updater.update(version=next_version()).changed_ratio is None

@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -58,6 +59,14 @@ def test_series_of_outcomes_and_states_exist_before_their_first_event(trainer):
         assert found["weightcast_targets", state] == 0
     assert found["weightcast_updates_started_total",] == 0
     assert found["weightcast_last_success_timestamp_seconds",] == 0
+    assert math.isnan(found["weightcast_changed_ratio",])
+
+
+def test_the_share_that_changed_is_that_of_the_last_update(trainer):
+    for ratio in (0.25, 0.75):
+        done = ended("succeeded", msgspec.structs.replace(report(row(A)), changed_ratio=ratio))
+        assert trainer(started(), done)["weightcast_changed_ratio",] == ratio
+    assert math.isnan(trainer(ended("succeeded", report(row(A))))["weightcast_changed_ratio",])
 
 
 def test_an_update_is_counted_with_its_phases_bytes_and_stall(trainer):

@@ -76,6 +76,18 @@ class Totals:
         hashed.update((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
         return hashed.hexdigest()
 
+    def changed_from(self, other: Totals) -> float | None:
+        """The share of the bytes that lie in slots whose sums differ; None if other slots travelled then.
+
+        Args:
+            other: The digests of an earlier update.
+        """
+        contents = self._contents
+        if not self or other._contents is not contents:
+            return None
+        changed = contents.sizes[self._values != other._values]
+        return float(changed.sum()) / max(1.0, float(contents.sizes.sum()))
+
     def by_name(self) -> dict[str, str]:
         """The digest of each tensor, by its name."""
         contents = self._contents
@@ -90,6 +102,7 @@ class Contents:
         names: Names of the tensors, in the order in which they travel.
         keys: ``key_of`` each tensor, int64 ``[tensors]``.
         numbers: Number of the tensor that each slot belongs to, int64 ``[slots]``.
+        sizes: Bytes of each slot, float64 ``[slots]``.
         seed: Digest of all slots.
     """
 
@@ -100,6 +113,7 @@ class Contents:
         self.names = tuple(specs)
         self.keys = torch.tensor([key_of(spec.torch_dtype, spec.shape) for spec in specs.values()], dtype=torch.int64)
         self.numbers = torch.tensor([number_of[slot.spec.name] for slot in slots], dtype=torch.int64)
+        self.sizes = torch.tensor([slot.size_bytes for slot in slots], dtype=torch.float64)
         self.seed = hashlib.blake2b(msgspec.json.encode(slots), digest_size=16).digest()
 
 

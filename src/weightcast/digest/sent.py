@@ -100,6 +100,10 @@ class Sent:
     def __bool__(self) -> bool:
         return bool(self._totals)
 
+    def changed_from(self, other: Sent) -> float | None:
+        """The share of the bytes that changed since another update, as ``Totals.changed_from``."""
+        return self._totals.changed_from(other._totals)
+
     @cached_property
     def fast(self) -> dict[str, str]:
         """Fast digest of each tensor in the dtype that travels, by name."""

@@ -351,8 +351,10 @@ class Head:
         moved_on = any(row.status == "serving" for row in rows)
         for row in rows:
             self._roster.ended(row, version=self._version, moved_on=moved_on)
+        changed = None
         if moved_on:
             self._roster.current = Current(version=self._version, digest=digest)
+            changed = self._verifier.served()
         phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(
@@ -366,6 +368,7 @@ class Head:
             digest=digest,
             targets=rows,
             unsummed=self._verifier.unsummed,
+            changed_ratio=changed,
         )
 
     @contextmanager

@@ -40,6 +40,7 @@ class Verifier:
         self._digests = SentDigests()
         self._sources: Sequence[Folded] = ()
         self._sent = Sent()
+        self._served = Sent()
         self._must_be: str | None = None
 
     @property
@@ -54,6 +55,16 @@ class Verifier:
         It is computed on demand.  The engines would wait for it if it were computed before they switch.
         """
         return model_digest(self._sent.received) if self._sent else None
+
+    def served(self) -> float | None:
+        """Notes that targets serve what was sent.
+
+        Returns:
+            The share of the bytes that lie in tensors, or rows of them in one bucket, which have changed since the
+            update before; None if that is not known.
+        """
+        changed, self._served = self._sent.changed_from(self._served), self._sent
+        return changed
 
     def begin(self, must_be: str | None = None) -> None:
         """Starts a new update; ``must_be`` is the model digest that the weights must have, if they must."""

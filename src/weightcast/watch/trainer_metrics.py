@@ -58,6 +58,13 @@ class _Instruments:
             multiprocess_mode=GAUGE_MODE,
             registry=registry,
         )
+        self.changed_ratio = Gauge(
+            "weightcast_changed_ratio",
+            "Share of the bytes in tensors that the last update changed; NaN if it is unknown.",
+            multiprocess_mode=GAUGE_MODE,
+            registry=registry,
+        )
+        self.changed_ratio.set(UNKNOWN)
         self.last_success = Gauge(
             "weightcast_last_success_timestamp_seconds",
             "Unix time at which an update last succeeded on every target; 0 before the first.",
@@ -177,6 +184,7 @@ class PrometheusMetrics(ByKind):
             if phase != "stall":
                 made.update_seconds.labels(phase, report.transport).observe(seconds)
         made.update_seconds.labels("total", report.transport).observe(report.seconds)
+        made.changed_ratio.set(UNKNOWN if report.changed_ratio is None else report.changed_ratio)
         served = [row for row in report.targets if row.status == "serving"]
         for row in served:
             made.stall_seconds.labels(row.url).observe(row.stall_s)
