@@ -33,13 +33,18 @@ def config(**changes: Any) -> Any:
 
 
 def test_plain_settings_are_taken() -> None:
-    check_settings("pytorch", config(tp=2, enable_prefix_caching=True, model_format="hf"), None)
+    check_settings(
+        "pytorch", config(tp=1, distributed_executor_backend="uni", enable_prefix_caching=True, model_format="hf"), None
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"dp": 2}, "--dp"),
+        ({"tp": 2}, "--tp"),
+        ({"distributed_executor_backend": "mp"}, "--distributed-executor-backend"),
+        ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend"),
         ({"ep": 2}, "--ep"),
         ({"adapters": {"a": "b"}}, "--adapters"),
         ({"quant_policy": 8}, "--quant-policy"),

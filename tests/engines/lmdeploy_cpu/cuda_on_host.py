@@ -157,6 +157,20 @@ def use_host_backend() -> None:
     selector._get_backend = lambda: HostOps
 
 
+def keep_float32() -> None:
+    """Serves a float32 checkpoint in float32; LMDeploy turns it into float16, and near ties then go either way."""
+    from lmdeploy.pytorch import config
+
+    update = config._update_torch_dtype
+
+    def kept(model_config: Any, dtype: str, *arguments: Any, **named: Any) -> Any:
+        found = str(getattr(model_config.hf_config, "dtype", None)).removeprefix("torch.")
+        return update(model_config, "float32" if found == "float32" else dtype, *arguments, **named)
+
+    config._update_torch_dtype = kept
+
+
 torch.set_num_threads(1)
 pretend_cuda()
 use_host_backend()
+keep_float32()

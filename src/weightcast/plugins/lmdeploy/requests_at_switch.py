@@ -238,7 +238,3 @@ class RequestsAtSwitch:
     async def _send_mark(self, what: str) -> None:
         async with self._sending:
             await self._send_forward({MARK: what})
-            # LMDeploy's Ray executor keeps a note of each forward until its output is taken.
-            notes = getattr(self._executor, "_connector_steps", None)
-            if notes:
-                notes.pop()

@@ -21,7 +21,13 @@ def _other_role(config: Any) -> bool:
 
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("dp", 1), "several data-parallel engines (--dp)", "start one server for each"),
-    (_set("ep", 1), "expert parallelism (--ep)", "use tensor parallelism (--tp)"),
+    (_set("tp", 1), "several ranks (--tp)", "use --tp 1"),
+    (
+        _set("distributed_executor_backend", "uni"),
+        "workers of their own (--distributed-executor-backend)",
+        "use --distributed-executor-backend uni",
+    ),
+    (_set("ep", 1), "expert parallelism (--ep)", "start LMDeploy without it"),
     (_set("adapters"), "LoRA adapters (--adapters)", "merge the adapter in the trainer"),
     (_set("quant_policy"), "a quantised KV cache (--quant-policy)", "start LMDeploy without it"),
     (_set("model_format", "hf"), "quantised weights (--model-format)", "serve the model unquantised"),

@@ -1,0 +1,106 @@
+"""Our receiver inside LMDeploy's whole server on a CPU, under load; transformers says what is right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engines import Engine
+from tests.engines.lmdeploy_receiver_server import (
+    CONTEXT,
+    LmdeployStream,
+    choices,
+    expected,
+    fresh,
+    lmdeploy_with_receiver,
+)
+from tests.engines.test_sglang_cpu import nudge
+from tests.tiny import tiny_model, tiny_tokenizer
+from weightcast import WeightUpdater
+
+pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(600)]
+
+SOON_S = 120.0
+MODES = ("retract", "in_place", "wait", "abort")
+PROMPTS = ([5, 6, 7, 8], [9, 8, 7, 6, 5, 4], [20 + number for number in range(100)])
+COUNT, SEEN, LONG = 12, 6, 3900
+OURS = {"/update_weights", "/init_weights_update_group", "/update_weights_from_distributed"}
+
+
+def model_in(folder: Path, *, seed: int = 0, **changes: Any) -> Any:
+    """A model whose answers LMDeploy and transformers agree on: no row of its embeddings is padding."""
+    settings: dict[str, Any] = {"max_position_embeddings": CONTEXT, "pad_token_id": None}
+    return tiny_model(folder, seed=seed, **settings | changes)
+
+
+class Served:
+    """A server with our receiver, and the model whose weights it has."""
+
+    def __init__(self, engine: Engine, model: Any) -> None:
+        self.engine, self.model, self.version = engine, model, 0
+
+    def step(self, pause: str, via: str = "ipc") -> Any:
+        """Updates to weights that are a step of training away; returns the model that was served before."""
+        before = copy.deepcopy(self.model)
+        nudge(self.model, seed=self.version + 1)
+        with WeightUpdater.connect(
+            self.model, [self.engine.url], pause=pause, transport=via, bucket_bytes=300_000, timeout_s=SOON_S
+        ) as updater:
+            report = updater.update(version=self.version + 1)
+        self.version += 1
+        [row] = report.targets
+        assert (row.status, row.proof, row.version_after) == ("serving", "resident", self.version), report
+        return before
+
+    def answers_with_its_weights(self) -> None:
+        assert fresh(self.engine, PROMPTS, COUNT) == expected(self.model, PROMPTS, COUNT)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for all tests here."""
+    folder = tmp_path_factory.mktemp("lmdeploy")
+    model = model_in(folder)
+    tiny_tokenizer(folder)
+    with lmdeploy_with_receiver(folder, folder / "server.log") as engine:
+        yield Served(engine, model)
+
+
+def switched_at(old: Any, new: Any, stream: LmdeployStream) -> int:
+    """After how many tokens the new weights took over; fails if the answer is not one of the old, then of the new."""
+    by_old, by_new = (choices(model, stream.prompt, stream.tokens) for model in (old, new))
+    pairs = zip(by_old, stream.tokens, strict=True)
+    count = next((place for place, (old_one, came) in enumerate(pairs) if old_one != came), len(by_old))
+    assert by_new[count:] == stream.tokens[count:], "neither the old weights nor the new ones say this"
+    return count
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode: str) -> None:
+    served.answers_with_its_weights()
+    running = [LmdeployStream(served.engine.url, prompt, 60 if mode == "wait" else LONG) for prompt in PROMPTS]
+    for stream in running:
+        stream.wait_for(SEEN)
+    before = served.step(mode)
+    for stream in running:
+        stream.cut_after(SEEN)
+        if mode in ("abort", "wait"):
+            assert (stream.finish, stream.failure) == ("abort" if mode == "abort" else "length", "")
+            assert choices(before, stream.prompt, stream.tokens) == stream.tokens
+            continue
+        assert not stream.finish, "the answer was over before the switch"
+        if mode == "retract":
+            assert SEEN <= switched_at(before, served.model, stream) < len(stream.tokens)
+        else:
+            assert choices(before, stream.prompt, stream.tokens) != stream.tokens
+    served.answers_with_its_weights()
+
+
+def test_lmdeploys_own_updates_are_refused(served: Served) -> None:
+    for path in OURS:
+        answer = served.engine.client.post(served.engine.url + path, json={})
+        assert (answer.status_code, "/weightcast" in answer.text) == (409, True), path
