@@ -43,7 +43,7 @@ class Served:
     def __init__(self, engine: Engine, model: Any) -> None:
         self.engine, self.model, self.version = engine, model, 0
 
-    def step(self, pause: str, via: str = "ipc") -> Any:
+    def step(self, pause: Any, via: Any = "ipc") -> Any:
         """Updates to weights that are a step of training away; returns the model that was served before."""
         before = copy.deepcopy(self.model)
         nudge(self.model, seed=self.version + 1)
