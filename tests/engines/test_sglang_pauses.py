@@ -39,15 +39,22 @@ class Served:
         self.model = tiny_model(folder, max_position_embeddings=CONTEXT, **DENSE)
         self.version = 0
 
-    def step(self, pause: str) -> Any:
-        """Update to weights that are a step of training away; what it served before."""
+    def step(self, pause: str, count: int) -> tuple[Any, Stream, list[Stream]]:
+        """Updates to weights that are a step of training away, while a request of ``count`` tokens runs and two wait.
+
+        They start when the trainer has connected: on a loaded machine they might have ended before.
+
+        Returns:
+            The model that it served before, the request that ran and those that waited.
+        """
         before = copy.deepcopy(self.model)
         self.version += 1
         nudge(self.model, seed=self.version)
         with WeightUpdater.connect(self.model, [self.engine.url], pause=pause, **OPTIONS) as updater:
+            running, waiting = loaded(self.engine.url, count)
             report = updater.update(version=self.version)
         assert report.ok, report
-        return before
+        return before, running, waiting
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +90,8 @@ def switched_at(old: Any, new: Any, stream: Stream) -> int:
     return -1
 
 
-def loaded(served: Served, count: int) -> tuple[Stream, list[Stream]]:
+def loaded(url: str, count: int) -> tuple[Stream, list[Stream]]:
     """One request that runs and has answered a little, and two that wait for it."""
-    url = served.engine.url
     running = Stream(url, PROMPT, count)
     running.wait_for(SEEN)
     waiting = [Stream(url, PROMPT[:number], SHORT) for number in (63, 40)]
@@ -103,8 +109,7 @@ def new_requests_get_new_weights(served: Served) -> None:
 @pytest.mark.parametrize("cache", ["cached", BARE])
 def test_abort_drops_what_runs_and_what_waits(servers: dict[str, Served], cache: str) -> None:
     served = servers[cache]
-    running, waiting = loaded(served, LONG)
-    old = served.step("abort")
+    old, running, waiting = served.step("abort", LONG)
     for stream in (running, *waiting):
         assert stream.ended().finish == "abort" or stream.failure, stream.finish
     assert follows(old, PROMPT, running.tokens)
@@ -116,8 +121,7 @@ def test_retract_keeps_requests_and_tokens_and_computes_their_cache_anew(
     servers: dict[str, Served], cache: str
 ) -> None:
     served = servers[cache]
-    running, waiting = loaded(served, LONG)
-    old = served.step("retract")
+    old, running, waiting = served.step("retract", LONG)
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG)
     assert SEEN <= switched_at(old, served.model, running) < LONG
     for stream in waiting:
@@ -129,8 +133,7 @@ def test_retract_keeps_requests_and_tokens_and_computes_their_cache_anew(
 @pytest.mark.engine_full
 def test_in_place_keeps_requests_tokens_and_cache_where_nothing_is_reused(servers: dict[str, Served]) -> None:
     served = servers["bare"]
-    running, waiting = loaded(served, LONG)
-    old = served.step("in_place")
+    old, running, waiting = served.step("in_place", LONG)
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG)
     assert follows(old, PROMPT, running.tokens[:SEEN])
     assert not follows(old, PROMPT, running.tokens)
@@ -178,9 +181,8 @@ def test_wait_lets_requests_finish_although_there_is_never_a_moment_without_one(
     servers: dict[str, Served], cache: str
 ) -> None:
     served = servers[cache]
-    running, waiting = loaded(served, LONG // 4)
     with Steady(served.engine.url) as steady:
-        old = served.step("wait")
+        old, running, waiting = served.step("wait", LONG // 4)
     for stream in (running, *waiting):
         assert (stream.ended().finish, len(stream.tokens)) == ("length", stream.count)
         assert follows(old, stream.prompt, stream.tokens)
