@@ -222,7 +222,7 @@ def main() -> int:
     first, last = everything[0].extra, everything[-1].extra
     spent = {name: (last[name] - first[name]) / (len(everything) - 1) * 1e3 for name in _SPENT}
     waited = spent["trainer_listening_s"] + spent["engine_listening_s"]
-    result["spent_ms"] = spent | {"waited_for": waited, "allowed": result["processors"]["allowed_ms"]}
+    result["spent_ms"] = spent | {"waited_for": waited, "allowed": result["returned"]["allowed_ms"]}
     print(f"{arguments.model}, {arguments.placement}, {arguments.rounds} pairs; milliseconds of an update")
     for name in _FIGURES:
         row = result[name]
