@@ -94,9 +94,12 @@ def waiting(url: str) -> int:
     raise AssertionError(f"{url} has none of {', '.join(_LOADS)}")
 
 
-def wait_until_waiting(url: str, count: int) -> None:
-    """Return when so many requests wait."""
+def wait_until_waiting(url: str, count: int, running: Stream | None = None) -> bool:
+    """Return when so many requests wait; False if ``running`` has ended, so that they need not wait any more."""
     deadline = time.monotonic() + LIMIT_S
     while (now := waiting(url)) < count:
+        if running is not None and running.finish:
+            return False
         assert time.monotonic() < deadline, f"{now} of {count} requests wait"
         time.sleep(0.05)
+    return True
