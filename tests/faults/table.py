@@ -36,7 +36,7 @@ def table(results: Sequence[Result]) -> str:
     worst = max((result.seconds for result in results), default=0.0)
     later = max((result.later_s for result in results), default=0.0)
     parts.append(
-        f"\n{len(results)} of {len(list(all_cases()))} cases were played, {len(wrong)} came out wrong. "
+        f"\n{len(results)} of {len(list(all_cases()))} cases were played, {len(wrong)} came out wrong.\n"
         f"The longest update with a fault in it took {worst:.1f} s, the longest after it {later:.1f} s."
     )
     parts += [f"\n- {result.case}: {'; '.join(result.wrong)}" for result in wrong]
