@@ -18,6 +18,7 @@ VerifyLevel = Literal["none", "received", "resident", "behaviour"]
 OnFailure = Literal["raise", "quarantine"]
 DigestKind = Literal["fast", "sha256"]
 DiskReaders = Literal["user", "group", "all"]
+DirectBy = Literal["auto", "memory", "messages", "shards"]
 MAX_TIMEOUT_S = 21_600  # engines accept a lease of a day, and a lease is four deadlines
 
 _UNITS = {
@@ -110,8 +111,10 @@ class UpdateConfig:
     Attributes:
         transport: ``"ipc"`` (same host: CUDA IPC or shared memory), ``"broadcast"`` (an nccl or gloo process group of
             trainer and engines), ``"disk"`` (a checkpoint folder, for engines that load one while they run),
-            ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver) or
-            ``"auto"`` (ipc if every target is on this host, else broadcast).
+            ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver),
+            ``"direct"`` (shards to the engine ranks that keep them, without a gather) or ``"auto"`` (direct with
+            ``keep_mapped`` where every target is on this host and can read shards; else ipc if every target is on
+            this host; else broadcast).
         bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.  Where sums
             are taken on a CPU, add up to 40 MiB: blocks of 2 MiB, and 16 MiB for each cast that is summed.
         pause: Fate of the requests that run at the moment of the switch.
@@ -137,6 +140,12 @@ class UpdateConfig:
         disk_readers: Users that may read the weights of ``"disk"``: ``"user"`` (this process's own), ``"group"`` (also
             its group, or the folder's group if the folder has the setgid bit) or ``"all"``.  An engine that runs as
             another user needs one of the last two.
+        direct_by: The way of ``"direct"``: ``"shards"`` (engine ranks on this host read the weights where the trainer
+            ranks keep them, see ``keep_mapped``), ``"memory"`` (they read trainer ranks' buffers), ``"messages"``
+            (every trainer rank sends to every engine rank, by nccl or gloo) or ``"auto"`` (the first of these that
+            works).
+        keep_mapped: True if the weights stay where they are between updates, so that engine ranks may keep them mapped;
+            for ``direct``.  Call ``release`` before the trainer frees or moves them.
     """
 
     transport: TransportName = "auto"
@@ -156,6 +165,8 @@ class UpdateConfig:
     rendezvous_host: str | None = None
     disk_folder: str | None = None
     disk_readers: DiskReaders = "user"
+    direct_by: DirectBy = "auto"
+    keep_mapped: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -166,10 +177,15 @@ class UpdateConfig:
             ("digest", DigestKind),
             ("on_failure", OnFailure),
             ("disk_readers", DiskReaders),
+            ("direct_by", DirectBy),
         ):
             value = getattr(self, name)
             if value not in get_args(allowed):
                 raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(allowed))}")
+        if self.direct_by == "shards" and not self.keep_mapped:
+            raise ConfigError(
+                'direct_by="shards" lets engine ranks keep the trainer\'s weights mapped', hint="set keep_mapped=True"
+            )
         levels = get_args(VerifyLevel)
         if levels.index(self.require) > levels.index(self.verify):
             raise ConfigError(

@@ -45,13 +45,16 @@ from weightcast.comm.run_steps import EngineRequest, Steps
 if TYPE_CHECKING:
     import torch
 
+    from weightcast.comm.invited import Invited
     from weightcast.comm.shared_buckets import Shared
     from weightcast.comm.trainer_group import TrainerGroup
+    from weightcast.comm.update_group import UpdateGroup
     from weightcast.digest.source_sums import Folded, SourceSums
     from weightcast.wire.box import Box
     from weightcast.wire.bucket import Bucket
+    from weightcast.wire.engine_info import EngineInfo
     from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-    from weightcast.wire.messages import Close, Commit, EngineInfo, Open, Revert
+    from weightcast.wire.messages import Close, Commit, Open, Revert
 
 
 # -- the trainer's model
@@ -172,6 +175,41 @@ class Scattering(Protocol):
 
         All ranks together serve every element of the layout's tensors once.  Replicas are shared out by bytes.
         """
+        ...
+
+
+class Lying(Protocol):
+    """Memory of parts, at one moment.
+
+    Attributes:
+        stamp: Value that stays equal while every part lies at the same address in the same way.
+    """
+
+    stamp: object
+
+    def views(self) -> Sequence[tuple[int, Box, torch.Tensor]]:
+        """Number of the slot, box and memory of each part."""
+        ...
+
+
+@runtime_checkable
+class Mappable(Protocol):
+    """An exporter whose shards engines may read where they lie, for ``direct`` with ``keep_mapped``."""
+
+    def unmappable(self, group: TrainerGroup) -> Collection[str]:
+        """Names of tensors that engines cannot read where this rank keeps them: cast or computed when they are sent."""
+        ...
+
+    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> Lying:
+        """The parts that ``Scattering.serves`` lists, where this rank keeps them.  No copy, no communication.
+
+        Raises:
+            ConfigError: A part is cast or computed when it is sent; the text names the tensor.
+        """
+        ...
+
+    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
+        """Sums this rank's parts where they lie, as ``Scattering.fill_own`` does.  No communication."""
         ...
 
 
@@ -337,6 +375,7 @@ class Invitation:
         bucket_bytes: Size of the largest bucket, in bytes.
         timeout_s: Deadline of the rendezvous, in seconds.
         unique_id: NCCL's unique id of the group; empty unless ``Adapter.meeting`` is ``nccl-id``.
+        wants: True if all trainer ranks are members, and engine ranks tell them which boxes they want.
     """
 
     session: str
@@ -350,6 +389,7 @@ class Invitation:
     bucket_bytes: int
     timeout_s: float
     unique_id: bytes = b""
+    wants: bool = False
 
 
 @runtime_checkable
@@ -418,4 +458,17 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Releases groups and buffers on both sides.  Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Exchanging(Protocol):
+    """A transport over a group of all trainer ranks, each of which sends its own parts to engine ranks."""
+
+    def invite(self) -> Invited | None:
+        """Opens the rendezvous of a new group, which ``connect`` then makes; None if there is a group that lives."""
+        ...
+
+    def member(self) -> UpdateGroup:
+        """The head's end of the group; ``connect`` comes first."""
         ...

@@ -11,28 +11,13 @@ from typing import Any
 import torch
 
 from tests.unit.models import specs_of, weights_of
+from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
+from weightcast.wire.codec import encode
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import (
-    Abort,
-    Ack,
-    Announce,
-    BroadcastSource,
-    Close,
-    Commit,
-    EngineInfo,
-    IpcSource,
-    Join,
-    Leave,
-    MemoryHandle,
-    Open,
-    Owner,
-    RankAck,
-    RankInfo,
-    Readback,
-    Revert,
-    encode,
-)
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Readback, Revert
 
 SESSION = "0123456789abcdef" * 2
 _SPECS = tuple(specs_of(weights_of(0)))  # those of the model behind the messages: an Open with them may be taken
@@ -68,7 +53,7 @@ HONEST: tuple[bytes, ...] = tuple(
         Announce(session=SESSION, layout=_LAYOUT, source=IpcSource(handles=(_SHM, _CUDA))),
         Announce(session=SESSION, layout=_LAYOUT, source=BroadcastSource(group="g")),
         Close(session=SESSION, buckets=1),
-        Commit(session=SESSION, expected={"embed.weight": "0" * 16}),
+        Commit(session=SESSION, digest="0" * 16),
         Revert(session=SESSION, reason="no"),
         Abort(session=SESSION, reason="no"),
         Leave(group="g"),

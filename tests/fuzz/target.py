@@ -13,7 +13,8 @@ import httpx
 from tests.unit.test_receiver_session import Bench
 from weightcast.comm import http
 from weightcast.errors import WireError
-from weightcast.wire.messages import Join, Open, Readback, decode, decode_ack, decode_info, decode_rank_ack, encode
+from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
+from weightcast.wire.messages import Join, Open, Readback
 
 _DECODERS: tuple[Callable[[bytes], Any], ...] = (decode, decode_ack, decode_rank_ack, decode_info)
 

@@ -6,7 +6,8 @@ import os
 import threading
 import time
 
-from weightcast.wire.messages import Abort, Message, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Abort, Message
 
 
 class Echo:

@@ -12,10 +12,12 @@ import torch
 
 from tests.unit.models import Weights, fill, specs_of
 from weightcast.comm.ipc import SharedBuffer
+from weightcast.digest.definition import model_digest
 from weightcast.digest.sent import Sent, SentDigests, casts_of
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
-from weightcast.wire.messages import Abort, Announce, Close, Commit, IpcSource, Message, Open, Owner
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Message, Open, Owner
 
 
 class Sender:
@@ -47,8 +49,10 @@ class Sender:
         count = len(self.layouts) if buckets is None else buckets
         return Close(session=self.session, buckets=count, by_name=by_name)
 
-    def commit(self, expected: Mapping[str, str] | None = None, *, as_received: bool = False) -> Commit:
-        return Commit(session=self.session, expected=dict(expected or {}), as_received=as_received)
+    def commit(self, expected: Mapping[str, str] | None = None, *, proven: bool = False) -> Commit:
+        """With ``proven``, what is kept must be what is sent; else it must have the expected digests, if any."""
+        expected = self.digests()[1] if proven else expected
+        return Commit(session=self.session, digest=model_digest(expected) if expected else "")
 
     def abort(self, reason: str = "") -> Abort:
         return Abort(session=self.session, reason=reason)

@@ -42,7 +42,7 @@ def types_in(hint: Any) -> set[Any]:
 
 
 # Callbacks, and who calls: no options of an update.
-OF_CONNECT_ALONE = {"progress", "on_event", "alone"}
+OF_CONNECT_ALONE = {"adapter", "draft", "progress", "on_event", "alone"}
 
 
 def test_keywords_of_connect_are_the_options_of_an_update() -> None:

@@ -11,7 +11,7 @@ from tests.fuzz.decoders import plain
 from tests.fuzz.inputs import HONEST, make
 from tests.fuzz.target import Target
 from tests.unit.models import weights_of
-from weightcast.wire import messages
+from weightcast.wire.layout import BucketLayout
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_an_error_of_another_kind_is_noticed(monkeypatch, quiet):
     def broken(layout: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(messages.BucketLayout, "check", broken)
+    monkeypatch.setattr(BucketLayout, "check", broken)
     target = Target()
     try:
         announce = next(data for data in HONEST if b'"type":"announce"' in data)

@@ -14,34 +14,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from weightcast.errors import WireError
+from weightcast.runtime.lru import Lru
 from weightcast.watch.events import Step
-from weightcast.wire import messages
+from weightcast.wire import codec, messages
+from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
+from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import MAX_BYTES, BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import (
-    Abort,
-    Ack,
-    Announce,
-    BroadcastSource,
-    Close,
-    Commit,
-    EngineInfo,
-    IpcSource,
-    Join,
-    Leave,
-    MemoryHandle,
-    Open,
-    Owner,
-    RankAck,
-    RankInfo,
-    Readback,
-    Revert,
-    decode,
-    decode_ack,
-    decode_info,
-    decode_rank_ack,
-    encode,
-)
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Readback, Revert
 
 SESSION = "0123456789abcdef" * 2
 SPEC = TensorSpec(name="model.layers.0.up.weight", dtype="bfloat16", shape=(6, 4))
@@ -87,7 +69,7 @@ EXAMPLES = {
     "announce ipc": Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(SHM, CUDA))),
     "announce broadcast": Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
     "close": Close(session=SESSION, buckets=0, by_name=True),
-    "commit": Commit(session=SESSION, expected={"a": "f" * 16, "b": "0" * 64}),
+    "commit": Commit(session=SESSION, digest="f" * 16),
     "revert": Revert(session=SESSION, reason="another engine failed"),
     "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
     "readback": Readback(),
@@ -257,9 +239,9 @@ def test_truncated_message_is_refused(name):
 
 def test_message_over_the_size_limit_is_refused(monkeypatch):
     data = encode(OPEN)
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", len(data))
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(data))
     assert decode(data) == OPEN
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", len(data) - 1)
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", len(data) - 1)
     with pytest.raises(WireError, match="limit"):
         decode(data)
 
@@ -330,8 +312,10 @@ def test_decoders_inspect_all_classes_at_import():
     # msgspec crashes the process when two threads do so at once, and many engines are asked at once.
     code = """
 import msgspec._utils as inside
-from weightcast.wire.messages import *
-from weightcast.wire.messages import decode_ack, decode_info, decode_rank_ack
+from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
+from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.messages import Readback
 inside.__dict__["_eval_type"] = None
 decode(encode(Readback()))
 decode_ack(encode(Ack(ok=True)))
@@ -357,7 +341,7 @@ def test_malformed_answer_is_refused(data):
 def test_an_older_engine_would_refuse_what_open_says_now_so_the_protocol_tells_them_apart():
     told = {name: value for name, value in json.loads(encode(OPEN)).items() if name != "traceparent"}
     assert decode(json.dumps(told).encode()) == OPEN  # what an older trainer sends is understood
-    assert messages.PROTOCOL == 4
+    assert messages.PROTOCOL == 5
 
 
 @pytest.mark.parametrize("steps", [[["wire"]], [["wire", -1, 0, 1]], [["w" * 65, 0, 0, 1]], [["wire", 0, "x", 1]], "x"])
@@ -365,3 +349,46 @@ def test_steps_of_another_form_are_refused(steps):
     body = json.loads(encode(Ack(ok=True))) | {"steps": steps}
     with pytest.raises(WireError):
         decode_ack(json.dumps(body).encode())
+
+
+def description() -> EngineInfo:
+    """The description of an engine with specs that no other test has."""
+    specs = tuple(TensorSpec(name=f"layers.{number}.w", dtype="bfloat16", shape=(number, 7)) for number in range(9))
+    return EngineInfo(
+        protocol=messages.PROTOCOL,
+        engine="e",
+        model="m",
+        state="serving",
+        version=None,
+        digest=None,
+        tp_size=1,
+        host_id="h",
+        ranks=(),
+        staging="none",
+        transports=(),
+        specs=specs,
+    )
+
+
+def test_specs_that_the_other_end_has_are_left_out_of_a_description():
+    info = description()
+    whole = encode(info)
+    first = decode_info(whole)
+    short = encode(info, known_specs=codec.specs_hash(first))
+    assert first == info
+    assert b'"name"' in whole
+    assert b'"name"' not in short
+    again = decode_info(short)
+    assert again == info
+    assert again.specs is first.specs
+    assert encode(info, known_specs="0" * 32) == whole
+    assert codec.specs_hash(description()) == ""  # it was not decoded here
+
+
+def test_a_description_without_specs_that_this_process_has_is_refused(monkeypatch):
+    info = decode_info(encode(description()))
+    short = encode(info, known_specs=codec.specs_hash(info))
+    monkeypatch.setattr(codec, "_known_specs", Lru(1 << 20))
+    assert codec.specs_hash(info) == ""
+    with pytest.raises(WireError, match="specs are missing"):
+        decode_info(short)

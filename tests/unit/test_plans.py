@@ -8,8 +8,10 @@ import secrets
 import pytest
 
 from weightcast.errors import WireError
+from weightcast.wire.bucket_sources import BroadcastSource
+from weightcast.wire.codec import decode, encode
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
-from weightcast.wire.messages import Announce, BroadcastSource, Open, Owner, decode, encode
+from weightcast.wire.messages import Announce, Open, Owner
 from weightcast.wire.plans import UnknownPlan, UpdatePlan, forget_plans
 
 SPECS = tuple(TensorSpec(name=f"t{number}", dtype="float32", shape=(number + 1, 4)) for number in range(40))

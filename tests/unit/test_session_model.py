@@ -20,7 +20,8 @@ from weightcast.errors import EngineFailure
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
-from weightcast.wire.messages import Abort, Leave, Message, Owner, RankAck, Readback, Revert
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Abort, Leave, Message, Owner, Readback, Revert
 
 BUCKET_BYTES = 1000
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from weightcast.comm.shared_buckets import Shared
 from weightcast.protocols import Invitation
+from weightcast.wire.bucket_sources import (
+    BroadcastSource,
+    ExchangeSource,
+    IpcSource,
+    MappedPart,
+    MappedSource,
+    MemoryHandle,
+    PartialBuffer,
+    ScatteredSource,
+)
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce, BroadcastSource, IpcSource, Join, PartialBuffer, ScatteredSource
+from weightcast.wire.messages import Announce, Join
 
 
 def join_of(invitation: Invitation) -> Join:
@@ -22,6 +34,7 @@ def join_of(invitation: Invitation) -> Join:
         world_size=invitation.world_size,
         backend=invitation.backend,
         timeout_s=invitation.timeout_s,
+        wants=invitation.wants,
     )
 
 
@@ -33,10 +46,15 @@ def announce_of(
     Args:
         session: The session.
         layout: Layout of the bucket.
-        group: Name of the group that broadcasts it, if one does.
+        group: Name of the group in which it is broadcast or exchanged, if it is.
         shared: Handles to it otherwise.
         plan: Hash of the plan that the engine has the layout from; empty if the message must have it.
     """
+    if group is not None and shared:
+        source = ExchangeSource(group=group, parts=tuple(item.parts for item in shared))
+        return Announce(session=session, layout=layout, source=source, plan=plan)
+    if any(item.mapped for item in shared):
+        return Announce(session=session, layout=layout, source=_mapped(shared), plan=plan)
     if any(item.parts for item in shared):
         buffers = tuple(
             PartialBuffer(handle=item.memory, parts=item.parts)
@@ -47,3 +65,13 @@ def announce_of(
     handles = tuple(item.memory for item in shared if item.memory is not None)
     source = BroadcastSource(group=group) if group is not None else IpcSource(handles=handles)
     return Announce(session=session, layout=layout, source=source, plan=plan)
+
+
+def _mapped(shared: Sequence[Shared]) -> MappedSource:
+    """One list of all trainer ranks' memories, and of the parts in them."""
+    memories: list[MemoryHandle] = []
+    parts: list[MappedPart] = []
+    for item in shared:
+        parts += [msgspec.structs.replace(part, memory=part.memory + len(memories)) for part in item.mapped]
+        memories += item.memories
+    return MappedSource(memories=tuple(memories), parts=tuple(parts))

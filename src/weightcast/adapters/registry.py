@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from weightcast.adapters.lmdeploy.detect import LmdeployKind
 from weightcast.adapters.native.detect import NativeKind
+from weightcast.adapters.native.lora import NativeAdapterKind
 from weightcast.adapters.sglang.detect import SglangKind
 from weightcast.adapters.vllm.detect import VllmExtensionKind, VllmKind
 from weightcast.protocols import Adapter, Kind
-from weightcast.wire.messages import EngineInfo
+from weightcast.wire.adapters import AdapterRequest
+from weightcast.wire.engine_info import EngineInfo
 
 KINDS: tuple[Kind, ...] = (NativeKind(), SglangKind(), LmdeployKind(), VllmKind(), VllmExtensionKind())
 
 
+def adapter_kinds(request: AdapterRequest | None) -> tuple[Kind, ...]:
+    """The kinds of engine that serve LoRA adapters beside their model.
+
+    Args:
+        request: The adapter that a probe asks them to take; None to describe none.
+    """
+    return (NativeAdapterKind(request),)
+
+
 def adapter_for(info: EngineInfo) -> Adapter:
     """Makes an adapter for a recognised engine."""
-    return next(kind for kind in KINDS if kind.name == info.kind).adapter(info)
+    return next(kind for kind in (*KINDS, *adapter_kinds(None)) if kind.name == info.kind).adapter(info)

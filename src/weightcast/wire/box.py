@@ -92,6 +92,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+def is_one_run(shape: tuple[int, ...], within: tuple[int, ...]) -> bool:
+    """True if a box of this shape lies in one run of a contiguous tensor of the other shape."""
+    ones = next((dim for dim, extent in enumerate(shape) if extent != 1), len(shape))
+    return shape[ones + 1 :] == within[ones + 1 :]
+
+
 def span_of(offset: int, shape: Sequence[int], stride: Sequence[int]) -> Span:
     """The shortest span that covers a strided region; empty for an empty region.
 

@@ -37,6 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
+DRAFT_PREFIX = "draft."  # of the names of a draft model that is updated with the model
+
 MAX_TENSORS = 1 << 20
 MAX_DIMS = 8
 MAX_GAP_BYTES = 4096  # no alignment of ours is larger; so a bucket takes memory only for what it carries

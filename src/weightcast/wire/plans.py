@@ -106,7 +106,7 @@ class UpdatePlan:
     @cached_property
     def hash(self) -> str:
         """BLAKE2b of ``encoded``, 32 hex characters."""
-        return _hash_of(self.encoded)
+        return hash_of(self.encoded)
 
     @cached_property
     def without_runs(self) -> UpdatePlan:
@@ -132,7 +132,7 @@ def take_plan(name: str, encoded: bytes) -> UpdatePlan:
     Raises:
         WireError: The plan is malformed, breaks the rules of ``BucketLayout.check``, or has another hash.
     """
-    if _hash_of(encoded) != name:
+    if hash_of(encoded) != name:
         raise WireError(f"the plan that came with the message is not {name}")
     found = _kept.get(name)
     if found is not None:
@@ -151,7 +151,8 @@ def forget_plans() -> None:
 _kept: Lru[str, UpdatePlan] = Lru(_KEPT_BYTES)
 
 
-def _hash_of(encoded: bytes) -> str:
+def hash_of(encoded: bytes) -> str:
+    """BLAKE2b of an encoded table, 32 hex characters."""
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
@@ -176,5 +177,5 @@ def _decoded(encoded: bytes) -> UpdatePlan:
         layout.check()
         layouts.append(layout)
     plan = UpdatePlan(specs, layouts, tables.bucket_runs)
-    plan.__dict__["encoded"], plan.__dict__["hash"] = encoded, _hash_of(encoded)
+    plan.__dict__["encoded"], plan.__dict__["hash"] = encoded, hash_of(encoded)
     return plan

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.errors import WireError
-from weightcast.wire.messages import Label, State, Version
+from weightcast.wire.answers import State
+from weightcast.wire.fields import Label, Version
 
 Outcome = Literal["running", "committed", "aborted", "quarantined", "reverted"]
 _Seconds = Annotated[float, Meta(ge=0)]

@@ -12,20 +12,11 @@ from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import TargetRejected, WireError
 from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.wire.answers import UNKNOWN_PLAN
+from weightcast.wire.codec import decode_ack, encode
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import (
-    UNKNOWN_PLAN,
-    Abort,
-    Close,
-    Commit,
-    EngineInfo,
-    Leave,
-    Message,
-    Open,
-    Revert,
-    decode_ack,
-    encode,
-)
+from weightcast.wire.messages import Abort, Close, Commit, Leave, Message, Open, Revert
 
 
 class NativeAdapter:
@@ -38,8 +29,15 @@ class NativeAdapter:
     proves: frozenset[Literal["received", "resident"]] = frozenset(("received", "resident"))
     leased = True
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, root: str = "") -> None:
+        """Makes the adapter.
+
+        Args:
+            info: The engine's description.
+            root: Path below which the routes are; that of one LoRA adapter, or nothing for the engine's model.
+        """
         self._info = info
+        self._root = root
         self._plan = ""  # hash of the plan of the session
         self._sent = ""  # hash of the plan that the engine took last
 
@@ -62,54 +60,54 @@ class NativeAdapter:
         self._plan = message.plan.hash if message.plan is not None else ""
         if self._plan and self._plan == self._sent:
             try:
-                return decode_ack((yield _open(message, named=True)))
+                return decode_ack((yield self._open(message, named=True)))
             except TargetRejected as error:
                 if error.status != UNKNOWN_PLAN:
                     raise
-        ack = decode_ack((yield _open(message, named=False)))
+        ack = decode_ack((yield self._open(message, named=False)))
         self._sent = self._plan
         return ack
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group."""
-        return _apply(join_of(invitation))
+        return self._apply(join_of(invitation))
 
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket from a group or from shared memory."""
-        return _apply(announce_of(session, layout, group=group, shared=shared, plan=self._plan))
+        return self._apply(announce_of(session, layout, group=group, shared=shared, plan=self._plan))
 
     def close(self, message: Close) -> Steps:
         """As ``Adapter.close``."""
-        return _apply(message)
+        return self._apply(message)
 
     def commit(self, message: Commit) -> Steps:
         """Makes the staged weights live."""
-        return _apply(message)
+        return self._apply(message)
 
     def revert(self, message: Revert) -> Steps:
         """As ``protocols.Reverting.revert``."""
-        return _apply(message)
+        return self._apply(message)
 
     def abort(self, session: str, reason: str) -> Steps:
         """Ends the session; a staging engine keeps the old version."""
-        return _apply(Abort(session=session, reason=reason[:4096]))
+        return self._apply(Abort(session=session, reason=reason[:4096]))
 
     def leave(self, group: str | None) -> Steps:
         """Leaves the group, or unmaps buffers if ``group`` is None."""
-        return _apply(Leave(group=group))
+        return self._apply(Leave(group=group))
 
     def score(self, token_ids: Sequence[int]) -> Generator[EngineRequest, bytes, list[float]]:
         """As ``Adapter.score``."""
-        reply = yield EngineRequest(path="/weightcast/score", body=msgspec.json.encode({"token_ids": list(token_ids)}))
+        reply = yield EngineRequest(
+            path=f"{self._root}/weightcast/score", body=msgspec.json.encode({"token_ids": list(token_ids)})
+        )
         try:
             return msgspec.json.decode(reply, type=dict[str, list[float]])["logprobs"]
         except (msgspec.MsgspecError, KeyError) as error:
             raise WireError(f"the answer to /weightcast/score has another form: {error}") from None
 
+    def _open(self, message: Open, *, named: bool) -> EngineRequest:
+        return EngineRequest(path=f"{self._root}/weightcast/open", body=encode(message, named=named), lease=True)
 
-def _open(message: Open, *, named: bool) -> EngineRequest:
-    return EngineRequest(path="/weightcast/open", body=encode(message, named=named), lease=True)
-
-
-def _apply(message: Message) -> Steps:
-    return decode_ack((yield EngineRequest(path="/weightcast/apply", body=encode(message))))
+    def _apply(self, message: Message) -> Steps:
+        return decode_ack((yield EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message))))

@@ -8,7 +8,11 @@ from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.protocols import Adapter
-from weightcast.wire.messages import PROTOCOL, EngineInfo, decode_info
+from weightcast.wire.codec import decode_info, specs_hash
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.messages import PROTOCOL
+
+_MAX_INFOS = 1 << 14
 
 
 class NativeKind:
@@ -16,25 +20,50 @@ class NativeKind:
 
     name = "native"
 
+    def __init__(self) -> None:
+        self._infos: dict[str, EngineInfo] = {}  # last description by URL: its specs need not come again
+
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:
         """As ``Kind.recognise``."""
-        try:
-            body = yield EngineRequest(method="GET", path="/weightcast/info")
-        except TargetRejected as error:
-            if error.status in (404, 405):
-                return None
-            raise
-        try:
-            info = decode_info(body)
-        except WireError as error:
-            raise ConfigError(f"{url}: the answer to /weightcast/info has another form: {error}") from None
-        if info.protocol != PROTOCOL:
-            raise ConfigError(
-                f"{url} speaks protocol {info.protocol}, and this weightcast speaks {PROTOCOL}",
-                hint="install the same version of weightcast on both sides",
-            )
+        known = self._infos.pop(url, None)
+        table = specs_hash(known) if known is not None else ""
+        info = None
+        while info is None:
+            try:
+                body = yield EngineRequest(method="GET", path=f"/weightcast/info{table and '?specs=' + table}")
+            except TargetRejected as error:
+                if error.status in (404, 405):
+                    return None
+                raise
+            try:
+                info = described(url, "/weightcast/info", body)
+            except ConfigError:
+                if not table:
+                    raise
+                table = ""  # other specs have taken the place of these meanwhile
+        if len(self._infos) >= _MAX_INFOS:
+            self._infos.clear()
+        self._infos[url] = info
         return info
 
     def adapter(self, info: EngineInfo) -> Adapter:
         """As ``Kind.adapter``."""
         return NativeAdapter(info)
+
+
+def described(url: str, path: str, body: bytes) -> EngineInfo:
+    """Decodes a description that our receiver has sent.
+
+    Raises:
+        ConfigError: It has another form, or is of another protocol.
+    """
+    try:
+        info = decode_info(body)
+    except WireError as error:
+        raise ConfigError(f"{url}: the answer to {path} has another form: {error}") from None
+    if info.protocol != PROTOCOL:
+        raise ConfigError(
+            f"{url} speaks protocol {info.protocol}, and this weightcast speaks {PROTOCOL}",
+            hint="install the same version of weightcast on both sides",
+        )
+    return info

@@ -1,0 +1,119 @@
+"""An engine's answers: an ``Ack`` to every message, combined from one ``RankAck`` of each engine rank."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from weightcast.wire.fields import Count, Digest, Rank, Steps, Text, Version
+from weightcast.wire.held import NOTHING_HELD, HeldSums
+
+GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
+UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan must be sent in full
+
+State = Literal["serving", "updating", "quarantined"]
+
+
+class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer of one engine rank.
+
+    Attributes:
+        rank: Tensor-parallel rank.
+        ok: False if the rank refused or failed; ``error`` says why.
+        error: The rank's own words.
+        refused: True if the rank refused before it changed anything.
+        group_failed: True if the rank failed because its process group did, so another member is to blame.
+        touched: True if this session may have changed live parameters.
+        missing: Names of source tensors that did not arrive whole.
+        not_updated: Names of parameters and buffers that no source tensor writes.
+        received_all: After Close: one digest of everything that arrived (``digest.bucket_sums.Totals``).
+        received: Digest by name of each tensor that arrived; after a Close that asks for it.
+        held: Sums of the parts of the source tensors that this rank keeps.
+        unproven: Names of source tensors whose place in the model cannot be read back.
+        load_s: Seconds spent on copies since the last answer.
+        verify_s: Seconds spent on digests since the last answer.
+        peak_extra_bytes: Most extra memory since the session opened, in bytes, measured.
+        steps: What the rank did since the last answer, on the clock of its host.
+    """
+
+    rank: Rank
+    ok: bool = True
+    error: str = ""
+    refused: bool = False
+    group_failed: bool = False
+    touched: bool = False
+    missing: tuple[str, ...] = ()
+    not_updated: tuple[str, ...] = ()
+    received_all: str = ""
+    received: dict[str, str] = {}
+    held: HeldSums = NOTHING_HELD
+    unproven: tuple[str, ...] = ()
+    load_s: float = 0.0
+    verify_s: float = 0.0
+    peak_extra_bytes: int = 0
+    steps: Steps = ()
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer of one engine to one message.
+
+    Attributes:
+        ok: False if the engine refused or failed.
+        error: Reason of the refusal or failure.
+        failed_ranks: Engine ranks that failed.
+        group_failed: True if the engine failed because its process group did, so another member may be to blame.
+        state: The engine's state now.
+        version: Version that the engine serves now; None before the first one is known.
+        ranks: Number of engine ranks.
+        closed: True in the answer to the last bucket that Open announced, which answers Close as well.
+        received_all: After Close: rank 0's digest of everything that arrived; empty if asked for digests by name.
+        received: After a Close that asks for it: rank 0's digest by name of each tensor that arrived.
+        received_ranks: After Close: number of ranks that received the same.
+        digest: After a Commit with a digest, and after Revert: model digest of what the ranks keep together.
+        resident: After Readback: digest by name of each tensor that the ranks keep together.
+        resident_ranks: After Commit: number of ranks that keep exactly what was expected.
+        mismatched: Names of tensors whose digests differ between ranks or from what was expected.
+        missing: Names of source tensors that did not arrive.
+        not_updated: Names of parameters that no source tensor writes.
+        unproven: After Open, Close and Commit: names of tensors whose place cannot be read back.
+        load_s: Seconds that the slowest rank spent on copies.
+        verify_s: Seconds that the slowest rank spent on digests.
+        stall_s: After Commit: seconds in which the engine generated nothing.
+        peak_extra_bytes: Most extra memory of any rank since the session opened, in bytes.
+        message: A further remark.
+        checksum: After Commit: the engine's own digest of all its weights, which is comparable only among engines of
+            one kind, version and size; empty if the engine has none.
+        heard: Time at which the engine's server had read the message, in seconds of its monotonic clock; None if it
+            does not say.
+        answered: Time at which it had the answer, likewise.
+        steps: What the ranks and the server did for this message, on the clocks of their hosts.
+    """
+
+    ok: bool
+    error: str = ""
+    failed_ranks: tuple[Rank, ...] = ()
+    group_failed: bool = False
+    state: State = "serving"
+    version: Version | None = None
+    ranks: Count = 0
+    closed: bool = False
+    received_all: Digest = ""
+    received: dict[str, Digest] = {}
+    received_ranks: Count = 0
+    digest: Digest = ""
+    resident: dict[str, Digest] = {}
+    resident_ranks: Count = 0
+    mismatched: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    not_updated: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+    load_s: float = 0.0
+    verify_s: float = 0.0
+    stall_s: float = 0.0
+    peak_extra_bytes: int = 0
+    message: Text = ""
+    checksum: Digest = ""
+    heard: float | None = None
+    answered: float | None = None
+    steps: Steps = ()

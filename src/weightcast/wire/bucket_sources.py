@@ -1,0 +1,150 @@
+"""Sources of a bucket: the place from which an engine reads it.  A transport adds its own here.
+
+``transport`` of each class is the name of the transport that sends it, for metrics and log lines.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from weightcast.wire.box import Box
+from weightcast.wire.fields import GroupName, Text
+from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, Size
+
+
+class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bucket buffer that a process on the same host can map.
+
+    Attributes:
+        kind: ``cuda`` (a CUDA IPC handle) or ``shm`` (an anonymous shared-memory file of the trainer).
+        device: For ``cuda``, the UUID of the GPU; for ``shm``, ``"cpu"``.
+        size_bytes: Size of the buffer, in bytes.
+        token: Random id of the buffer, because a freed and newly allocated one may have the same handle.  For ``shm``
+            it is also the name of the file, so that the file of a process with a reused pid is not taken for this one.
+        pid: For ``shm``, the process that holds the file.
+        fd: For ``shm``, the file's descriptor in that process.
+        handle: For ``cuda``, the handle of the allocation.
+        offset_bytes: For ``cuda``, first byte of the buffer in the allocation.
+        event: For ``cuda``, the handle of the event after which the buffer is filled; empty if it is filled already.
+    """
+
+    kind: Literal["cuda", "shm"]
+    device: Text
+    size_bytes: Size
+    token: Annotated[str, Meta(max_length=64)] = ""
+    pid: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
+    fd: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    handle: Annotated[bytes, Meta(max_length=256)] = b""
+    offset_bytes: Size = 0
+    event: Annotated[bytes, Meta(max_length=256)] = b""
+
+
+class IpcSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ipc"):
+    """The bucket is in shared memory of this host.  ``handles`` has one for each trainer rank that filled a buffer."""
+
+    transport: ClassVar[str] = "ipc"
+
+    handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A box of one slot's tensor that lies in one of several buffers, at its place in the bucket.
+
+    Attributes:
+        slot: Number of the slot in the layout.
+        offset: First element of the box in the tensor, one number for each dimension.
+        shape: Extent of the box.
+    """
+
+    slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
+    offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+
+    @property
+    def box(self) -> Box:
+        """The box."""
+        return Box(offset=self.offset, shape=self.shape)
+
+
+class PartialBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The buffer of one trainer rank, which has some parts of a bucket; its other bytes mean nothing."""
+
+    handle: MemoryHandle
+    parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)]
+
+
+class ScatteredSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="scattered"):
+    """The bucket is in shared memory of this host, in the buffers of several trainer ranks.
+
+    The parts of all buffers are every slot exactly once.  An engine rank reads the parts that it keeps.
+    """
+
+    transport: ClassVar[str] = "direct"
+
+    buffers: Annotated[tuple[PartialBuffer, ...], Meta(min_length=1, max_length=4096)]
+
+
+class BroadcastSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="broadcast"):
+    """The bucket comes by a broadcast from rank 0 of the named group."""
+
+    transport: ClassVar[str] = "broadcast"
+
+    group: GroupName
+
+
+class MappedPart(msgspec.Struct, frozen=True, array_like=True):
+    """A box of one slot's tensor that lies in a trainer rank's own memory.
+
+    Attributes:
+        slot: Number of the slot in the layout.
+        offset: First element of the box in the tensor, one number for each dimension.
+        shape: Extent of the box.
+        memory: Number of the memory.
+        first_byte: First byte of the box in that memory.
+        stride: Strides there, in elements.
+    """
+
+    slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
+    offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+    memory: Annotated[int, Meta(ge=0, le=1 << 20)]
+    first_byte: Size
+    stride: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+
+    @property
+    def box(self) -> Box:
+        """The box."""
+        return Box(offset=self.offset, shape=self.shape)
+
+
+class MappedSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mapped"):
+    """There is no bucket: its tensors lie where the trainer ranks of this host keep them.
+
+    All parts together are every slot exactly once.  The trainer ranks do not write to them until the engine answers.
+    """
+
+    transport: ClassVar[str] = "direct"
+
+    memories: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=1 << 16)]
+    parts: Annotated[tuple[MappedPart, ...], Meta(max_length=1 << 22)]
+
+
+class ExchangeSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="exchange"):
+    """The bucket comes in messages from several members of the named group, the trainer ranks.
+
+    ``parts`` has the parts of each trainer rank, in order of rank; together they are every slot exactly once.  An
+    engine rank gets the boxes of them that it wants (``wire/pieces.py``), as it told at the rendezvous.
+    """
+
+    transport: ClassVar[str] = "direct"
+
+    group: GroupName
+    parts: Annotated[
+        tuple[Annotated[tuple[Part, ...], Meta(max_length=1 << 22)], ...], Meta(min_length=1, max_length=4096)
+    ]
+
+
+Source = IpcSource | ScatteredSource | BroadcastSource | ExchangeSource | MappedSource

@@ -1,0 +1,105 @@
+"""An engine's description: its model, its state, and what an update of it needs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from weightcast.config import PauseMode
+from weightcast.wire.answers import State
+from weightcast.wire.fields import Count, Digest, Label, Rank, Text, Version
+from weightcast.wire.layout import MAX_TENSORS, TensorSpec
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Process and device of one engine rank.
+
+    Attributes:
+        rank: Tensor-parallel rank.
+        pid: Process id; 0 if the engine does not report it.
+        device: UUID of the GPU, or ``"cpu"``; ``"cuda"`` if the engine does not report which GPU.
+    """
+
+    rank: Rank
+    pid: Annotated[int, Meta(ge=0, le=1 << 32)]
+    device: Label
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine's description: sent by our receiver, or made by a probe for an engine without our receiver.
+
+    Attributes:
+        protocol: Version of this protocol.
+        engine: Kind and version of the engine, e.g. ``"weightcast 1.2.3"``.
+        model: Name under which the engine serves the model.
+        state: The engine's state now.
+        version: Version that the engine serves; None if unknown.
+        digest: Model digest of the served weights, from the last commit; None if it was never proven.
+        tp_size: Tensor-parallel size.
+        host_id: Boot id of the host: two processes with the same one can share memory.
+        ranks: Process and device of each rank.
+        staging: Place where a new version waits for its commit: ``device``, ``host`` or ``none``.
+        transports: Names of the transports by which the engine can receive weights.
+        specs: Every tensor that a full update must contain, with the dtype that the engine keeps.
+        session_owner: The trainer that updates the engine now; None if there is none.
+        message: Reason why the engine does not serve, or a further remark.
+        paused: True while an update, an operator or sleep pauses the engine.
+        optional: Tensors that the engine knows but does not keep; an update may contain them or not.
+        kind: Name of the engine's adapter; ``native`` for every engine with our receiver.
+        dp_size: Number of data-parallel replicas behind the URL.
+        ep_size: Expert-parallel size.
+        staging_bytes: Size of the staging set on the rank where it is largest, in bytes; 0 if nothing is staged, or if
+            the engine does not report it.
+        instance: Random id of this start of the server; empty if it has none.
+        tells_version: False if the engine cannot report the version that it serves, even after an update.
+        no_pause: Pause modes with which the engine, as it was started, cannot be updated, each with the reason.
+        hazards: What an update leaves as it is, or cannot prove, with the engine as it was started; one sentence each.
+    """
+
+    protocol: Count
+    engine: Label
+    model: Label
+    state: State
+    version: Version | None
+    digest: Digest | None
+    tp_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    host_id: Label
+    ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=1 << 20)]
+    staging: Literal["device", "host", "none"]
+    transports: Annotated[tuple[Label, ...], Meta(max_length=64)]
+    specs: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    session_owner: Label | None = None
+    message: str = ""
+    paused: bool = False
+    optional: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)] = ()
+    kind: str = "native"
+    dp_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    ep_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    instance: Label = ""
+    tells_version: bool = True
+    no_pause: dict[PauseMode, Text] = {}
+    hazards: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+
+    @property
+    def incarnation(self) -> tuple[object, ...]:
+        """Identity of the running engine.  It changes with a restart if the engine reports anything that does."""
+        return (self.kind, self.host_id, self.instance, tuple((rank.pid, rank.device) for rank in self.ranks))
+
+    @property
+    def shows_restart(self) -> bool:
+        """True if a restart changes ``incarnation``."""
+        return bool(self.instance) or any(rank.pid for rank in self.ranks)
+
+    @property
+    def sizes(self) -> str:
+        """The parallel sizes, in words."""
+        more = [f"{name} {size}" for name, size in (("dp", self.dp_size), ("ep", self.ep_size)) if size > 1]
+        return ", ".join([f"tp {self.tp_size}", *more])
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Each rank's device, as in ``RankInfo.device``."""
+        return tuple(rank.device for rank in self.ranks)

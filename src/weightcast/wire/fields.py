@@ -1,0 +1,32 @@
+"""Bounded types of the fields of messages, answers and descriptions, and text of another process made fit for a log."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from weightcast.watch.events import Step
+from weightcast.wire.plans import MAX_BUCKETS, PlanHash
+
+Session = Annotated[str, Meta(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}\Z")]
+Text = Annotated[str, Meta(max_length=4096)]
+# No control characters: the engine's description is shown on terminals.
+Label = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+Digest = Annotated[str, Meta(max_length=80)]
+Version = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Count = Annotated[int, Meta(ge=0, le=MAX_BUCKETS)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Host = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+AnyName = Annotated[str, Meta(max_length=512)]
+TraceParent = Annotated[str, Meta(max_length=55, pattern=r"^([0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")]
+Steps = Annotated[tuple[Step, ...], Meta(max_length=1 << 20)]
+KnownTables = Annotated[tuple[PlanHash, ...], Meta(max_length=1 << 14)]
+GroupName = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+
+
+def shown(text: str) -> str:
+    """Returns text from another process for a log or a label: one line without control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
