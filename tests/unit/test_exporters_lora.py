@@ -14,7 +14,7 @@ from tests.unit.ranks import Ranks
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters import peft_layers
-from weightcast.exporters.lora import AdapterExporter
+from weightcast.exporters.lora_adapter import AdapterExporter
 from weightcast.exporters.module import ModuleExporter
 
 peft = pytest.importorskip("peft")

@@ -6,8 +6,7 @@ They never change the trainer's own weights.  ``peft_layers.py`` merges adapters
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +15,12 @@ from torch import nn
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import sums_of_slots
-from weightcast.digest.definition import RepeatedSums
-from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
+from weightcast.digest.source_sums import Mismatch, SourceSums
+from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import Held, InMemory, slices
 from weightcast.exporters.module_tensors import PlacedTensors
-from weightcast.exporters.names import is_adapted
 from weightcast.exporters.ownership import SharedParts, as_stored
 from weightcast.exporters.peft_layers import (
     LayerMerges,
@@ -35,7 +33,6 @@ from weightcast.exporters.peft_layers import (
     why_no_product,
 )
 from weightcast.exporters.segments import Segment
-from weightcast.protocols import Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, dtype_name, plan_buckets
@@ -328,96 +325,6 @@ def rows_of(box: Box, max_elements: int, *, multiple: int = 1) -> Iterator[Box]:
         stop = min(start - start % multiple + step, end)
         yield Box(offset=(start, *box.offset[1:]), shape=(stop - start, *box.shape[1:]))
         start = stop
-
-
-class AdapterExporter:
-    """An adapter by itself, for engines that load adapters, with the names and tensors that PEFT saves.
-
-    Args:
-        model: A model with PEFT's modules.
-        adapter: Name of the adapter.
-
-    Attributes:
-        config: Content of the adapter's ``adapter_config.json``; {} if the model has no such configuration.
-
-    Raises:
-        ConfigError: The model has no such adapter.
-    """
-
-    def __init__(self, model: nn.Module, *, adapter: str = "default") -> None:
-        def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
-            matched = re.fullmatch(rf"(.*\.lora_[AB])\.{re.escape(adapter)}", prefix)
-            return f"{_PEFT_PREFIX}{matched[1]}.{attribute}" if matched else None
-
-        if not any(is_adapted(module) and adapter in getattr(module, "lora_A") for module in model.modules()):  # noqa: B009
-            raise ConfigError(f"the model has no LoRA adapter {adapter!r}")
-        self._tensors = PlacedTensors(model, name_of=name_of)
-        self._specs = tuple(
-            TensorSpec(name=place.name, dtype=dtype_name(place.dtype), shape=place.shape)
-            for place in self._tensors.places
-        )
-        self._gatherer = Gatherer(
-            self._specs,
-            self._local,
-            SharedParts(self._tensors, as_stored(self._tensors), self._specs),
-            self._tensors.look,
-        )
-        known: Any = next((c for m in model.modules() if (c := getattr(m, "peft_config", None))), {})
-        self.config: dict[str, Any] = known[adapter].to_dict() if adapter in known else {}
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds most of the adapter's bytes."""
-        return self._tensors.device
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """A and B of each adapted module."""
-        return self._specs
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's shards.  No communication."""
-        with self._tensors.looking():
-            for number, spec in enumerate(self._specs):
-                part = self._tensors.part(number)
-                if part is not None:
-                    yield Shard(spec=spec, box=part[0], tensor=part[1])
-
-    def prepare(self, group: TrainerGroup) -> None:
-        """Exchanges which rank holds which part.  Collective.
-
-        Raises:
-            ConfigError: The ranks hold different adapters.
-        """
-        with self._tensors.looking():
-            self._gatherer.prepare(group)
-
-    def fill(
-        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
-    ) -> torch.Tensor | None:
-        """Writes the layout's tensors, gathered, into the bucket of every receiver.  Collective.
-
-        Raises:
-            ConfigError: The layout has a tensor that this adapter does not have.
-            TrainerRankFailed: Another rank failed.
-        """
-        with self._tensors.looking():
-            return self._gatherer.fill(bucket, layout, group, sources=sources)
-
-    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
-        """Implements ``Summing.source_counts``."""
-        return self._gatherer.source_counts(layout, group)
-
-    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
-        """Implements ``Summing.fold``."""
-        return self._gatherer.fold(layout, group, answers)
-
-    def unsummed(self) -> Collection[str]:
-        """Implements ``Summing.unsummed``."""
-        return ()
-
-    def _local(self, number: int) -> list[Held]:
-        part = self._tensors.part(number)
-        return [] if part is None else [InMemory(*part, number)]
 
 
 def _adapter_name(module: nn.Module, prefix: str, attribute: str) -> str | None:

@@ -1,0 +1,211 @@
+"""Exports a LoRA adapter by itself, for engines that serve adapters beside the model.
+
+The exporter reads PEFT's modules without importing PEFT and never changes the trainer's own tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import Folded, SourceSums
+from weightcast.errors import ConfigError
+from weightcast.exporters.gather import Gatherer
+from weightcast.exporters.held_parts import Held, InMemory, slices
+from weightcast.exporters.module_tensors import PlacedTensors
+from weightcast.exporters.names import is_adapted
+from weightcast.exporters.ownership import SharedParts, as_stored
+from weightcast.exporters.peft_layers import why_not_by_itself
+from weightcast.protocols import Shard
+from weightcast.wire.box import Box
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class AdapterExporter:
+    """An adapter by itself, with the names that PEFT saves.
+
+    Args:
+        model: A model with PEFT's modules.
+        adapter: Name of the adapter.
+        scaled: True multiplies each B by its scale (``lora_alpha / r``), so that the adapter is B A.  The values that
+            an engine keeps are then the values that were sent.
+        wire_dtype: Dtype in which the tensors travel; None for the adapter's own.
+
+    Attributes:
+        config: Content of the adapter's ``adapter_config.json`` as plain JSON values, with a scale of 1 if ``scaled``;
+            {} if the model has no such configuration.
+        scaled: As the argument.
+
+    Raises:
+        ConfigError: The model has no such adapter, or the adapter has more than A and B.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        adapter: str = "default",
+        scaled: bool = False,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        def name_of(module: nn.Module, prefix: str, attribute: str) -> str | None:
+            matched = re.fullmatch(rf"(.*\.lora_[AB])\.{re.escape(adapter)}", prefix)
+            return f"{_PEFT_PREFIX}{matched[1]}.{attribute}" if matched else None
+
+        if not any(is_adapted(module) and adapter in getattr(module, "lora_A") for module in model.modules()):  # noqa: B009
+            raise ConfigError(f"the model has no LoRA adapter {adapter!r}")
+        why = why_not_by_itself(model, adapter)
+        if why:
+            raise ConfigError(
+                f"the adapter {adapter!r} cannot be sent by itself: {why}",
+                hint="send the merged weights: connect without adapter=",
+            )
+        known: Any = next((c for m in model.modules() if (c := getattr(m, "peft_config", None))), {})
+        self.config: dict[str, Any] = _as_json(known[adapter].to_dict()) if adapter in known else {}
+        if self.config.get("bias", "none") != "none":
+            raise ConfigError(
+                f"the adapter {adapter!r} cannot be sent by itself: it trains biases of the model "
+                f"(bias={self.config['bias']!r})",
+                hint="send the merged weights: connect without adapter=",
+            )
+        self.scaled = scaled
+        self._tensors = PlacedTensors(model, name_of=name_of)
+        self._specs = tuple(
+            TensorSpec(name=place.name, dtype=dtype_name(wire_dtype or place.dtype), shape=place.shape)
+            for place in self._tensors.places
+        )
+        self._layers = _layers_of_b(model, adapter) if scaled else {}
+        self._adapter = adapter
+        self._gatherer = Gatherer(
+            self._specs,
+            self._local,
+            SharedParts(
+                self._tensors,
+                as_stored(self._tensors),
+                self._specs,
+                computed=lambda number: self._layer(number) is not None,
+            ),
+            self._tensors.look,
+        )
+        if scaled and self.config:
+            self.config |= {
+                "lora_alpha": self.config.get("r"),
+                "use_rslora": False,
+                "alpha_pattern": dict(self.config.get("rank_pattern") or {}),
+            }
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds most of the adapter's bytes."""
+        return self._tensors.device
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """A and B of each adapted module."""
+        return self._specs
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's shards, before the scale.  No communication."""
+        with self._tensors.looking():
+            for number, spec in enumerate(self._specs):
+                part = self._tensors.part(number)
+                if part is not None:
+                    yield Shard(spec=spec, box=part[0], tensor=part[1])
+
+    def prepare(self, group: TrainerGroup) -> None:
+        """Exchanges which rank holds which part.  Collective.
+
+        Raises:
+            ConfigError: The ranks hold different adapters.
+        """
+        with self._tensors.looking():
+            self._gatherer.prepare(group)
+
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> torch.Tensor | None:
+        """Writes the layout's tensors, gathered, into the bucket of every receiver.  Collective.
+
+        Raises:
+            ConfigError: The layout has a tensor that this adapter does not have.
+            TrainerRankFailed: Another rank failed.
+        """
+        with self._tensors.looking():
+            return self._gatherer.fill(bucket, layout, group, sources=sources)
+
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Implements ``Summing.source_counts``."""
+        return self._gatherer.source_counts(layout, group)
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``Summing.fold``."""
+        return self._gatherer.fold(layout, group, answers)
+
+    def unsummed(self) -> Collection[str]:
+        """Implements ``Summing.unsummed``."""
+        return ()
+
+    def _local(self, number: int) -> list[Held]:
+        part = self._tensors.part(number)
+        if part is None:
+            return []
+        layer = self._layer(number)
+        return [InMemory(*part, number) if layer is None else _Scaled(*part, float(layer.scaling[self._adapter]))]
+
+    def _layer(self, number: int) -> Any:
+        """The layer whose scale a tensor is multiplied by; None for A, and for all tensors without ``scaled``."""
+        return self._layers.get(id(self._tensors.places[number].module))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """A part of B, which is multiplied on its way into a bucket."""
+
+    box: Box
+    origin: torch.Tensor
+    scale: float
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        return None
+
+    def write(self, box: Box, out: torch.Tensor) -> None:
+        """Multiplies in the tensor's own dtype, then casts."""
+        out.copy_(self.origin[slices(box, self.box.offset)] * self.scale)
+
+
+def adapters_of(model: nn.Module) -> tuple[str, ...]:
+    """Names of a model's LoRA adapters."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        if is_adapted(module):
+            found.update(dict.fromkeys(getattr(module, "lora_A")))  # noqa: B009
+    return tuple(found)
+
+
+def _layers_of_b(model: nn.Module, adapter: str) -> dict[int, Any]:
+    """The adapted layer of each B, by the ``id`` of B's module."""
+    layers: list[Any] = [module for module in model.modules() if is_adapted(module)]
+    return {id(layer.lora_B[adapter]): layer for layer in layers if adapter in layer.lora_B}
+
+
+def _as_json(value: Any) -> Any:
+    """PEFT's configuration as JSON: sets become sorted lists, enumerations their values."""
+    if isinstance(value, Enum):
+        return _as_json(value.value)
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,49 @@
+"""The plug-in's settings, from the key ``weightcast`` of vLLM's ``--additional-config``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+
+from weightcast.errors import ConfigError
+from weightcast.plugins.vllm.rank_protocol import draft_of
+from weightcast.receiver.rank import StagingChoice
+
+_SECTION = "weightcast"
+_HINT = '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update"}}\''
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings.
+
+    Attributes:
+        staging: Place in which a new version waits for its commit.
+        draft: ``update`` makes the draft model's weights a part of every update; ``keep`` leaves them as they are, and
+            reports name the draft as not updated.
+    """
+
+    staging: StagingChoice = "auto"
+    draft: Literal["keep", "update"] = "keep"
+
+
+def settings_of(additional_config: object) -> Settings:
+    """Reads the settings; those that are not set have their defaults.
+
+    Args:
+        additional_config: vLLM's own object; other keys belong to other plug-ins.
+
+    Raises:
+        ConfigError: A key or a value under ``weightcast`` is unknown.
+    """
+    everything = cast("dict[str, Any]", additional_config) if isinstance(additional_config, dict) else {}
+    section = everything.get(_SECTION, {})
+    try:
+        return msgspec.convert(section, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"additional_config: {_SECTION} is {section!r}: {error}", hint=_HINT) from None
+
+
+def keeps_draft(vllm_config: Any) -> bool:
+    """Returns True if vLLM has a draft model that no update writes."""
+    return draft_of(vllm_config.speculative_config) and settings_of(vllm_config.additional_config).draft == "keep"

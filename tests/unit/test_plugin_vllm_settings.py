@@ -1,0 +1,38 @@
+"""The settings of the plug-in in vLLM's own configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightcast.errors import ConfigError
+from weightcast.plugins.vllm.settings import settings_of
+
+
+@pytest.mark.parametrize(
+    ("config", "staging", "draft"),
+    [
+        ({}, "auto", "keep"),
+        ({"other": {"staging": "attic"}}, "auto", "keep"),
+        ({"weightcast": {"staging": "host"}}, "host", "keep"),
+        ({"weightcast": {"draft": "update"}}, "auto", "update"),
+        (None, "auto", "keep"),
+    ],
+)
+def test_settings_are_read_from_vllms_own_config(config, staging, draft):
+    settings = settings_of(config)
+    assert (settings.staging, settings.draft) == (staging, draft)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"weightcast": {"staging": "attic"}}, "'attic'.*staging"),
+        ({"weightcast": {"stagin": "host"}}, "'stagin'"),
+        ({"weightcast": {"draft": "yes"}}, "'yes'.*draft"),
+        ({"weightcast": "host"}, "is 'host'"),
+    ],
+)
+def test_a_setting_that_is_not_understood_is_named(config, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        settings_of(config)
+    assert "--additional-config" in str(caught.value.hint)
