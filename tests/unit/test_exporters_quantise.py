@@ -59,6 +59,30 @@ def test_a_model_is_quantised_as_the_reference_does(tmp_path):
     assert [name for name in got if got[name] != want[name]] == []
 
 
+def as_vllm_does(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepGEMM's way, in which vLLM quantises a matrix of bfloat16 in blocks of 128."""
+    rows, columns = x.shape
+    padded = torch.zeros(math.ceil(rows / 128) * 128, math.ceil(columns / 128) * 128, dtype=x.dtype)
+    padded[:rows, :columns] = x
+    view = padded.view(-1, 128, padded.shape[1] // 128, 128)
+    scales = view.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448
+    q = (view * (1.0 / scales)).to(torch.float8_e4m3fn).view_as(padded)[:rows, :columns]
+    return q.contiguous(), scales.view(view.shape[0], view.shape[2])
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300)])
+def test_blocks_are_quantised_as_vllm_does_if_asked(shape):
+    model = nn.Module()
+    model.up_proj = nn.Linear(*reversed(shape), bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.up_proj.weight.normal_(0, 0.05, generator=torch.Generator().manual_seed(10))
+        model.up_proj.weight[:128, :128] = 0
+    q, scales = as_vllm_does(model.up_proj.weight.detach())
+    got = export(ModuleExporter(model, quantise=Fp8Blocks(reciprocal=True)), bucket_bytes=40_000)
+    assert got == {"up_proj.weight": raw(q), "up_proj.weight_scale_inv": raw(scales)}
+    assert export(ModuleExporter(model, quantise=Fp8Blocks()))["up_proj.weight"] != raw(q)
+
+
 def test_nothing_is_quantised_by_default():
     specs = ModuleExporter(families.make("qwen3")).specs()
     assert {spec.dtype for spec in specs} == {"float32"}

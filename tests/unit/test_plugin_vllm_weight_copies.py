@@ -80,6 +80,20 @@ def test_a_copy_of_sinks_is_renewed_at_its_address() -> None:
     assert torch.equal(held, model["block"].sinks.float())
 
 
+def test_a_copy_of_sinks_from_the_first_forward_is_renewed_too() -> None:
+    """vLLM on CPUs casts float16 sinks in the first forward, when the receiver has looked at the model already."""
+    model = nn.ModuleDict({"block": Block("same")})
+    copies = AttentionCopies(model)
+    made = model["block"].attn.impl.sinks = model["block"].sinks.detach().float()
+    with torch.no_grad():
+        model["block"].sinks.copy_(torch.randn(3))
+    with pytest.raises(EngineFailure, match=r"block\.attn computes with other attention sinks"):
+        copies.check()
+    copies.renew()
+    copies.check()
+    assert model["block"].attn.impl.sinks is made
+
+
 def test_sinks_that_are_the_parameter_need_nothing() -> None:
     model = nn.ModuleDict({"block": Block("same")})
     copies = AttentionCopies(model)

@@ -5,9 +5,14 @@ is one scale for each block of 128 x 128 of the last two dimensions, with smalle
 
     scale = max |x| of the block / 448, 1 if that is 0        q = x / scale, rounded to nearest even
 
-All arithmetic is in float32; x has the dtype that it would otherwise travel in.  A block has one scale, independent of
-shards and buckets: where shards cut through blocks, the ranks first exchange the maxima, a few bytes for each block.
-The result is therefore the same on every mesh, and half the size of bfloat16.
+With ``reciprocal`` it is what vLLM computes when it quantises a bfloat16 model in blocks by itself:
+
+    scale = max(max |x| of the block, 1e-4) / 448             q = x * (1 / scale)
+
+In some blocks a few elements differ between the two.  All arithmetic is in float32; x has the dtype that it would
+otherwise travel in.  A block has one scale, independent of shards and buckets: where shards cut through blocks, the
+ranks first exchange the maxima, a few bytes for each block.  The result is therefore the same on every mesh, and half
+the size of bfloat16.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 # Elements of one chunk where values are read in place: 8 MiB of float32.
 _CHUNK_IN_PLACE = 1 << 21
+_LEAST = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +50,13 @@ class Fp8Blocks:
             and experts, not embeddings, norms, routers and the output head.
         skip: Regular expression for exceptions from ``match``.
         block: Rows and columns of a block.
+        reciprocal: Multiply by the reciprocal of the scale, as vLLM does when it quantises by itself.
     """
 
     match: str = r".*(_proj(_with_mqa)?|\.experts\.\d+\.w[123])\.weight|.*\.experts\.(gate_up|down)_proj"
     skip: str = r".*(visual|vision|audio)\b.*"
     block: int = 128
+    reciprocal: bool = False
 
     def __post_init__(self) -> None:
         if self.block < 1:
@@ -113,6 +121,7 @@ class Quantiser:
         self._wide = tuple(specs)
         self._local = local
         self._block = blocks.block
+        self._reciprocal = blocks.reciprocal
         expanded = _expanded(specs, blocks)
         self.specs = tuple(spec for spec, _, _ in expanded)
         self._kinds = [(number, kind) for _, number, kind in expanded]
@@ -191,6 +200,8 @@ class Quantiser:
                 shared.append(grid[first:last])
         if shared and group.world_size > 1:
             _share_maxima(shared, group, f"the scales of bucket {layout.index}")
+        if self._reciprocal:
+            scales.clamp_(min=_LEAST)
         scales.div_(torch.finfo(FP8).max)
         scales.masked_fill_(scales == 0, 1.0)
 
@@ -210,7 +221,10 @@ class Quantiser:
                 return [_Scales(Box(offset=(0,) * len(shape), shape=shape), self._grid_of, source)]
             return [_Scales(_grid_box(held.box, self._block), self._grid_of, source) for held in self._held(source)]
         wide = self._wide[source].torch_dtype
-        return [_Quantised(held.box, held, wide, self._grid_of, source, self._block) for held in self._held(source)]
+        return [
+            _Quantised(held.box, held, wide, self._grid_of, source, self._block, self._reciprocal)
+            for held in self._held(source)
+        ]
 
     def _held(self, source: int) -> Sequence[Held]:
         found = self._parts.get(source)
@@ -281,6 +295,7 @@ class _Quantised:
     grid: Callable[[int], torch.Tensor]
     source: int
     block: int
+    reciprocal: bool
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -299,8 +314,10 @@ class _Quantised:
             blocks, into = _in_blocks(x, piece, self.block), _in_blocks(target, piece, self.block)
             if blocks is not None and into is not None and x.dtype.itemsize <= 4:
                 scales = grid[slices(_grid_box(piece, self.block), (0,) * len(box.shape))]
-                # The division is in float32 because the scales are.
-                into.copy_(torch.div(blocks, scales[..., :, None, :, None]).clamp_(-most, most))
+                scales = scales[..., :, None, :, None]
+                # The arithmetic is in float32 because the scales are.
+                q = torch.mul(blocks, 1.0 / scales) if self.reciprocal else torch.div(blocks, scales)
+                into.copy_(q.clamp_(-most, most))
                 continue
             rows, columns = (
                 torch.arange(start, start + extent, device=grid.device) // self.block
@@ -308,7 +325,9 @@ class _Quantised:
             )
             scales = grid[piece.offset[0]] if len(box.shape) > 2 else grid
             # Indexing both dimensions at once would need eight bytes of index for each element.
-            x = x.to(torch.float32, copy=True).div_(scales.index_select(0, rows).index_select(1, columns).view_as(x))
+            scales = scales.index_select(0, rows).index_select(1, columns).view_as(x)
+            x = x.to(torch.float32, copy=True)
+            x = x.mul_(1.0 / scales) if self.reciprocal else x.div_(scales)
             target.copy_(x.clamp_(-most, most))
 
 

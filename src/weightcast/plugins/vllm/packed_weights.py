@@ -1,4 +1,4 @@
-"""Keeps the loaded form of weights that vLLM packs, and packs them again after each commit.
+"""Keeps the loaded form of weights that vLLM packs or quantises, and packs them again after each commit.
 
 On a CPU vLLM packs linear layers into oneDNN handlers and experts into tiles, and drops or overwrites the loaded form.
 This module keeps the loaded form beside the model, so an update can be staged, read back and reverted.  It puts the
@@ -14,8 +14,8 @@ never a new object.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure
+from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
 from weightcast.receiver.loader import residents_of
 
@@ -55,8 +56,13 @@ class _Packed:
 class UnpackedModel:
     """One rank's vLLM model, with the loaded form of its weights."""
 
-    def __init__(self, model: nn.Module, *, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, *, device: torch.device, layers: Collection[str] | None = None) -> None:
         """Finds the layers that pack their weights, and allocates the loaded form of those.
+
+        Args:
+            model: The model.
+            device: Its device.
+            layers: Names of the modules that are its own; None for all of them.
 
         Raises:
             ConfigError: A layer transforms its weights in a way that is not supported, for example quantisation.
@@ -65,22 +71,36 @@ class UnpackedModel:
         self._packed: list[_Packed] = []
         self._derived: list[tuple[str, Any]] = []  # Any: vLLM is not installed where types are checked
         self._as_found: dict[str, dict[str, str]] = {}
+        self._quantised: list[QuantisedLayer] = []
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if method is None or not dict(layer.named_parameters(recurse=False)):
+                continue
+            if layers is not None and name not in layers:
                 continue
             kind = _kind(name, layer, method, device)
             if kind == "embedding":
                 self._derived.append((name, layer))
             elif kind == "experts in place":
                 self._as_found[name] = _digests(layer)
+            elif kind == "quantised":
+                self._quantised.append(_quantised_layer(name, layer, device))
             elif kind != "plain":
                 self._packed.append(_Packed(name=name, layer=layer, loaded=_loaded_form(layer), kind=kind))
         self._outside = OutsideReferences(model)
         self._attention = AttentionCopies(model)
         with self._unpacked():
-            self.residents = residents_of(model)
+            self.residents = {
+                name: tensor
+                for name, tensor in residents_of(model).items()
+                if layers is None or name.rpartition(".")[0] in layers
+            }
         self.constants = frozenset(_constants(model))
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Memory that the loaded form of quantised layers takes beside the live one."""
+        return sum(layer.own_bytes for layer in self._quantised)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Calls the model's own ``load_weights`` on the loaded form."""
@@ -98,6 +118,8 @@ class UnpackedModel:
                     _bring(part, _packed_anew(part))
             for _, layer in self._derived:
                 _process(layer)
+            for layer in self._quantised:
+                layer.derive()
         self._attention.renew()
 
     def fill_randomly(self) -> None:
@@ -120,13 +142,16 @@ class UnpackedModel:
             for tensor in part.loaded.values():
                 if tensor.is_floating_point():
                     tensor.data.uniform_(-_SMALL, _SMALL, generator=generator)
+        for layer in self._quantised:
+            layer.fill_randomly()
         self.pack()
 
     def check_layouts(self) -> None:
-        """Checks, after loading the first weights once more, that experts in place keep the layout of the checkpoint.
+        """Checks, after loading the first weights once more, that the model is as vLLM made it from them.
 
         Raises:
-            ConfigError: Their kernels have changed the layout, so an update would mix experts up.
+            ConfigError: The kernels of experts have changed the layout, so an update would mix experts up; or what is
+                derived for a quantised layer is not what vLLM derived.
         """
         layers = dict(self._model.named_modules())
         for name, digests in self._as_found.items():
@@ -135,6 +160,8 @@ class UnpackedModel:
                     f"the kernels of {name} keep experts in another layout than the checkpoint's",
                     hint="use another backend for experts (triton keeps the layout), or vLLM's own weight transfer",
                 )
+        for layer in self._quantised:
+            layer.check_start()
 
     def spot_check(self) -> None:
         """Checks like ``check``, with a few columns of each linear layer."""
@@ -152,6 +179,9 @@ class UnpackedModel:
         wrong: list[str] = []
         self._outside.check()
         self._attention.check()
+        if rows is None:
+            for layer in self._quantised:
+                layer.check()
         with torch.no_grad():
             for part in self._packed:
                 if part.kind != "linear":
@@ -173,6 +203,14 @@ class UnpackedModel:
     @contextmanager
     def _unpacked(self) -> Generator[None]:
         """Puts the loaded form into the layers.  The model must not compute meanwhile."""
+        with ExitStack() as stack:
+            for layer in self._quantised:
+                stack.enter_context(layer.unpacked())
+            stack.enter_context(self._unpacked_parts())
+            yield
+
+    @contextmanager
+    def _unpacked_parts(self) -> Generator[None]:
         for part in self._packed:
             part.live = {name: part.layer._parameters.get(name) for name in part.loaded}
             part.layer._parameters.update(part.loaded)
@@ -194,6 +232,9 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     on_cpu = device.type == "cpu"
+    why = why_refused(method)
+    if is_quantised(method) and not why:
+        return "quantised"
     if type(method) is UnquantizedEmbeddingMethod:
         return "embedding" if on_cpu and hasattr(layer, "cpu_linear") else "plain"
     if type(method) is UnquantizedLinearMethod:
@@ -211,8 +252,8 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
         if all(dict(layer.named_parameters())[key].shape == meta.shape for key, meta in _recorded(layer).items()):
             return "experts in place"
     raise ConfigError(
-        f"{name} transforms its weights in a way that weightcast does not support: {type(method).__name__}",
-        hint="use a model without quantisation, or vLLM's own weight transfer",
+        f"{name} transforms its weights in a way that weightcast does not support: {why or type(method).__name__}",
+        hint="use a model in bfloat16 or in vLLM's fp8 (block, tensor or online), or vLLM's own weight transfer",
     )
 
 
@@ -230,6 +271,14 @@ def _made_with(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, tor
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return get_layerwise_info(layer).restore_metadata
+
+
+def _quantised_layer(name: str, layer: Any, device: torch.device) -> QuantisedLayer:
+    # Expert maps, biases of routers.
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    parameters, buffers = _made_with(layer)
+    return QuantisedLayer(name, layer, parameters, frozenset(SKIP_TENSORS) | buffers.keys(), device)
 
 
 def _constants(model: nn.Module) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,29 +64,32 @@ class OutsideReferences:
 class AttentionCopies:
     """Copies of weights in attention layers: sinks in float32, and MLA's absorbed matrices.
 
-    vLLM makes both when it processes weights after loading.  ``renew`` updates sinks in place, since vLLM 0.25 keeps no
-    reference to the parameter that it copied.  MLA's matrices must be views of ``kv_b_proj``.
+    ``renew`` updates sinks in place, since vLLM 0.25 keeps no reference to the parameter that it copied.  Some backends
+    make their copy after loading and others in their first forward, so copies are looked for each time.  MLA's matrices
+    must be views of ``kv_b_proj``.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Finds the copies.
+        """Checks the copies that exist already.
 
         Raises:
             ConfigError: A layer keeps a copy that cannot be renewed here.
         """
-        self._copies: list[tuple[str, torch.Tensor, nn.Parameter]] = []
-        modules = dict(model.named_modules())
-        for name, layer in modules.items():
-            for implementation in _implementations(layer):
-                sinks = getattr(implementation, "sinks", None)
-                if isinstance(sinks, torch.Tensor):
-                    self._add_sinks(name, sinks, modules)
-            _check_mla(name, layer)
+        self._modules = dict(model.named_modules())
+        self._layers = [name for name, layer in self._modules.items() if hasattr(layer, "impl")]
+        for _ in self._copies():
+            pass
+        for name in self._layers:
+            _check_mla(name, self._modules[name])
 
     def renew(self) -> None:
-        """Copies the live parameters into the copies, at the same addresses.  This is a finisher."""
+        """Copies the live parameters into the copies, at the same addresses.  This is a finisher.
+
+        Raises:
+            ConfigError: A layer has made a copy that cannot be renewed here.
+        """
         with torch.no_grad():
-            for _, tensor, parameter in self._copies:
+            for _, tensor, parameter in self._copies():
                 tensor.copy_(parameter)
 
     def check(self) -> None:
@@ -95,22 +98,28 @@ class AttentionCopies:
         Raises:
             EngineFailure: A copy has other values.
         """
-        for name, tensor, parameter in self._copies:
+        for name, tensor, parameter in self._copies():
             if not torch.equal(tensor, parameter.to(tensor.dtype)):
                 raise EngineFailure(f"{name} computes with other attention sinks than it keeps")
 
-    def _add_sinks(self, name: str, sinks: torch.Tensor, modules: Mapping[str, nn.Module]) -> None:
-        above = modules.get(name.rpartition(".")[0])
-        found = dict(above.named_parameters(recurse=False)) if above is not None else {}
-        if any(_storage_of(parameter) == _storage_of(sinks) for parameter in found.values()):
-            return
-        parameter = found.get("sinks")
-        if parameter is None or parameter.shape != sinks.shape:
-            raise ConfigError(
-                f"{name} keeps its own copy of attention sinks, made from an unknown parameter",
-                hint="use another attention backend (--attention-backend), or vLLM's own weight transfer",
-            )
-        self._copies.append((name, sinks, parameter))
+    def _copies(self) -> Iterator[tuple[str, torch.Tensor, nn.Parameter]]:
+        """Yields each copy of sinks with the name of its layer and the parameter that it was made from."""
+        for name in self._layers:
+            above = self._modules.get(name.rpartition(".")[0])
+            found = dict(above.named_parameters(recurse=False)) if above is not None else {}
+            for implementation in _implementations(self._modules[name]):
+                sinks = getattr(implementation, "sinks", None)
+                if not isinstance(sinks, torch.Tensor):
+                    continue
+                if any(_storage_of(parameter) == _storage_of(sinks) for parameter in found.values()):
+                    continue
+                parameter = found.get("sinks")
+                if parameter is None or parameter.shape != sinks.shape:
+                    raise ConfigError(
+                        f"{name} keeps its own copy of attention sinks, made from an unknown parameter",
+                        hint="use another attention backend (--attention-backend), or vLLM's own weight transfer",
+                    )
+                yield name, sinks, parameter
 
 
 def _implementations(layer: nn.Module) -> Iterator[Any]:

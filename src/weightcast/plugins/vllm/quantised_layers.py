@@ -1,0 +1,408 @@
+"""Layers that vLLM keeps in fp8: what the loader takes, and what vLLM derives from it for its kernels.
+
+After loading, vLLM's quantisation method changes a layer: it quantises bfloat16 weights, brings the weights of a fused
+layer to one scale, transposes, pads or packs them, and gives scales to kernels.  This module keeps the form that the
+loader takes beside the layer.  An update is staged, read back and reverted in that form.  ``derive`` then runs vLLM's
+own method on a twin of the layer and copies each tensor of the result to where the live layer and its kernels have it.
+No object is replaced, because captured graphs and kernels hold addresses.
+
+A parameter that the method leaves as it is needs no second form: the loader writes the live one.  A trial with random
+values finds these parameters.  The start then shows that all of it holds: what is derived from the checkpoint must
+equal, bit by bit, what vLLM derived when it loaded the same checkpoint.
+"""
+
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false, reportPrivateUsage=false
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcast.digest.copies import bits
+from weightcast.digest.definition import tensor_digest
+from weightcast.errors import ConfigError, EngineFailure
+
+_PACKAGE = "vllm.model_executor.layers.quantization."
+_LINEAR = (
+    "fp8.Fp8LinearMethod",
+    "online.fp8.Fp8PerTensorOnlineLinearMethod",
+    "online.fp8.Fp8PerBlockOnlineLinearMethod",
+    "online.fp8.Fp8PtpcOnlineLinearMethod",
+)
+_EXPERTS = (
+    "fp8.Fp8MoEMethod",
+    "online.fp8.Fp8PerTensorOnlineMoEMethod",
+    "online.fp8.Fp8PerBlockOnlineMoEMethod",
+    "online.fp8.Fp8PtpcOnlineMoEMethod",
+)
+_DONE = "_already_called_process_weights_after_loading"
+_KERNELS = {"moe_kernel", "moe_quant_config"}  # None until a method has processed weights
+_DEEPEST = 8
+_CACHE_SCALE = re.compile(r".*\.(\w+_)?([kvq]|kv|prob|output)_scale")
+_HINT = "use a bfloat16 model or another kernel (--linear-backend, --moe-backend), or vLLM's own weight transfer"
+
+
+def is_quantised(method: object) -> bool:
+    """True for vLLM's methods whose layers this module can update."""
+    return _name_of(method) in {_PACKAGE + name for name in (*_LINEAR, *_EXPERTS)}
+
+
+def why_refused(method: object) -> str:
+    """The reason why a layer with this method cannot be updated; empty if it can."""
+    if _name_of(method) == f"{_PACKAGE}fp8.Fp8MoEMethod":
+        scheme = getattr(getattr(method, "quant_config", None), "activation_scheme", "dynamic")
+        if scheme != "dynamic":
+            return f"experts with {scheme} scales of activations, whose values the loader looks at"
+    if getattr(method, "is_scale_e8m0", False):
+        return "scales that are powers of two (e8m0)"
+    return ""
+
+
+def check_cache_scales(skipped: Iterable[str]) -> None:
+    """Refuses a checkpoint with scales of the KV cache: vLLM keeps those as numbers that no update reaches.
+
+    Args:
+        skipped: Names of the tensors that the model's loader puts nowhere.
+
+    Raises:
+        ConfigError: A name is that of such a scale.
+    """
+    found = sorted(name for name in skipped if _CACHE_SCALE.fullmatch(name))
+    if found:
+        raise ConfigError(
+            f"the checkpoint has scales of the KV cache ({found[0]}), which vLLM keeps as numbers that an update "
+            "does not reach",
+            hint="use a checkpoint without them; --calculate-kv-scales and the default scale of 1 are no weights",
+        )
+
+
+@dataclass(slots=True)
+class Reached:
+    """Tensors and numbers that a layer and its kernels hold.
+
+    Attributes:
+        tensors: By path from the layer.
+        numbers: Floats, likewise: scales may become numbers that kernels are called with.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    numbers: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class QuantisedLayer:
+    """One layer of a vLLM model, in the form that its loader takes.
+
+    Attributes:
+        name: Name in the model.
+        loaded: Tensors that the loader writes, by parameter name.
+        own_bytes: Memory of those that are no live parameters.
+    """
+
+    def __init__(
+        self, name: str, layer: Any, made: Mapping[str, torch.Tensor], always: frozenset[str], device: torch.device
+    ) -> None:
+        """Finds out what vLLM's method derives, with random values.
+
+        Args:
+            name: Name in the model.
+            layer: vLLM's layer, after loading.
+            made: Its parameters before loading, on the meta device, with their loaders.
+            always: Names of tensors that vLLM never changes after loading.
+            device: Device of the model.
+
+        Raises:
+            ConfigError: The result has another structure than the live layer, so it cannot be brought into it.
+        """
+        self.name = name
+        self._layer = layer
+        self._device = device
+        self._always = always
+        trial = {key: _made_real(meta, layer, device) for key, meta in made.items()}
+        for tensor in trial.values():
+            fill(tensor)
+        derived = self._derived_from(trial)
+        live = reach(layer)
+        self._check_structure(live, derived)
+        kept = {
+            key
+            for key, tensor in trial.items()
+            if _alike(tensor, live.tensors.get(f"parameters.{key}"))
+            and _equal(tensor, derived.tensors[f"parameters.{key}"])
+        }
+        self.loaded: dict[str, nn.Parameter] = {}
+        for key, tensor in trial.items():
+            if key in kept:
+                tensor.data = live.tensors[f"parameters.{key}"].data
+            else:
+                tensor.data.copy_(torch.tensor(_unset(key, tensor)))
+            self.loaded[key] = tensor
+        self.own_bytes = sum(tensor.nbytes for key, tensor in self.loaded.items() if key not in kept)
+        self._kept = kept
+        in_place = {_place(live.tensors[f"parameters.{key}"]) for key in kept}
+        self._targets = {
+            path: tensor
+            for path, tensor in live.tensors.items()
+            if _place(tensor) not in in_place and derived.tensors[path] is not tensor and tensor.numel()
+        }
+        self._check_derived(live, derived)
+        self._as_found = {key: tensor_digest(self.loaded[key].data) for key in kept}
+
+    @contextmanager
+    def unpacked(self) -> Generator[None]:
+        """Puts the loaded form into the layer.  The model must not compute meanwhile."""
+        table: dict[str, nn.Parameter | None] = self._layer._parameters
+        live = dict(table)
+        table.clear()
+        table.update({key: tensor for key, tensor in live.items() if key in self._always})
+        table.update(self.loaded)
+        try:
+            yield
+            moved = [key for key, tensor in self.loaded.items() if table.get(key) is not tensor]
+            if moved:
+                raise ConfigError(f"load_weights replaces the parameter {self.name}.{moved[0]} by another object")
+        finally:
+            table.clear()
+            table.update(live)
+
+    def derive(self) -> None:
+        """Derives again what the kernels read, from the loaded form.  The model must be paused.
+
+        Raises:
+            EngineFailure: The result does not fit the live layer any more.
+        """
+        if not self._targets:
+            return
+        derived = self._derived_from(self.loaded)
+        for path, target in self._targets.items():
+            tensor = derived.tensors.get(path)
+            if tensor is None or not _alike(tensor, target):
+                raise EngineFailure(f"{self.name}: vLLM derives {path} in another form than at its start")
+            bits(target.data).copy_(bits(tensor.data))
+        self._check_numbers(derived)
+
+    def check(self) -> None:
+        """Compares what the kernels read with what vLLM derives from the loaded form now.
+
+        Raises:
+            EngineFailure: Something differs; the message names it.
+        """
+        wrong = self.first_difference()
+        if wrong:
+            raise EngineFailure(f"computes with other weights than it keeps in {self.name}: {wrong} is not derived")
+
+    def check_start(self) -> None:
+        """Checks, after the checkpoint was loaded once more, that vLLM derived the same as this module does.
+
+        Raises:
+            ConfigError: Something differs, so an update would not be what a fresh server computes with.
+        """
+        moved = [key for key in self._kept if tensor_digest(self.loaded[key].data) != self._as_found[key]]
+        wrong = moved[0] if moved else self.first_difference()
+        if wrong:
+            raise ConfigError(
+                f"{self.name} ({type(self._layer.quant_method).__name__}): what vLLM made of {wrong} when it loaded "
+                "the checkpoint is not what its own method makes of the same weights now",
+                hint=_HINT,
+            )
+
+    def first_difference(self) -> str:
+        """Path of the first tensor or number that differs from a fresh derivation; empty if none does."""
+        if not self._targets:
+            return ""
+        derived = self._derived_from(self.loaded)
+        for path, target in self._targets.items():
+            tensor = derived.tensors.get(path)
+            if tensor is None or not _alike(tensor, target) or not _equal(tensor, target):
+                return path
+        return next((path for path, value in reach(self._layer).numbers.items() if derived.numbers[path] != value), "")
+
+    def fill_randomly(self) -> None:
+        """Gives the loaded form random values that any kernel can compute with."""
+        for tensor in self.loaded.values():
+            fill(tensor)
+
+    def _derived_from(self, loaded: Mapping[str, nn.Parameter]) -> Reached:
+        """Lets vLLM's own method process a twin of the layer with copies of ``loaded``."""
+        twin = object.__new__(type(self._layer))
+        inside = vars(twin)
+        inside.update(vars(self._layer))
+        for table in ("_parameters", "_buffers", "_modules"):
+            inside[table] = dict(inside[table])
+        inside["_parameters"] = {
+            key: tensor for key, tensor in inside["_parameters"].items() if key in self._always
+        } | {key: _like(tensor, tensor.data.clone()) for key, tensor in loaded.items()}
+        inside["_buffers"] = {key: tensor for key, tensor in inside["_buffers"].items() if key in self._always}
+        # What vLLM derived must come into being again, also if its method only makes what is not there.
+        made = [key for key, value in inside.items() if isinstance(value, torch.Tensor) and key not in self._always]
+        for key in (_DONE, *loaded, *made):
+            inside.pop(key, None)
+        twin.quant_method = method = _own_method(self._layer.quant_method)
+        with torch.no_grad(), self._device:
+            method.process_weights_after_loading(twin)
+        return reach(twin)
+
+    def _check_structure(self, live: Reached, derived: Reached) -> None:
+        method = type(self._layer.quant_method).__name__
+        for path in sorted(live.tensors.keys() ^ derived.tensors.keys()):
+            where = "the live layer only" if path in live.tensors else "a fresh layer only"
+            raise ConfigError(f"{self.name} ({method}): {path} is a tensor in {where}", hint=_HINT)
+        for path, tensor in live.tensors.items():
+            if not _alike(derived.tensors[path], tensor):
+                raise ConfigError(
+                    f"{self.name} ({method}): vLLM made {path} as {_form(tensor)}, and its method makes it as "
+                    f"{_form(derived.tensors[path])} now",
+                    hint=_HINT,
+                )
+        if live.numbers.keys() != derived.numbers.keys():
+            path = sorted(live.numbers.keys() ^ derived.numbers.keys())[0]
+            raise ConfigError(f"{self.name} ({method}): {path} is a number in one of two equal layers", hint=_HINT)
+
+    def _check_derived(self, live: Reached, derived: Reached) -> None:
+        """Refuses tensors of kernels that the method does not make anew, since nobody would renew them."""
+        known = {_place(tensor) for key, tensor in self.loaded.items() if key in self._kept}
+        known |= {_place(tensor) for path, tensor in live.tensors.items() if path.rpartition(".")[2] in self._always}
+        for path, tensor in live.tensors.items():
+            if tensor.numel() and derived.tensors[path] is tensor and _place(tensor) not in known:
+                raise ConfigError(
+                    f"{self.name} ({type(self._layer.quant_method).__name__}): vLLM's method does not make {path} anew",
+                    hint=_HINT,
+                )
+
+    def _check_numbers(self, derived: Reached) -> None:
+        for path, value in reach(self._layer).numbers.items():
+            if derived.numbers.get(path) != value:
+                raise EngineFailure(
+                    f"{self.name}: kernels keep {path} as a number, {value}, and the new weights need "
+                    f"{derived.numbers.get(path)}"
+                )
+
+
+def fill(tensor: torch.Tensor) -> None:
+    """Fills a tensor of any dtype with random values that are finite and, where they may be scales, positive."""
+    data = tensor.data
+    if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        data.view(torch.uint8).random_(0, 0x70)  # positive, finite, up to 128
+    elif data.is_floating_point():
+        data.uniform_(1e-3, 2e-3)
+    else:
+        data.zero_()
+
+
+def reach(layer: Any) -> Reached:
+    """Finds the tensors and floats that a layer holds, and those that its method and its kernels hold."""
+    found = Reached()
+    for kind in ("parameters", "buffers"):
+        for key, tensor in vars(layer)[f"_{kind}"].items():
+            if tensor is not None:
+                found.tensors[f"{kind}.{key}"] = tensor
+    own = {key: value for key, value in vars(layer).items() if not _is_internal(key)}
+    for path, value in _inside(own, "", ()):
+        if isinstance(value, torch.Tensor):
+            found.tensors[path] = value
+        else:
+            found.numbers[path] = value
+    return found
+
+
+def _is_internal(key: str) -> bool:
+    return key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks")
+
+
+def _inside(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor | float]]:
+    """Yields tensors and floats below a value, with their paths.  Modules and foreign objects are skipped."""
+    if isinstance(value, torch.Tensor) or type(value) is float:
+        yield path, value
+        return
+    if isinstance(value, type | nn.Module) or len(above) > _DEEPEST or id(value) in above:
+        return
+    home = type(value).__module__
+    if home.startswith("vllm.config") or (home.startswith(_PACKAGE) and type(value).__name__.endswith("Config")):
+        return  # settings of the whole model
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif home.startswith("vllm.") and hasattr(value, "__dict__"):
+        items = vars(value).items()
+    else:
+        return
+    for key, item in items:
+        yield from _inside(item, f"{path}.{key}" if path else str(key), (*above, id(value)))
+
+
+def _own_method(method: Any) -> Any:
+    """A copy of a method with copies of its kernels, so that what processing writes into them stays there."""
+    twin = copy.copy(method)
+    for key in _KERNELS & vars(method).keys():
+        setattr(twin, key, None)
+    for key, value in vars(method).items():
+        if type(value).__module__.startswith("vllm.model_executor.kernels.") and not isinstance(value, nn.Module):
+            setattr(twin, key, copy.copy(value))
+    return twin
+
+
+def _made_real(meta: torch.Tensor, layer: Any, device: torch.device) -> nn.Parameter:
+    """A parameter as it was before vLLM loaded it, with memory; its loader is the one below vLLM's delaying wrapper."""
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    data = torch.empty_strided(tuple(meta.shape), meta.stride(), dtype=meta.dtype, device=device)
+    real = _like(meta, data)
+    restore_layer_refs(real, layer)
+    loader = getattr(real, "weight_loader", None)
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__  # type: ignore[union-attr]
+        real.weight_loader = loader  # type: ignore[attr-defined]
+    return real
+
+
+def _like(tensor: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """A parameter of the class and with the attributes of another, with other contents."""
+    fresh = nn.Parameter(data, requires_grad=False)
+    fresh.__class__ = tensor.__class__  # type: ignore[assignment]
+    vars(fresh).update(vars(tensor))
+    return fresh
+
+
+def _unset(key: str, tensor: torch.Tensor) -> float:
+    """The value that vLLM gives an element before loading: its methods tell by it which scales a checkpoint has."""
+    if type(tensor).__name__ == "PerTensorScaleParameter":
+        return torch.finfo(torch.float32).min
+    return 1.0 if "scale" in key else 0.0
+
+
+def _alike(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return (
+        other is not None
+        and tensor.shape == other.shape
+        and tensor.dtype == other.dtype
+        and tensor.device.type == other.device.type
+        and _steps(tensor) == _steps(other)
+    )
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Strides of the dimensions that have more than one element."""
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(bits(tensor.data), bits(other.data))
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+
+
+def _name_of(method: object) -> str:
+    return f"{type(method).__module__}.{type(method).__qualname__}"

@@ -1,0 +1,146 @@
+"""Real vLLM in fp8 on a GPU with our receiver: blocks, tensors, and bfloat16 that vLLM quantises itself.
+
+After each update everything that layers and kernels hold must equal, bit by bit, what a server holds that was started
+on the pushed weights, and answers must be the same.  vLLM comes from where ``test_vllm_gpu`` has it from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fp8_checkpoints import fp8_checkpoint
+from tests.gpu.servers import Record, Server
+from tests.gpu.test_updates_gpu import PYTHONPATH
+from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
+from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
+from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
+
+pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(240)]
+
+DENSE: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+}
+EXPERTS = DENSE | {
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+CASES = [
+    pytest.param("qwen3", DENSE, "blocks", [], id="blocks"),
+    pytest.param("qwen3_moe", EXPERTS, "blocks", [], id="blocks, experts"),
+    pytest.param("qwen3", DENSE, "tensors", [], id="tensors"),
+    pytest.param("qwen3", DENSE, "static", [], id="tensors, static activations"),
+    pytest.param("qwen3_moe", EXPERTS, "tensors", [], id="tensors, experts"),
+    pytest.param("qwen3", DENSE, "", ["--quantization=fp8"], id="online"),
+    pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8"], id="online, experts"),
+    pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_block"], id="online blocks"),
+    pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8_per_block"], id="online blocks, experts"),
+    pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_channel"], id="online channels"),
+]
+
+
+def checkpoints(folder: Path, family: str, settings: dict[str, Any], kind: Any) -> list[Path]:
+    """Two checkpoints of a family with other weights."""
+    found: list[Path] = []
+    for seed, name in enumerate("ab"):
+        wide = folder / f"{name}-wide"
+        tiny_model(wide, family=family, seed=seed, **settings)
+        tiny_tokenizer(wide)
+        in_bfloat16(wide)
+        if kind:
+            fp8_checkpoint(wide, folder / name, kind)
+        found.append(folder / name if kind else wide)
+    return found
+
+
+def push(model: Path, server: Server, version: int) -> dict[str, Any]:
+    """``weightcast push`` by ``ipc``; the row of the report."""
+    path = os.pathsep.join(part for part in (PYTHONPATH, SITE) if part)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "weightcast", "push", str(model), "--to", server.url),
+            *("--version", str(version), "--via", "ipc", "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path, "NO_COLOR": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [row] = json.loads(done.stdout)["targets"]
+    return row
+
+
+def held(server: Server) -> dict[str, str]:
+    """Digests of what the layers and kernels hold."""
+    [found] = server.post("/collective_rpc", {"method": "held_digests"})["results"]
+    return found
+
+
+def unlike(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [
+        f"{path}: {one.get(path)}, not {other.get(path)}"
+        for path in sorted(one.keys() | other.keys())
+        if one.get(path) != other.get(path)
+    ]
+
+
+@pytest.mark.parametrize(("family", "settings", "kind", "options"), CASES)
+def test_an_update_is_what_vllm_makes_of_the_same_weights(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record: Record,
+    family: str,
+    settings: dict[str, Any],
+    kind: str,
+    options: list[str],
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    a, b = checkpoints(tmp_path, family, settings, kind)
+    words = ["--dtype=bfloat16", "--worker-extension-cls=tests.vllm_held.Held", *options]
+    eager = family != "qwen3"  # the dense ones with graphs
+    common: dict[str, Any] = {"backend": "weightcast", "gpus": [0], "eager": eager, "options": words}
+    with (
+        vllm(a, tmp_path / "updated.log", **common) as server,
+        vllm(b, tmp_path / "other.log", **common) as other,
+    ):
+        server.wait_ready()
+        other.wait_ready()
+        answers, wanted = [Vllm().answers(server), Vllm().answers(other)], [held(server), held(other)]
+        assert all(old != new for old, new in zip(*answers, strict=True))
+        assert unlike(*wanted)
+        rows: list[dict[str, Any]] = []
+        for version, index in ((1, 1), (2, 0), (3, 1)):
+            rows.append(push([a, b][index], server, version))
+            assert (rows[-1]["proof"], rows[-1]["not_updated"]) == ("resident", []), rows[-1]
+            found = unlike(held(server), wanted[index])
+            assert not found, f"version {version}: {len(found)} differ: {found[:6]}"
+            assert Vllm().answers(server) == answers[index], f"version {version}"
+        record("held", len(wanted[0]))
+        record("stall_s", [row["stall_s"] for row in rows])
+
+
+def test_formats_of_four_and_eight_bits_with_shared_exponents_are_refused_by_name(tmp_path: Path) -> None:
+    a, _ = checkpoints(tmp_path, "qwen3", DENSE, "")
+    words = ["--dtype=bfloat16", "--quantization=mxfp8"]
+    with vllm(a, tmp_path / "mxfp8.log", backend="weightcast", gpus=[0], eager=True, options=words) as server:
+        with pytest.raises(AssertionError, match="did not start"):
+            server.wait_ready()
+        said = server.log.read_text(errors="replace")
+    assert "weightcast cannot update this model" in said, said[-3000:]
+    assert "Mxfp8OnlineLinearMethod" in said

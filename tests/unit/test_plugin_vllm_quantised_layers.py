@@ -1,0 +1,227 @@
+"""fp8 layers without vLLM: what a stand-in of a method derives, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weightcast.errors import ConfigError, EngineFailure
+from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, check_cache_scales, is_quantised, why_refused
+
+CPU = torch.device("cpu")
+VLLM = "vllm.model_executor.layers.stand_in"  # objects of other packages are not looked into
+
+
+class Kernel:
+    """A kernel that was given a scale at its start."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+
+Kernel.__module__ = VLLM
+
+
+class Method:
+    """As vLLM's: quantises, transposes, and gives a scale to a kernel."""
+
+    number = False
+    lazy = False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        scale = layer.weight.data.abs().amax().float() / 448
+        layer.weight = nn.Parameter((layer.weight.data / scale).to(torch.float8_e4m3fn).t(), requires_grad=False)
+        layer.weight_scale = nn.Parameter(scale.view(1), requires_grad=False)
+        self.kernel = Kernel(layer.weight_scale)
+        if self.number:
+            layer.scale_float = float(scale)
+
+
+Method.__module__ = VLLM
+
+
+class Layer(nn.Module):
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+        self.quant_method = method
+
+
+@pytest.fixture(autouse=True)
+def reload_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one function of vLLM's that is needed."""
+    name = "vllm.model_executor.model_loader.reload.sanitize"
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    module = ModuleType(name)
+    module.restore_layer_refs = lambda tensor, layer: tensor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def loaded(weight: torch.Tensor, method: Method) -> tuple[Layer, dict[str, torch.Tensor]]:
+    """A layer as vLLM leaves it after loading, and its parameters as they were before, on the meta device."""
+    layer = Layer(method)
+    made = {name: nn.Parameter(tensor.data.to("meta")) for name, tensor in layer.named_parameters()}
+    layer.weight.data.copy_(weight)
+    layer.bias.data.copy_(weight[:, 0])
+    method.process_weights_after_loading(layer)
+    return layer, made
+
+
+def quantised(weight: torch.Tensor, method: Method) -> tuple[Layer, QuantisedLayer]:
+    layer, made = loaded(weight, method)
+    found = QuantisedLayer("model.layer", layer, made, frozenset(), CPU)
+    put(layer, found, weight)
+    return layer, found
+
+
+def addresses(layer: Layer) -> list[int]:
+    return [tensor.data_ptr() for tensor in (*layer.parameters(), layer.quant_method.kernel.scale)]
+
+
+def put(layer: Layer, found: QuantisedLayer, weight: torch.Tensor) -> None:
+    with found.unpacked():
+        layer.weight.data.copy_(weight)
+        layer.bias.data.copy_(weight[:, 0])
+
+
+def test_what_is_derived_is_what_the_method_derives_and_stays_in_its_place() -> None:
+    first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
+    layer, found = quantised(first, Method())
+    held = addresses(layer)
+    found.check_start()
+    assert found.own_bytes == 4 * 6 * 2, "the bias is not derived from anything"
+    put(layer, found, second)
+    assert found.first_difference() == "parameters.weight"
+    found.derive()
+    found.check()
+    wanted, _ = loaded(second, Method())
+    assert torch.equal(layer.weight.view(torch.uint8), wanted.weight.view(torch.uint8))
+    assert torch.equal(layer.quant_method.kernel.scale, wanted.weight_scale)
+    assert torch.equal(layer.bias, second[:, 0])
+    assert addresses(layer) == held
+
+
+def test_a_start_from_other_weights_than_the_checkpoints_is_refused() -> None:
+    first = torch.randn(4, 6).bfloat16()
+    layer, found = quantised(first, Method())
+    put(layer, found, torch.cat([first[:, :1], first[:, 1:] * 2], dim=1))  # with the same bias
+    with pytest.raises(ConfigError, match=r"model\.layer \(Method\): what vLLM made of parameters\.weight"):
+        found.check_start()
+
+
+def test_a_kernel_that_holds_other_weights_is_named() -> None:
+    layer, found = quantised(torch.randn(4, 6).bfloat16(), Method())
+    layer.quant_method.kernel.scale.data.mul_(2)
+    with pytest.raises(EngineFailure, match="computes with other weights than it keeps"):
+        found.check()
+
+
+def test_a_scale_that_kernels_keep_as_a_number_is_refused_when_it_would_change() -> None:
+    method = Method()
+    method.number = True
+    first = torch.randn(4, 6).bfloat16()
+    layer, found = quantised(first, method)
+    found.check_start()
+    put(layer, found, first)
+    found.derive()
+    put(layer, found, first * 2)
+    with pytest.raises(EngineFailure, match="kernels keep scale_float as a number"):
+        found.derive()
+
+
+def test_a_layer_with_more_than_its_method_makes_is_refused() -> None:
+    layer, made = loaded(torch.randn(4, 6).bfloat16(), Method())
+    layer.packed = torch.zeros(3)
+    with pytest.raises(ConfigError, match="packed is a tensor in the live layer only"):
+        QuantisedLayer("model.layer", layer, made, frozenset(), CPU)
+
+
+def test_what_the_method_makes_only_once_is_made_anew_too() -> None:
+    class Once(Method):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            if not hasattr(layer, "sums"):
+                layer.sums = layer.weight.data.float().sum(dim=1)
+            super().process_weights_after_loading(layer)
+
+    first, second = (torch.randn(4, 6).bfloat16() for _ in range(2))
+    layer, found = quantised(first, Once())
+    found.check_start()
+    put(layer, found, second)
+    found.derive()
+    assert torch.equal(layer.sums, second.float().sum(dim=1))
+
+
+def test_a_tensor_of_a_kernel_that_is_not_made_anew_is_refused() -> None:
+    class Keeps(Method):
+        kept: Any = None
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            self.kept = self.kept or Kernel(layer.weight.data.float().sum(dim=1))
+            super().process_weights_after_loading(layer)
+
+    Keeps.__module__ = VLLM
+    layer, made = loaded(torch.randn(4, 6).bfloat16(), Keeps())
+    with pytest.raises(ConfigError, match=r"vLLM's method does not make quant_method\.kept\.scale anew"):
+        QuantisedLayer("model.layer", layer, made, frozenset(), CPU)
+
+
+def test_a_layer_in_another_form_than_its_method_makes_is_refused() -> None:
+    layer, made = loaded(torch.randn(4, 6).bfloat16(), Method())
+    layer.weight = nn.Parameter(layer.weight.data.contiguous(), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"vLLM made parameters\.weight as .* with strides \(4, 1\)"):
+        QuantisedLayer("model.layer", layer, made, frozenset(), CPU)
+
+
+def test_a_loader_that_replaces_a_parameter_is_refused() -> None:
+    layer, found = quantised(torch.randn(4, 6).bfloat16(), Method())
+    with pytest.raises(ConfigError, match=r"replaces the parameter model\.layer\.weight"), found.unpacked():
+        layer.weight = nn.Parameter(torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("vllm.model_executor.layers.quantization.fp8.Fp8LinearMethod", True),
+        ("vllm.model_executor.layers.quantization.online.fp8.Fp8PerBlockOnlineMoEMethod", True),
+        ("vllm.model_executor.layers.quantization.online.mxfp8.Mxfp8OnlineLinearMethod", False),
+        ("vllm.model_executor.layers.quantization.modelopt.ModelOptNvFp4LinearMethod", False),
+        ("somebody.fp8.Fp8LinearMethod", False),
+    ],
+)
+def test_methods_are_known_by_their_full_names(name: str, known: bool) -> None:
+    module, _, short = name.rpartition(".")
+    assert is_quantised(type(short, (), {"__module__": module})()) is known
+
+
+def test_experts_with_static_activations_are_refused() -> None:
+    module = "vllm.model_executor.layers.quantization.fp8"
+    method = type("Fp8MoEMethod", (), {"__module__": module})()
+    method.quant_config = SimpleNamespace(activation_scheme="static")
+    assert "experts with static scales" in why_refused(method)
+    method.quant_config = SimpleNamespace(activation_scheme="dynamic")
+    assert why_refused(method) == ""
+    method.is_scale_e8m0 = True
+    assert "powers of two" in why_refused(method)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.attn.v_scale", "l.0.self_attn.k_proj.output_scale"],
+)
+def test_scales_of_the_cache_that_no_update_reaches_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"scales of the KV cache \(.*_scale\)"):
+        check_cache_scales(["lm_head.weight", name])
+
+
+def test_other_names_that_a_loader_skips_are_not_scales_of_the_cache() -> None:
+    check_cache_scales(
+        ["lm_head.weight", "mtp.0.q_proj.weight_scale", "mtp.0.q_proj.input_scale", "a.weight_scale_inv"]
+    )
