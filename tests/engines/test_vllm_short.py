@@ -30,11 +30,12 @@ from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from tests.unit.test_watch_metrics import series
 from weightcast import Target, WeightUpdater
-from weightcast.comm.update_group import Rendezvous
+from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.demo.smollm2 import ensure_smollm2
-from weightcast.wire.messages import Join, encode
+from weightcast.wire.codec import encode
+from weightcast.wire.messages import Join
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -1,0 +1,45 @@
+"""Lists what an update of a vLLM server with our receiver leaves as it is, or cannot prove, as it was started.
+
+Settings that make an update wrong are refused at vLLM's start.  These here make it incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_SHOWN = 4
+
+
+def hazards_of(vllm_config: Any, *, keeps_draft: bool, computed: Sequence[str]) -> tuple[str, ...]:
+    """The hazards, one sentence each.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        keeps_draft: True if vLLM has a draft model that no update writes.
+        computed: Names of tensors that the model's loader computes with, on some rank.
+    """
+    found: list[str] = []
+    if keeps_draft:
+        found.append(
+            "the draft model keeps the weights that it was started with: answers stay right, and fewer of its tokens "
+            'are accepted; --additional-config \'{"weightcast": {"draft": "update"}}\' updates it too'
+        )
+    if computed:
+        named = ", ".join(computed[:_SHOWN]) + (f" and {len(computed) - _SHOWN} more" if len(computed) > _SHOWN else "")
+        found.append(f"the loader computes with these tensors, so no rank can prove them: {named}")
+    if vllm_config.lora_config is not None:
+        found.append(
+            "adapters that vLLM loads from folders stay as they are, also if they were trained for other weights"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        found.append("vLLM calculates the scales of its KV cache once (--calculate-kv-scales), with the first weights")
+    return tuple(found)
+
+
+def cache_outside(vllm_config: Any) -> str:
+    """The store outside of vLLM's own KV cache that requests may be answered from, in words; empty if there is none."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is not None:
+        return f"the KV connector {getattr(transfer, 'kv_connector', None) or 'of --kv-transfer-config'}"
+    return "the offloaded KV cache" if getattr(vllm_config.cache_config, "kv_offloading_size", None) else ""

@@ -1,0 +1,173 @@
+"""The model of one vLLM worker, and its draft model if an update writes that too, as one set of tensors.
+
+The draft's tensors have the prefix ``draft.``.  vLLM's loaders see their own names.
+"""
+
+# vLLM is not installed where this is checked.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from weightcast.errors import ConfigError
+from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
+from weightcast.plugins.vllm.packed_weights import UnpackedModel
+from weightcast.receiver.loader import Finisher
+from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
+
+_METHODS = ("draft_model", "eagle")
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class LoadedModels:
+    """One or two models with the loaded form of their weights, and the checkpoints that they were started with."""
+
+    def __init__(self, unpacked: UnpackedModel, checkpoint: CheckpointSpecs) -> None:
+        """Holds the model; ``add_draft`` adds the other one."""
+        self._parts: dict[str, tuple[UnpackedModel, CheckpointSpecs]] = {"": (unpacked, checkpoint)}
+
+    def add_draft(self, draft: nn.Module, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
+        """Loads the draft's checkpoint once more, as it was done for the model.
+
+        Args:
+            draft: vLLM's draft model, which may share layers with the model.
+            model: The model.
+            vllm_config: vLLM's configuration.
+            device: Device of both.
+
+        Raises:
+            ConfigError: This kind of draft cannot be updated.
+        """
+        from vllm.model_executor.model_loader.utils import get_draft_load_config
+
+        speculative = vllm_config.speculative_config
+        check_draft(speculative)
+        checkpoint = CheckpointSpecs(
+            _DraftConfig(speculative.draft_model_config, get_draft_load_config(vllm_config)), draft
+        )
+        if checkpoint.dummy:
+            raise ConfigError(
+                "a draft model with random weights (--load-format dummy) cannot be updated",
+                hint="start vLLM with the draft's checkpoint",
+            )
+        shared = {id(layer) for layer in model.modules()}
+        own = {name for name, layer in draft.named_modules() if id(layer) not in shared}
+        checkpoint.read_specs()
+        lent = [name for name, layer in draft.named_modules() if id(layer) in shared and name]
+        for spec in checkpoint.specs:
+            for layer in lent:
+                if layer.rpartition(".")[2] in spec.name.split("."):
+                    raise ConfigError(
+                        f"the draft's checkpoint has {spec.name}, and vLLM computes with the model's {layer} instead",
+                        hint="take the tensor out of the draft's checkpoint",
+                    )
+        unpacked = UnpackedModel(draft, device=device, layers=own)
+        if unpacked.quantised_bytes:
+            raise ConfigError(
+                "the draft model is quantised, and vLLM's memory has no room for the form that an update loads",
+                hint='use a draft in bfloat16, or leave "draft" out of --additional-config',
+            )
+        checkpoint.specs.clear()
+        unpacked.load_weights(checkpoint.weights())
+        unpacked.check_layouts()
+        unpacked.spot_check()
+        self._parts[DRAFT_PREFIX] = unpacked, checkpoint
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Every tensor of a full update."""
+        return [
+            msgspec.structs.replace(spec, name=f"{prefix}{spec.name}")
+            for prefix, (_, checkpoint) in self._parts.items()
+            for spec in checkpoint.specs
+        ]
+
+    @property
+    def residents(self) -> dict[str, torch.Tensor]:
+        """Tensors that ``load_weights`` writes."""
+        return {
+            f"{prefix}{name}": tensor
+            for prefix, (unpacked, _) in self._parts.items()
+            for name, tensor in unpacked.residents.items()
+        }
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """Buffers that no update needs to write."""
+        return frozenset(
+            f"{prefix}{name}" for prefix, (unpacked, _) in self._parts.items() for name in unpacked.constants
+        )
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """As ``CheckpointSpecs.heads``."""
+        return {
+            f"{prefix}{name}": digest
+            for prefix, (_, checkpoint) in self._parts.items()
+            for name, digest in checkpoint.heads.items()
+        }
+
+    @property
+    def finishers(self) -> tuple[Finisher, ...]:
+        """Bring the loaded forms into the models, and look at some of each layer."""
+        return tuple(do for unpacked, _ in self._parts.values() for do in (unpacked.pack, unpacked.spot_check))
+
+    @property
+    def checks(self) -> tuple[Finisher, ...]:
+        """Look at every element of each layer."""
+        return tuple(unpacked.check for unpacked, _ in self._parts.values())
+
+    def load_weights(self, weights: Weights) -> None:
+        """Gives each model's loader its own tensors, in their order; those of the draft come after the model's."""
+        rest = iter(weights)
+        of_draft: list[tuple[str, torch.Tensor]] = []
+
+        def of_model() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in rest:
+                if DRAFT_PREFIX in self._parts and name.startswith(DRAFT_PREFIX):
+                    of_draft.append((name, tensor))
+                    return
+                yield name, tensor
+
+        first = next(of_model(), None)
+        if first is not None:
+            self._parts[""][0].load_weights(chain((first,), of_model()))
+        if of_draft:
+            named = ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in chain(of_draft, rest))
+            self._parts[DRAFT_PREFIX][0].load_weights(named)
+
+
+def check_draft(speculative: Any) -> None:
+    """Checks that an update can write this kind of draft model.
+
+    Args:
+        speculative: vLLM's ``SpeculativeConfig``; None without speculation.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    method = getattr(speculative, "method", None)
+    if method not in _METHODS:
+        what = "vLLM was started without a draft model" if method is None else f"drafts by {method} cannot be updated"
+        raise ConfigError(what, hint=f'leave "draft" out of --additional-config, or use one of {", ".join(_METHODS)}')
+    if getattr(speculative, "parallel_drafting", False):
+        raise ConfigError(
+            "a draft with parallel drafting keeps values that it computed from its first weights",
+            hint="start vLLM without parallel drafting",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftConfig:
+    """The part of vLLM's configuration that its loaders need, for the draft."""
+
+    model_config: Any
+    load_config: Any

@@ -1,0 +1,119 @@
+"""The parts of an engine that an update leaves alone are named first: by the plug-in, a stock server, doctor."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from weightcast.adapters.vllm.server_info import Facts
+from weightcast.plugins.vllm.engine_hooks import VllmHooks
+from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
+from weightcast.transports.preflight import warn_hazards
+from weightcast.update.diagnose import hazards
+from weightcast.wire.codec import decode_info, encode
+from weightcast.wire.engine_info import EngineInfo
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    settings: dict[str, Any] = {"lora_config": None, "cache_config": SimpleNamespace(), "kv_transfer_config": None}
+    return SimpleNamespace(**(settings | changes))
+
+
+def info(**changes: Any) -> EngineInfo:
+    settings: dict[str, Any] = {
+        "protocol": 4,
+        "engine": "vllm 0.32.0",
+        "model": "tiny",
+        "state": "serving",
+        "version": 1,
+        "digest": None,
+        "tp_size": 1,
+        "host_id": "here",
+        "ranks": (),
+        "staging": "device",
+        "transports": ("ipc",),
+        "specs": (),
+    }
+    return EngineInfo(**(settings | changes))
+
+
+def test_a_plain_server_has_none():
+    assert hazards_of(config(), keeps_draft=False, computed=()) == ()
+    assert cache_outside(config()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({}, {"keeps_draft": True}, "the draft model keeps the weights"),
+        ({}, {"computed": ["a", "b", "c", "d", "e"]}, "so no rank can prove them: a, b, c, d and 1 more"),
+        ({"lora_config": object()}, {}, "adapters that vLLM loads from folders"),
+        ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "scales of its KV cache"),
+    ],
+)
+def test_the_plug_in_names_each(changes, options, words):
+    found = hazards_of(config(**changes), **({"keeps_draft": False, "computed": ()} | options))
+    assert len(found) == 1
+    assert words in found[0]
+
+
+def test_a_cache_outside_of_vllm_forbids_in_place():
+    assert cache_outside(config(kv_transfer_config=SimpleNamespace(kv_connector="Shelf"))) == "the KV connector Shelf"
+    assert cache_outside(config(cache_config=SimpleNamespace(kv_offloading_size=4.0))) == "the offloaded KV cache"
+    loop: Any = None
+    hooks = VllmHooks(None, loop, prefix_caching=False, cache_outside="the KV connector Shelf")
+    assert "the KV connector Shelf" in hooks.no_pause["in_place"]
+    assert "retract" in hooks.no_pause["in_place"]
+    assert VllmHooks(None, loop, prefix_caching=False).no_pause == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculative_config": {"method": "eagle"}}, "its draft model is not updated"),
+        ({"model_config": {"quantization": "fp8"}}, "its weights are quantised (fp8)"),
+        (
+            {
+                "parallel_config": {
+                    "worker_extension_cls": "weightcast.plugins.vllm.worker_extension.Extension",
+                },
+                "device_config": {"device": "cpu"},
+            },
+            "a tied lm_head stays old",
+        ),
+    ],
+)
+def test_a_stock_server_tells_them_too(changes, words):
+    facts = Facts.of(json.dumps({"vllm_config": {"cache_config": {}} | changes}).encode())
+    assert len(facts.hazards()) == 1
+    assert words in facts.hazards()[0]
+
+
+def test_a_stock_server_with_prefix_caching_refuses_in_place():
+    def facts(caching: bool) -> Facts:
+        return Facts.of(json.dumps({"vllm_config": {"cache_config": {"enable_prefix_caching": caching}}}).encode())
+
+    assert "prefix caching" in facts(True).no_pause()["in_place"]
+    assert facts(False).no_pause() == {}
+
+
+def test_connect_warns_and_doctor_lists(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.getLogger("weightcast"), "propagate", True)  # our plug-in in vLLM turns it off
+    told = info(hazards=("one", "two"), no_pause={"in_place": "it keeps the cache"})
+    assert decode_info(encode(told)) == told
+    assert decode_info(encode(msgspec.structs.replace(told, hazards=()))).hazards == ()
+    link: Any = SimpleNamespace(url="http://e:1", info=told)
+    with caplog.at_level(logging.WARNING):
+        warn_hazards(link)
+    assert [record.getMessage() for record in caplog.records] == [
+        "http://e:1 (vllm 0.32.0): one",
+        "http://e:1 (vllm 0.32.0): two",
+    ]
+    checks = list(hazards(told))
+    assert [(check.name, check.level) for check in checks] == [("hazard", "warn"), ("hazard", "warn"), ("pause", "ok")]
+    assert "in_place is refused: it keeps the cache" in checks[-1].text
