@@ -10,20 +10,34 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import engines
-from tests.harness import SMALL_BUCKETS, ToyTrainer, next_version, on_every_rank, serves_whole, trainer_of
+from tests.harness import (
+    SMALL_BUCKETS,
+    ToyTrainer,
+    map_other_memory,
+    next_version,
+    on_every_rank,
+    serves_whole,
+    share_memory,
+    trainer_of,
+)
 from tests.tiny import tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import ConfigError, UpdateFailed, WeightUpdater
+from weightcast.comm.group_moves import Move
 from weightcast.comm.shared_buckets import SharedSlot
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import tensor_digest
-from weightcast.errors import TrainerRankFailed
+from weightcast.errors import TrainerRankFailed, WeightcastError
+from weightcast.update.bucket_stream import BucketStream
+from weightcast.update.exchange import Exchange
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +62,20 @@ def sharded(version: int, mesh_shape: tuple[int, ...]) -> ToyTrainer:
     return model
 
 
+def in_shared_memory(version: int, mesh_shape: tuple[int, ...]) -> ToyTrainer:
+    """As ``sharded``, with each rank's shards in a buffer that other processes can map."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    model = trainer_of(version)
+    model.buffer = share_memory(model, mesh, [Replicate(), Shard(0)][-len(mesh_shape) :])
+    return model
+
+
+MEMORY = {"direct_by": "memory"}
+MESSAGES = {"direct_by": "messages"}
+SHARDS = {"direct_by": "shards", "keep_mapped": True}
+
+
 def no_moves(*_, **__) -> None:
     raise AssertionError("direct gathered something")
 
@@ -55,7 +83,7 @@ def no_moves(*_, **__) -> None:
 def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int, ...], options: dict) -> list[str]:
     """The report of each update; the weights are changed before each."""
     move, TrainerGroup.move = TrainerGroup.move, no_moves
-    model = sharded(versions[0], mesh_shape)
+    model = (in_shared_memory if options.get("keep_mapped") else sharded)(versions[0], mesh_shape)
     reports: list[str] = []
     try:
         with WeightUpdater.connect(
@@ -73,15 +101,17 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
     return reports
 
 
+@pytest.mark.parametrize("way", [MEMORY, MESSAGES, SHARDS], ids=["memory", "messages", "shards"])
 @pytest.mark.parametrize(
     ("mesh_shape", "bucket_bytes"), [((2,), SMALL_BUCKETS), ((2, 2), 1 << 20)], ids=["2 ranks", "2 x 2 ranks"]
 )
-def test_engines_read_shards_and_prove_them_update_after_update(fresh, jobs, mesh_shape, bucket_bytes):
+def test_engines_read_shards_and_prove_them_update_after_update(fresh, jobs, mesh_shape, bucket_bytes, way):
     chosen = [fresh("--local"), fresh("--tp", "2"), fresh("--local", "--staging", "none", "--computed")]
     versions = [next_version() for _ in range(3)]
     urls = [engine.url for engine in chosen]
     ranks = jobs(2 * len(mesh_shape))
-    for reports in ranks.run(update_directly, urls, versions, mesh_shape, {"bucket_bytes": bucket_bytes}):
+    options = {"bucket_bytes": bucket_bytes, **way}
+    for reports in ranks.run(update_directly, urls, versions, mesh_shape, options):
         for version, text in zip(versions, reports, strict=True):
             report = json.loads(text)
             assert [row["version_after"] for row in report["targets"]] == [version] * 3
@@ -89,60 +119,253 @@ def test_engines_read_shards_and_prove_them_update_after_update(fresh, jobs, mes
     assert [serves_whole(engine) for engine in chosen[:2]] == [versions[-1]] * 2
 
 
-def update_with_a_flipped_bit(url: str, version: int) -> str:
+def flip_in_the_buffer() -> Callable[[], None]:
+    """The last rows of rank 1's buffer, before an engine rank reads them."""
     share = SharedSlot.share
 
     def flipping(self, **options):
         if dist.get_rank() == 1:
-            self.data[-3] ^= 1  # of the last rows, which this rank has
+            self.data[-3] ^= 1
         return share(self, **options)
 
     SharedSlot.share = flipping
-    model = sharded(version, (2,))
+    return lambda: setattr(SharedSlot, "share", share)
+
+
+def flip_before_sending() -> Callable[[], None]:
+    """The last rows of rank 1's buffer, after they were summed."""
+    send = Exchange.send
+
+    def flipping(self, bucket, parts):
+        if dist.get_rank() == 1:
+            bucket.data[-3] ^= 1
+        send(self, bucket, parts)
+
+    Exchange.send = flipping
+    return lambda: setattr(Exchange, "send", send)
+
+
+def flip_on_the_way() -> Callable[[], None]:
+    """A message from rank 1 to the second engine rank."""
+    start = UpdateGroup.start_moves
+
+    def flipping(self, sends, receives=()):
+        moves = [Move(peer, data.clone()) for peer, data in sends]
+        for peer, data in moves:
+            if self.rank == 1 and peer == 3:
+                data[0] ^= 1
+        kept.append(moves)
+        return start(self, moves, receives)
+
+    kept: list = []
+    UpdateGroup.start_moves = flipping
+    return lambda: setattr(UpdateGroup, "start_moves", start)
+
+
+def flip_in_mapped_memory() -> Callable[[], None]:
+    """A weight of rank 1 that engines map, and which is another than the one that is summed."""
+    return map_other_memory(lambda: dist.get_rank() == 1)
+
+
+def update_with_a_flipped_bit(url: str, version: int, options: dict, flip: Callable[[], Callable[[], None]]) -> str:
+    restore = flip()
+    model = (in_shared_memory if options.get("keep_mapped") else sharded)(version, (2,))
     try:
-        with WeightUpdater.connect(model, [url], transport="direct", bucket_bytes=4 << 20, timeout_s=30.0) as updater:
+        with WeightUpdater.connect(
+            model, [url], transport="direct", bucket_bytes=4 << 20, timeout_s=30.0, **options
+        ) as updater:
             updater.update(version=version)
     except UpdateFailed as error:
         return str(error)
     finally:
-        SharedSlot.share = share
+        restore()
     return "updated"
 
 
-def test_a_bit_that_flips_in_a_trainers_buffer_is_found_before_the_commit(fresh, jobs):
+@pytest.mark.parametrize(
+    ("options", "flip", "name"),
+    [
+        (MEMORY, flip_in_the_buffer, "layers.2.norm.weight"),
+        (MESSAGES, flip_before_sending, "layers.2.norm.weight"),
+        (MESSAGES, flip_on_the_way, ""),
+        (SHARDS, flip_in_mapped_memory, "embed.weight"),
+    ],
+    ids=["buffer", "before messages", "message", "shards"],
+)
+def test_a_bit_that_flips_on_any_leg_is_found_before_the_commit(fresh, jobs, options, flip, name):
     engine, version = fresh("--tp", "2"), next_version()
-    for text in jobs(2).run(update_with_a_flipped_bit, engine.url, version):
+    for text in jobs(2).run(update_with_a_flipped_bit, engine.url, version, options, flip):
         assert "received something else than was sent" in text
+        assert name in text
     assert serves_whole(engine) == 0
 
 
-def die_in_an_update(url: str, version: int) -> str:
-    share, shared = SharedSlot.share, []
+def die_in_an_update(url: str, version: int, options: dict) -> str:
+    parts, seen = BucketStream._own_parts, []
 
-    def dying(self, **options):
-        shared.append(1)
-        if dist.get_rank() == 1 and len(shared) == 3:
+    def dying(self, bucket):
+        seen.append(1)
+        if dist.get_rank() == 1 and len(seen) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return share(self, **options)
+        return parts(self, bucket)
 
-    SharedSlot.share = dying
+    BucketStream._own_parts = dying
     model = sharded(version, (2,))
     try:
-        with WeightUpdater.connect(model, [url], transport="direct", bucket_bytes=30_000, timeout_s=10.0) as updater:
+        with WeightUpdater.connect(
+            model, [url], transport="direct", bucket_bytes=30_000, timeout_s=10.0, **options
+        ) as updater:
             updater.update(version=version)
     except TrainerRankFailed as error:
         return str(error)
     return "updated"
 
 
-def test_a_trainer_rank_that_dies_is_named_and_the_engine_keeps_its_weights(fresh):
-    engine, ranks = fresh("--local"), Ranks(2)
+@pytest.mark.parametrize("options", [MEMORY, MESSAGES], ids=["memory", "messages"])
+def test_a_trainer_rank_that_dies_is_named_and_the_engine_keeps_its_weights(fresh, options):
+    engine, ranks = fresh("--tp", "2"), Ranks(2)
     try:
-        ranks.start(die_in_an_update, engine.url, next_version())
+        ranks.start(die_in_an_update, engine.url, next_version(), options)
         assert "trainer rank 1" in ranks.answer(0)
     finally:
         ranks.close()
     assert serves_whole(engine) == 0
+
+
+def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: dict) -> list[str]:
+    """Two updates; the engine's process is killed after the third bucket of the first one."""
+
+    def kill(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 3:
+            os.kill(victim, signal.SIGKILL)
+
+    seen: list[int] = []
+    told = []
+    model = (in_shared_memory if options.get("keep_mapped") else sharded)(versions[0], (2,))
+    with WeightUpdater.connect(
+        model,
+        urls,
+        transport="direct",
+        bucket_bytes=30_000,
+        timeout_s=10.0,
+        on_failure="quarantine",
+        progress=kill,
+        **options,
+    ) as updater:
+        for version in versions:
+            source = dict(trainer_of(version).named_parameters())
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    where = parameter.device_mesh, parameter.placements
+                    parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+            told.append(on_every_rank(updater.update(version=version)))
+    return told
+
+
+@pytest.mark.parametrize("options", [MEMORY, MESSAGES], ids=["memory", "messages"])
+def test_an_engine_rank_that_dies_is_named_and_the_other_engine_is_updated(fresh, jobs, options):
+    lost, kept = fresh("--tp", "2"), fresh("--tp", "2")
+    versions = [next_version(), next_version()]
+    victim = lost.info().ranks[1].pid
+    told = jobs(2).run(lose_an_engine, [lost.url, kept.url], victim, versions, options)
+    assert told[0] == told[1]
+    for version, text in zip(versions, told[0], strict=True):
+        rows = json.loads(text)["targets"]
+        assert rows[1]["version_after"] == version
+        assert rows[1]["proof"] == "resident"
+        assert rows[0]["status"] != "serving"
+    assert "rank 1" in json.loads(told[0][0])["targets"][0]["message"]
+    assert serves_whole(kept) == versions[-1]
+
+
+def move_and_release(url: str, versions: list[int]) -> list[str]:
+    """Updates after the weights were moved, after ``release``, and from memory that cannot be mapped."""
+    model = in_shared_memory(versions[0], (2,))
+    told: list[str] = []
+    with WeightUpdater.connect(
+        model, [url], transport="direct", bucket_bytes=1 << 20, timeout_s=30.0, **SHARDS
+    ) as updater:
+        told.append(on_every_rank(updater.update(version=versions[0])))
+        before = model.buffer
+        other = in_shared_memory(versions[1], (2,))
+        replace(model, dict(other.named_parameters()))
+        before.data.fill_(255)  # what an engine would read that had not noticed
+        told.append(on_every_rank(updater.update(version=versions[1])))
+        updater.release()
+        before.close()
+        with torch.no_grad():
+            source = dict(trainer_of(versions[2]).named_parameters())
+            for name, parameter in model.named_parameters():
+                where = parameter.device_mesh, parameter.placements
+                parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+        told.append(on_every_rank(updater.update(version=versions[2])))
+        replace(model, dict(sharded_alone(versions[3]).named_parameters()))
+        try:
+            updater.update(version=versions[3])
+        except WeightcastError as error:
+            told.append(str(error))
+    return told
+
+
+def replace(model: ToyTrainer, parameters: dict[str, nn.Parameter]) -> None:
+    """Gives each parameter the other one's memory, as an offload and a reload do."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter._local_tensor.set_(parameters[name].to_local())  # ``to_local`` is another view of the memory
+
+
+def sharded_alone(version: int) -> ToyTrainer:
+    """Shards in memory of this process alone."""
+    model = in_shared_memory(version, (2,))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter._local_tensor.set_(parameter.to_local().clone())
+    return model
+
+
+def test_weights_that_have_moved_are_read_where_they_lie_and_private_memory_is_refused(fresh, jobs):
+    engine = fresh("--tp", "2")
+    versions = [next_version() for _ in range(4)]
+    for told in jobs(2).run(move_and_release, engine.url, versions):
+        for version, text in zip(versions, told[:3], strict=False):
+            assert [(row["version_after"], row["proof"]) for row in json.loads(text)["targets"]] == [
+                (version, "resident")
+            ]
+        assert "memory that other processes cannot map" in told[3] or "trainer rank" in told[3]
+    assert serves_whole(engine) == versions[2]
+
+
+def keep_some_private(url: str, versions: list[int]) -> list[str]:
+    """Two updates of weights of which rank 1 keeps one in memory of its own."""
+    model = in_shared_memory(versions[0], (2,))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            shard = model.get_parameter("layers.1.up.weight")._local_tensor
+            shard.set_(shard.clone())
+    told = []
+    with WeightUpdater.connect(
+        model, [url], transport="direct", bucket_bytes=4096, timeout_s=30.0, **SHARDS
+    ) as updater:
+        for version in versions:
+            source = dict(trainer_of(version).named_parameters())
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    where = parameter.device_mesh, parameter.placements
+                    parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+            told.append(on_every_rank(updater.update(version=version)))
+    return told
+
+
+def test_a_tensor_that_cannot_be_mapped_goes_by_bucket_in_the_same_session(fresh, jobs):
+    engine = fresh("--tp", "2")
+    versions = [next_version(), next_version()]
+    for told in jobs(2).run(keep_some_private, engine.url, versions):
+        for version, text in zip(versions, told, strict=True):
+            report = json.loads(text)
+            assert [(row["version_after"], row["proof"]) for row in report["targets"]] == [(version, "resident")]
+            assert report["buckets"] == 1 + 256 * 64 * 4 // 4096  # one for all others, and those of this tensor
+    assert serves_whole(engine) == versions[-1]
 
 
 def refused(url: str, options: dict) -> str:

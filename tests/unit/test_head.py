@@ -22,8 +22,11 @@ from weightcast.transports.registry import spec_of
 from weightcast.transports.spec import Placement
 from weightcast.update.head import Head
 from weightcast.update.sessions import open_message
+from weightcast.wire.answers import Ack
+from weightcast.wire.codec import decode, encode
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
-from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo, decode, encode
+from weightcast.wire.messages import PROTOCOL
 from weightcast.wire.plans import UpdatePlan
 
 SPECS = (TensorSpec(name="t", dtype="float32", shape=(8,)),)

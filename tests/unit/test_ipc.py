@@ -15,8 +15,8 @@ from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer, device_of,
 from weightcast.errors import ConfigError
 from weightcast.receiver.sources import ipc as ipc_source
 from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.wire.bucket_sources import MemoryHandle
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import MemoryHandle
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,11 @@ from tests.unit.sessions import Sender
 from weightcast.comm.update_group import GroupFailed
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_answers import fold_resident
+from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket, run_sizes
+from weightcast.wire.bucket_sources import BroadcastSource
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce, BroadcastSource, RankAck
+from weightcast.wire.messages import Announce
 
 OLD, NEW = weights_of(1), weights_of(2)
 LENT = ("embed.weight", "q.weight", "v.weight", "experts.1.gate.weight", "experts.0.down.weight")

@@ -1,14 +1,16 @@
-"""A tensor that an engine knows and keeps nowhere may be part of an update; another one may not."""
+"""Checks before anything moves: tensors that an engine does not keep, and the number of the first update."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError
-from weightcast.transports.preflight import check_fits
+from weightcast.transports.preflight import check_first_version, check_fits
 from weightcast.wire.layout import TensorSpec
 
 
@@ -32,3 +34,33 @@ def test_update_may_contain_or_omit_an_optional_tensor() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             check_fits(engine, wrong)
+
+
+def at(*versions: int | None) -> Any:
+    return {f"http://e{number}": SimpleNamespace(version=version) for number, version in enumerate(versions)}
+
+
+@pytest.mark.parametrize(
+    ("versions", "level"),
+    [
+        pytest.param((0, 0), None, id="a first run"),
+        pytest.param((7, 7), logging.INFO, id="a second run"),
+        pytest.param((7, None), logging.INFO, id="one waits for its first weights"),
+        pytest.param((7, 3), logging.WARNING, id="engines that answer differently"),
+        pytest.param((7, 0), logging.WARNING, id="one was restarted"),
+    ],
+)
+def test_a_served_version_is_a_warning_only_if_engines_serve_different_ones(caplog, versions, level):
+    caplog.set_level(logging.DEBUG, "weightcast")
+    check_first_version(at(*versions), UpdateConfig())
+    assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
+    if level is not None:
+        assert " serves version 7" in caplog.text
+        assert "update(version=N) with a lower N is refused" in caplog.text
+    assert (f"(http://e1 serves {versions[1]})" in caplog.text) == (level == logging.WARNING)
+
+
+def test_versions_that_may_be_older_are_not_spoken_of(caplog):
+    caplog.set_level(logging.DEBUG, "weightcast")
+    check_first_version(at(7, 3), UpdateConfig(allow_older=True))
+    assert caplog.records == []

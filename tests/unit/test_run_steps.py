@@ -13,6 +13,7 @@ from weightcast.comm.http import Client
 from weightcast.comm.run_steps import EngineRequest, converse
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded, TargetRejected
+from weightcast.runtime.deadline import Deadline
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -101,13 +102,17 @@ def test_unhandled_refusal_ends_the_step(server):
 
 
 def test_the_deadline_is_of_the_whole_conversation(server):
+    deadline = Deadline(PATIENCE_S)
+
     def steps():
         yield EngineRequest(path="/a", body=b"")
+        deadline.limit_s -= deadline.left_s() - 0.3  # as if the first request had taken all but 0.3 s
         yield EngineRequest(path="/slow", body=b"")
         yield EngineRequest(path="/never", body=b"")
 
     with pytest.raises(DeadlineExceeded, match="/slow"):
-        converse(server.client, steps(), timeout_s=0.5)
+        converse(server.client, steps(), timeout_s=deadline)
+    assert [path for path, _ in server.seen] == ["/a"]
 
 
 def test_a_request_may_have_a_shorter_deadline_of_its_own(server):

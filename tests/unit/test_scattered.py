@@ -12,9 +12,10 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.errors import Refused
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.rank_answers import fold_resident
+from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import Part
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
-from weightcast.wire.messages import Part, RankAck
 
 
 class Kept(nn.Module):

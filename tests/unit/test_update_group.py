@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from tests.clock import PATIENCE_S, Clock, wait_until
+from weightcast.comm import rendezvous
 from weightcast.comm import update_group as module
-from weightcast.comm.update_group import GroupFailed, Rendezvous, UpdateGroup, backend_for, local_address_towards
+from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for, local_address_towards
 from weightcast.errors import DeadlineExceeded
 
 CPU = torch.device("cpu")
@@ -197,6 +199,34 @@ def test_joining_without_a_listener_fails_at_once():
         )
 
 
+def test_joining_ends_soon_after_the_rendezvous_closes(party, monkeypatch):
+    """The head closes the rendezvous between a member's first connection and torch's own one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        connect = socket.create_connection
+
+        def connect_last(*args, **kwargs):
+            made = connect(*args, **kwargs)
+            listener.close()
+            return made
+
+        monkeypatch.setattr(rendezvous.socket, "create_connection", connect_last)
+        monkeypatch.setattr(rendezvous, "_FIRST_TRY_S", 0.1)
+        settings = {"name": "g", "token": "t", "rank": 1, "world_size": 2, "device": CPU, "timeout_s": LONG_S}
+        joining = party(2).pool.submit(UpdateGroup.join, host="127.0.0.1", port=port, **settings)
+        assert f"cannot reach the rendezvous at 127.0.0.1:{port}" in fails(joining)
+
+
+def test_store_that_answers_late_is_waited_for(party, monkeypatch):
+    """Torch's first tries are too short for this store, and later ones are longer."""
+    monkeypatch.setattr(rendezvous, "_FIRST_TRY_S", 0.001)
+    head, member = party(2).meet()
+    assert head.alive
+    assert member.alive
+    head.close()
+    member.close()
+
+
 @pytest.mark.parametrize("where", ["head", "member"])
 def test_rendezvous_can_be_cancelled(party, where):
     made = party(2)
@@ -216,7 +246,8 @@ GIVES_UP = """
 import sys, threading
 import torch
 import torch.distributed as dist
-from weightcast.comm.update_group import GroupFailed, Rendezvous, UpdateGroup
+from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
 
 where, timeout_s, CPU = sys.argv[1], 3.0, torch.device("cpu")
 place = Rendezvous(host="127.0.0.1", timeout_s=timeout_s)

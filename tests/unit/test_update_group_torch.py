@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.harness import wait_for
-from weightcast.comm.update_group import GroupFailed, Rendezvous, UpdateGroup
+from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.errors import DeadlineExceeded
 
 CPU = torch.device("cpu")

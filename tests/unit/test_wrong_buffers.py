@@ -32,8 +32,8 @@ from weightcast.lab.dialects.lmdeploy import Dialect, UpdateParams
 from weightcast.receiver.sources import ipc as source_module
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import MemoryHandle
 from weightcast.wire.layout import Packing, plan_buckets
-from weightcast.wire.messages import MemoryHandle
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The four calls of the CUDA driver that share an allocation between processes.
+"""The calls of the CUDA driver that share an allocation between processes.
 
 torch's own sharing (``_share_cuda_``) counts one reader for each export.  A bucket has one reader for each engine rank,
 so that counter would never return to zero and the memory would never be freed.  The driver's handles have no counter.
@@ -7,7 +7,7 @@ so that counter would never return to zero and the memory would never be freed. 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,9 @@ from weightcast.errors import WeightcastError
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+
+
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 class DriverError(WeightcastError):
@@ -42,6 +45,7 @@ def _driver() -> Any:
         ctypes.POINTER(ctypes.c_size_t),
         ctypes.c_uint64,
     ]
+    driver.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
     return driver
 
 
@@ -75,6 +79,34 @@ def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
         _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
     return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES), pointer - base.value
+
+
+def allocation_of(pointer: int, device: torch.device) -> tuple[int, int, int]:
+    """Returns address, size and id of the allocation that holds ``pointer``; no other allocation ever has that id.
+
+    Raises:
+        DriverError: No allocation holds it.
+    """
+    base, size, name = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+    with _current(device):
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+        _call("cuPointerGetAttribute", ctypes.byref(name), _BUFFER_ID, base.value)
+    return base.value, size.value, name.value
+
+
+def ids_of(bases: Sequence[int], device: torch.device) -> list[int]:
+    """Returns the ids of the allocations that begin at these addresses, as ``allocation_of`` does.
+
+    Raises:
+        DriverError: No allocation holds one of them.
+    """
+    found: list[int] = []
+    name = ctypes.c_uint64()
+    with _current(device):
+        for base in bases:
+            _call("cuPointerGetAttribute", ctypes.byref(name), _BUFFER_ID, base)
+            found.append(name.value)
+    return found
 
 
 def open_memory(handle: bytes, device: torch.device) -> int:

@@ -13,15 +13,19 @@ import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from typing import Any
 
 import torch
 
 from weightcast.comm import cuda_driver
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.wire.messages import MemoryHandle
+from weightcast.wire.bucket_sources import MemoryHandle
 
 _PREFIX = "weightcast-"
+
+
+_buffers: weakref.WeakSet[SharedBuffer] = weakref.WeakSet()  # on the host, of this process
 
 
 class MappingFailed(WeightcastError):
@@ -94,6 +98,7 @@ class SharedBuffer:
                     f"cannot allocate a shared buffer of {size_bytes} bytes: {error}", hint="use a smaller bucket_bytes"
                 ) from error
             self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+            _buffers.add(self)
             self._handle = MemoryHandle(
                 kind="shm", device="cpu", size_bytes=size_bytes, token=token, pid=os.getpid(), fd=self._file
             )
@@ -116,6 +121,7 @@ class SharedBuffer:
 
     def close(self) -> None:
         """Releases the buffer; safe to call twice.  A process that has mapped it keeps the pages until it unmaps."""
+        _buffers.discard(self)
         self.data = torch.empty(0, dtype=torch.uint8)
         self._event = None
         self._map = _unmap(self._map)
@@ -142,6 +148,14 @@ class SharedBuffer:
             offset_bytes=offset,
             event=self._event.ipc_handle(),
         )
+
+
+def shared_buffer_at(address: int) -> SharedBuffer | None:
+    """Returns this process's buffer on the host that holds an address."""
+    for buffer in list(_buffers):
+        if 0 <= address - buffer.data.data_ptr() < buffer.data.numel():
+            return buffer
+    return None
 
 
 class Mapping:

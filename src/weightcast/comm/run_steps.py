@@ -11,7 +11,7 @@ from weightcast.errors import DeadlineExceeded, TargetRejected
 from weightcast.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
-    from weightcast.wire.messages import Ack
+    from weightcast.wire.answers import Ack
 
 _Result = TypeVar("_Result")
 

@@ -19,7 +19,7 @@ import torch
 
 from weightcast.comm.ipc import SharedBuffer, device_uuid
 from weightcast.errors import ConfigError
-from weightcast.wire.messages import MemoryHandle, Part
+from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Part
 
 _ALIGNMENT_BYTES = 512  # as torch's own allocator; more than any dtype needs
 _LAST_READ_S = 5.0
@@ -66,10 +66,14 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
         torch: Handles for stock engines, one for each process that will open it.
         ring: Handles to the storage that holds every buffer, for stock engines that keep it mapped.
         parts: The parts of the bucket that engines read from this buffer; empty if it has the whole bucket.
+        memories: Handles to the rank's own memory, if there is no buffer.
+        mapped: The parts that lie there.
     """
 
     memory: MemoryHandle | None = None
     parts: tuple[Part, ...] = ()
+    memories: tuple[MemoryHandle, ...] = ()
+    mapped: tuple[MappedPart, ...] = ()
     torch: tuple[TorchMemory, ...] = ()
     ring: tuple[TorchMemory, ...] = ()
 

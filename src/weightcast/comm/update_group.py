@@ -1,4 +1,4 @@
-"""The process group of one update: the trainer's head and every engine rank.
+"""The process group of one update: the trainer's head, or all trainer ranks, and every engine rank.
 
 The group has a store of its own, so it neither touches nor needs the default group of either side.
 
@@ -8,12 +8,11 @@ the whole process when an NCCL operation fails or passes that timeout; ``comm.wa
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -21,6 +20,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from weightcast.comm.group_moves import Move, Tags, start_moves
+from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, with_token, words_of
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 from weightcast.runtime import blocking_threads
@@ -36,10 +37,7 @@ _FIRST_POLL_S = 5e-5
 _LONGEST_POLL_S = 1e-2
 _CANCEL_POLL_S = 0.05
 _HANG_UP_TAG = 1 << 30
-
-
-class GroupFailed(WeightcastError):
-    """The group cannot be used any more: a peer died, or the group was aborted."""
+_ABORTED = "aborted"
 
 
 def local_address_towards(host: str, port: int) -> str:
@@ -62,77 +60,6 @@ def backend_for(device: torch.device) -> BackendName:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-class Rendezvous:
-    """The key-value store at which the members of a group meet; the head serves it."""
-
-    def __init__(self, *, host: str, timeout_s: float) -> None:
-        """Listens on a free port of this address; a name listens on all interfaces.
-
-        Args:
-            host: Address, or name, under which engines can reach this process.
-            timeout_s: Deadline of each operation on the store, in seconds.
-
-        Raises:
-            GroupFailed: The address does not belong to this host.
-        """
-        self.host = host
-        self._timeout = timedelta(seconds=timeout_s)
-        try:
-            listener = _listener(host)
-            self._store: dist.TCPStore | None = dist.TCPStore(
-                host,
-                listener.getsockname()[1] if listener is not None else 0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=self._timeout,
-                use_libuv=True,
-                master_listen_fd=listener.detach() if listener is not None else None,
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            raise GroupFailed(
-                f"the rendezvous cannot listen at {host}: {_first_line(error)}",
-                hint="set rendezvous_host to an address of this host",
-            ) from error
-        self.port: int = self._store.port
-
-    @property
-    def store(self) -> dist.TCPStore:
-        """The store.  It listens while anything refers to it, so callers should not keep it.
-
-        Raises:
-            GroupFailed: The rendezvous was closed.
-        """
-        if self._store is None:
-            raise GroupFailed("the rendezvous of the group was closed")
-        return self._store
-
-    def visit(self) -> dist.TCPStore:
-        """Opens a connection to the store.  ``close`` ends every wait on it, also those inside torch.
-
-        Raises:
-            RuntimeError: The rendezvous was closed.
-        """
-        return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
-
-    def absent(self, token: str, world_size: int) -> list[int]:
-        """Returns the ranks, other than the head, that have not come to the rendezvous with this token.
-
-        It opens a connection of its own, because a thread inside torch may hold the other.
-
-        Raises:
-            GroupFailed: The store does not answer.
-        """
-        try:
-            place = _with_token(self.visit(), token)
-            return [rank for rank in range(1, world_size) if not place.check([_here(rank, world_size)])]
-        except RuntimeError as error:
-            raise GroupFailed(f"cannot ask the rendezvous which ranks are absent: {_first_line(error)}") from error
-
-    def close(self) -> None:
-        """Stops listening, which ends the waits of all members there.  Safe to call twice."""
-        self._store = None
-
-
 class UpdateGroup:
     """One member's end of the group.
 
@@ -153,6 +80,7 @@ class UpdateGroup:
         timeout_s: float,
         cancelled: threading.Event | None = None,
         meeting: Literal["weightcast", "torch"] = "weightcast",
+        tells: bytes | None = None,
     ) -> None:
         """Meets the other members.  Returns when all are there and a first byte was broadcast.
 
@@ -169,6 +97,9 @@ class UpdateGroup:
             meeting: ``torch`` for members without weightcast, which make the group as ``torch.distributed`` does, at
                 ``tcp://host:port`` with the group's name as prefix.  Then no first byte is broadcast: with nccl, an
                 absent member shows only at the first broadcast.
+            tells: Bytes for members that tell nothing themselves (empty bytes).  These read them with ``told``, and
+                hear of each other's aborts through the store, since not every two of them exchange messages.  None in
+                a group in which nobody tells anything.
 
         Raises:
             DeadlineExceeded: A member did not come in time.
@@ -180,6 +111,9 @@ class UpdateGroup:
         self.device = device
         self._aborted = threading.Event()
         self._why = ""
+        self._store: dist.Store | None = None
+        self._asked_at = 0.0
+        self._tags = Tags()
         # Creating a gloo group, and the first collective of an nccl one, block inside torch with no deadline that we
         # control.  So they run on a thread that can be left behind.  That thread first waits for the others in small
         # steps, so an absent member leaves no thread inside torch.
@@ -194,7 +128,10 @@ class UpdateGroup:
                 if meeting == "torch":
                     prefixed = _as_torch_does(base, name, device)
                 else:
-                    prefixed = _with_token(base, token)
+                    prefixed = with_token(base, token)
+                    if tells is not None:
+                        prefixed.set(words_of(rank), tells)  # type: ignore[arg-type]  # it takes bytes
+                        self._store = None if tells else prefixed
                     self._meet(prefixed, deadline, timeout_s)
                 self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
                 if self._aborted.is_set():  # that abort found no group yet
@@ -238,6 +175,7 @@ class UpdateGroup:
         device: torch.device,
         timeout_s: float,
         cancelled: threading.Event | None = None,
+        tells: bytes | None = None,
     ) -> UpdateGroup:
         """Connects to a head's ``Rendezvous`` and meets the other members.
 
@@ -247,14 +185,10 @@ class UpdateGroup:
 
         def connect() -> dist.Store:
             try:
-                # Torch would retry a refused connection for the whole timeout.
-                socket.create_connection((host, port), timeout=timeout_s).close()
-                return dist.TCPStore(
-                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-                )
+                return connect_to_store(host, port, timeout_s)
             except (OSError, RuntimeError, ValueError) as error:
                 raise GroupFailed(
-                    f"group {name}: cannot reach the rendezvous at {host}:{port}: {_first_line(error)}",
+                    f"group {name}: cannot reach the rendezvous at {host}:{port}: {first_line(error)}",
                     hint=f"open TCP {port} from here to {host}, or pass an address that this host can reach",
                 ) from error
 
@@ -268,6 +202,7 @@ class UpdateGroup:
             address=local_address_towards(host, port),
             timeout_s=timeout_s,
             cancelled=cancelled,
+            tells=tells,
         )
 
     @property
@@ -298,12 +233,75 @@ class UpdateGroup:
         """Calls ``start_broadcast`` and ``finish``."""
         self.finish(self.start_broadcast(data), what=what, timeout_s=timeout_s)
 
+    def told(self, ranks: Iterable[int]) -> list[bytes]:
+        """Returns the words of these members, in order; every member has told its own before the rendezvous ended.
+
+        Raises:
+            GroupFailed: The rendezvous was closed.
+        """
+        self._check()
+        assert self._store is not None
+        try:
+            return [bytes(self._store.get(words_of(rank))) for rank in ranks]
+        except RuntimeError as error:
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
+
+    def start_moves(self, sends: Sequence[Move], receives: Sequence[Move] = ()) -> list[Any]:
+        """Starts messages to and from other members and returns handles for ``finish_moves``."""
+        group = self._check()
+        try:
+            return start_moves(group, self.device, sends, receives, self._tags)
+        except RuntimeError as error:
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
+
+    def finish_moves(self, works: Sequence[Any], *, what: str, timeout_s: float) -> None:
+        """Waits for messages.  After it, their memory may be written or read again.
+
+        Raises:
+            DeadlineExceeded: The deadline passed; the group is unusable now.
+            GroupFailed: A peer died or the group was aborted, here or by a member that the store heard of.
+        """
+        if self.device.type == "cuda":
+            for work in works:
+                self._finish(work, what, timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        errors: list[RuntimeError] = []
+        done = threading.Event()
+
+        def wait() -> None:
+            try:
+                # A message of gloo says that it is complete only to those who wait for it.
+                for work in works:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        if self._store is None:
+            wait()
+        else:
+            blocking_threads.start(wait, name="weightcast-moves")
+            while not done.wait(_CANCEL_POLL_S):
+                self._look_for_abort()
+        self._check()
+        if errors and time.monotonic() > deadline:
+            self.abort(f"waited {timeout_s:g} s for {what}")
+            raise DeadlineExceeded(who=f"group {self.name}", waiting_for=what, timeout_s=timeout_s)
+        if errors:
+            self.abort(first_line(errors[0]))
+            raise GroupFailed(f"group {self.name}: {first_line(errors[0])}")
+
     def abort(self, why: str) -> None:
         """Ends every wait now, here and at every other member.  Safe to call twice and from any thread."""
         if self._aborted.is_set():
             return
         self._why = why
         self._aborted.set()
+        if self._store is not None and self._group is not None:
+            with suppress(RuntimeError):  # a store that is gone tells the others as much
+                self._store.set(_ABORTED, why)
         group = self._group
         if group is not None:
             self._hang_up(group)
@@ -311,7 +309,7 @@ class UpdateGroup:
     def close(self) -> None:
         """Releases the group; safe to call twice."""
         self.abort("closed")
-        self._group = None
+        self._group = self._store = None
 
     def _meet(self, store: dist.Store, deadline: float, timeout_s: float) -> None:
         """Waits until every member is at the store.  The cost for a member does not grow with their number.
@@ -319,7 +317,7 @@ class UpdateGroup:
         Each member counts once; the one that makes the number full sets the key that all of them wait for.
         """
         go = f"go/{self.world_size}"
-        if store.add(_here(self.rank, self.world_size), 1) == 1:
+        if store.add(here(self.rank, self.world_size), 1) == 1:
             arrived = store.add(f"arrived/{self.world_size}", 1)
             if arrived == self.world_size:
                 store.set(go, "1")
@@ -329,7 +327,7 @@ class UpdateGroup:
                 raise GroupFailed(f"group {self.name}: {self._why}")
             if time.monotonic() > deadline:
                 others = (rank for rank in range(self.world_size) if rank != self.rank)
-                missing = [rank for rank in others if not store.check([_here(rank, self.world_size)])]
+                missing = [rank for rank in others if not store.check([here(rank, self.world_size)])]
                 raise self._too_late(timeout_s, f"the rendezvous of all {self.world_size} members; missing {missing}")
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, _LONGEST_POLL_S)
@@ -355,6 +353,20 @@ class UpdateGroup:
                     nothing = torch.empty(1, dtype=torch.uint8)
                     group.recv([nothing], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
+    def _look_for_abort(self) -> None:
+        """Aborts if another member has, as far as the store knows."""
+        now = time.monotonic()
+        if self._store is None or self._group is None or now - self._asked_at < _CANCEL_POLL_S:
+            return
+        self._asked_at = now
+        try:
+            why = self._store.get(_ABORTED).decode() if self._store.check([_ABORTED]) else ""
+        except RuntimeError as error:
+            why = f"the rendezvous is gone: {first_line(error)}"
+        if why:
+            self.abort(why)
+            raise GroupFailed(f"group {self.name}: {why}")
+
     def _check(self) -> Any:
         group = self._group
         if self._aborted.is_set() or group is None:
@@ -368,7 +380,7 @@ class UpdateGroup:
         try:
             return group.broadcast([data], options)
         except RuntimeError as error:
-            raise GroupFailed(f"group {self.name}: {_first_line(error)}") from error
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def _finish(self, work: Any, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
         deadline = time.monotonic() + timeout_s
@@ -377,6 +389,7 @@ class UpdateGroup:
             if poll is not None:
                 poll()
             self._check()
+            self._look_for_abort()
             if time.monotonic() > deadline:
                 self.abort(f"waited {timeout_s:g} s for {what}")
                 raise DeadlineExceeded(who=f"group {self.name}", waiting_for=what, timeout_s=timeout_s)
@@ -385,33 +398,8 @@ class UpdateGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            self.abort(_first_line(error))
-            raise GroupFailed(f"group {self.name}: {_first_line(error)}") from error
-
-
-def _with_token(store: dist.Store, token: str) -> dist.Store:
-    return dist.PrefixStore(f"weightcast/{token}", store)
-
-
-def _here(rank: int, world_size: int) -> str:
-    """Key of a member.  It has the world size: members that expect another number would block each other in torch."""
-    return f"here/{rank}/{world_size}"
-
-
-def _listener(host: str) -> socket.socket | None:
-    """Opens a socket on one interface for a store, which would else listen on all.
-
-    Returns None for a name, because it may resolve here (often to 127.0.1.1) otherwise than at the engines.
-    """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    return socket.create_server((host, 0), family=socket.AF_INET if address.version == 4 else socket.AF_INET6)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0][:300]
+            self.abort(first_line(error))
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
 
 def _as_torch_does(store: dist.Store, name: str, device: torch.device) -> dist.Store:

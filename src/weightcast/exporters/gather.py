@@ -15,17 +15,18 @@ from collections.abc import Sequence
 
 import torch
 
+from weightcast.comm.ipc import shared_buffer_at
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.digest.copies import flat_bytes
-from weightcast.digest.definition import RepeatedSums, partial_sums
+from weightcast.digest.definition import partial_sums
 from weightcast.digest.source_sums import Folded, SourceSums, Taker
-from weightcast.digest.transfers import RepeatedTransfers, prepare_kernels
+from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers, prepare_kernels
 from weightcast.errors import ConfigError
-from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, is_contiguous, plan_gather
-from weightcast.exporters.held_parts import Held, HeldParts, Local, Look, is_ready, region, slices, to_sum
-from weightcast.exporters.own_parts import OwnParts
+from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
+from weightcast.exporters.held_parts import Held, HeldParts, InMemory, Local, Look, is_ready, region, slices, to_sum
+from weightcast.exporters.own_parts import OwnMemory, OwnParts
 from weightcast.exporters.ownership import Shared
-from weightcast.wire.box import Box, contains
+from weightcast.wire.box import Box, contains, is_one_run
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
 
@@ -119,6 +120,29 @@ class Gatherer:
     def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
         """Number of the slot and box of each part that engines read from this rank; of all ranks, each part once."""
         return self._plan(layout, group, tuple(range(group.world_size)), scattered=True)[0].serves
+
+    def unmappable(self, group: TrainerGroup) -> list[str]:
+        """Names of tensors that others cannot read where this rank keeps them; see ``Mappable.unmappable``."""
+        self.prepare(group)
+        return [
+            spec.name
+            for number, spec in enumerate(self._specs)
+            if any(not _lies_as_it_travels(held, spec, group.device) for held in self._held.local(number))
+        ]
+
+    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
+        """Places of the parts that engines read where this rank keeps them; see ``Mappable.own_memory``."""
+        self.prepare(group)
+        plan, own = self._plan(layout, group, tuple(range(group.world_size)), scattered=True)
+        return own.lying(plan.serves)
+
+    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
+        """Sums this rank's parts where they lie; see ``Mappable.sum_own``."""
+        plan, own = self._plan(layout, group, tuple(range(group.world_size)), scattered=True)
+        taker = sources.reserve(plan.ledger.count(group.rank))
+        with torch.no_grad():
+            if own:
+                own.sum_in_place(taker, summed_on_the_way=False)
 
     def source_counts(
         self, layout: BucketLayout, group: TrainerGroup, receivers: tuple[int, ...] | None = None
@@ -245,11 +269,7 @@ class Gatherer:
         self, parcel: Parcel, bucket: Bucket | None, group: TrainerGroup, scratch: _Scratch, taker: Taker | None
     ) -> torch.Tensor:
         """The contiguous tensor that this rank sends."""
-        if (
-            not parcel.source_scratch_bytes
-            and bucket is not None
-            and is_contiguous(parcel.box.shape, parcel.slot.shape)
-        ):
+        if not parcel.source_scratch_bytes and bucket is not None and is_one_run(parcel.box.shape, parcel.slot.shape):
             return region(bucket, parcel.slot, parcel.box)  # cast and in place already
         held = self._held.find(parcel.slot.spec.name, parcel.box)
         if not parcel.source_scratch_bytes:
@@ -259,6 +279,16 @@ class Gatherer:
         if taker is not None and parcel.summed_at is not None:
             taker.add(torch.tensor([parcel.summed_at]), partial_sums([to_sum(parcel.slot, parcel.box, outgoing)]))
         return outgoing
+
+
+def _lies_as_it_travels(held: Held, spec: TensorSpec, device: torch.device) -> bool:
+    """True if others can read a part where it lies."""
+    if not isinstance(held, InMemory) or held.source is None:
+        return False
+    memory = held.memory
+    if memory.dtype != spec.torch_dtype or memory.device != device:
+        return False
+    return device.type == "cuda" or not memory.numel() or shared_buffer_at(memory.data_ptr()) is not None
 
 
 class _Scratch:

@@ -15,7 +15,7 @@ from weightcast.digest.source_sums import Ledger
 from weightcast.errors import ConfigError
 from weightcast.exporters.own_parts import OwnPart
 from weightcast.exporters.ownership import SharedPart
-from weightcast.wire.box import Box, split
+from weightcast.wire.box import Box, is_one_run, split
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 # A smaller scratch buffer only costs round trips.
@@ -150,12 +150,6 @@ def align(size_bytes: int) -> int:
     return -(-size_bytes // _SCRATCH_ALIGNMENT_BYTES) * _SCRATCH_ALIGNMENT_BYTES
 
 
-def is_contiguous(shape: tuple[int, ...], within: tuple[int, ...]) -> bool:
-    """True if a box of this shape lies in one run of a contiguous tensor of the other shape."""
-    ones = next((dim for dim, extent in enumerate(shape) if extent != 1), len(shape))
-    return shape[ones + 1 :] == within[ones + 1 :]
-
-
 def _expect_sums(plan: GatherPlan, index: int, part: SharedPart, box: Box, source: int | None, rank: int) -> int | None:
     """Enters in the ledger which ranks sum a part, and in ``own`` this rank's share.
 
@@ -229,10 +223,10 @@ def _parcels(
 
     def parcel(box: Box) -> Parcel:
         scratch_bytes = align(math.prod(box.shape) * itemsize)
-        in_place = is_contiguous(box.shape, slot.shape)
+        in_place = is_one_run(box.shape, slot.shape)
         # A receiver that is also the source has the box in its bucket, cast, before anything is sent.
         as_it_is = source in receivers and in_place
-        as_it_is = as_it_is or (part.ready and is_contiguous(box.shape, part.box.shape))
+        as_it_is = as_it_is or (part.ready and is_one_run(box.shape, part.box.shape))
         return Parcel(slot, box, source, targets, 0 if as_it_is else scratch_bytes, 0 if in_place else scratch_bytes)
 
     whole = parcel(box)

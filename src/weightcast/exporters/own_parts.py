@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from weightcast.digest.copies import Flat, bits, copy_all
-from weightcast.digest.definition import RepeatedSums, partial_sums
+from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.source_sums import Taker
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
+from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers, can_transfer, transfers_on
+from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, region, slices, to_sum
 from weightcast.runtime.scratch import Scratch
 from weightcast.wire.box import Box, split
@@ -121,6 +122,41 @@ class _SumSteps:
     rest: list[OwnPart]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lying:
+    """Remembered places of parts that others read where they lie.
+
+    Attributes:
+        served: Number of the slot and box of each part.
+        sources: Numbers of the tensors that hold them.
+        layout: ``Seen.layout`` of these tensors.
+        views: The memory of each part, with the number of its slot.
+    """
+
+    served: Sequence[tuple[int, Box]]
+    sources: list[int]
+    layout: object
+    views: list[tuple[int, _View]]
+
+
+class OwnMemory:
+    """The parts that others read where this rank keeps them.
+
+    Attributes:
+        stamp: Value that stays equal while every part lies at the same address in the same way.
+    """
+
+    def __init__(self, lying: _Lying, found: Seen) -> None:
+        self.stamp = lying, found.addresses
+        self._lying = lying
+        self._found = found
+
+    def views(self) -> list[tuple[int, Box, torch.Tensor]]:
+        """Number of the slot, box and memory of each part."""
+        memory = dict(zip(self._lying.sources, self._found.tensors, strict=True))
+        return [(number, view.box, view.of(memory[view.source])) for number, view in self._lying.views]
+
+
 class OwnParts:
     """The parts of one bucket that this rank holds.
 
@@ -150,6 +186,7 @@ class OwnParts:
         self._seen: tuple[list[int], Seen | None] = [], None  # while one bucket is filled
         self._copying: _CopySteps | None = None
         self._summing: _SumSteps | None = None
+        self._lying: _Lying | None = None
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -204,6 +241,34 @@ class OwnParts:
         scratch = Scratch()
         for own in steps.rest:
             self._sum_one(own, taker, scratch)
+
+    def lying(self, served: Sequence[tuple[int, Box]]) -> OwnMemory:
+        """Places of the parts that others read.
+
+        Args:
+            served: Number of the slot and box of each part.
+
+        Raises:
+            ConfigError: A part does not lie in memory as it travels.
+        """
+        known = self._lying
+        found = self._held.look_at(known.sources) if known is not None else None
+        if known is None or found is None or known.served != served or known.layout != found.layout:
+            views = [(number, self._served_view(self._layout.slots[number], number, box)) for number, box in served]
+            sources = list(dict.fromkeys(view.source for _, view in views))
+            found = self._held.look_at(sources)
+            known = self._lying = _Lying(served, sources, found.layout, views)
+        return OwnMemory(known, found)
+
+    def _served_view(self, slot: TensorSlot, number: int, box: Box) -> _View:
+        found = self._view_of(OwnPart(slot=slot, number=number, box=box, place=None, origin=None, computed=False))
+        if found is None or found[1].dtype != slot.spec.torch_dtype:
+            why = "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
+            raise ConfigError(
+                f"{slot.spec.name} cannot be read where it lies: {why}, and it travels in {slot.spec.dtype}",
+                hint="leave keep_mapped out, or send the dtype that the trainer keeps",
+            )
+        return found[0]
 
     def _by_slot(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of slots from those of own parts."""

@@ -45,6 +45,7 @@ class Class(msgspec.Struct, frozen=True, array_like=True):
         place: Number, among the rank's own numbers, of the tensor's place in the whole one; -1 if it is whole.
         ready: The memory is contiguous and on the device of the trainer's group.
         computed: The values are computed when they are sent.
+        held: False if the rank's module does not have the tensor; the fields but ``shape`` then mean nothing.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +55,7 @@ class Class(msgspec.Struct, frozen=True, array_like=True):
     place: int
     ready: bool
     computed: bool
+    held: bool = True
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):
@@ -180,8 +182,10 @@ class _Variant:
         return torch.stack([offset, extent], dim=1)
 
     def absent(self, number: int) -> torch.Tensor:
-        """True for each rank that is outside the tensor's mesh."""
+        """True for each rank that is outside the tensor's mesh, or whose module does not have the tensor."""
         held = self.table.classes[self.table.class_of[number]]
+        if not held.held:
+            return torch.ones(len(self.ranks), dtype=torch.bool)
         if held.mesh < 0:
             return torch.zeros(len(self.ranks), dtype=torch.bool)
         return self.numbers[:, self.first_number[held.mesh]] < 0
@@ -233,7 +237,7 @@ class Agreed:
             holders=tuple(tuple(ranked[start:end]) for start, end in spans),
             ready=tuple(bool(flags[start:end, 0].all()) for start, end in spans),
             computed=tuple(bool(flags[start:end, 1].any()) for start, end in spans),
-            dtypes=frozenset(one.dtype for one in held),
+            dtypes=frozenset(one.dtype for one in held if one.held),
         )
 
 
@@ -300,6 +304,10 @@ def describe(
     classes: dict[Class, int] = {}
     class_of: list[int] = []
     for number, stored in enumerate(tensors.places):
+        if not tensors.holds(number):
+            held = Class(stored.shape, "", mesh=-1, cuts=(), place=-1, ready=False, computed=False, held=False)
+            class_of.append(classes.setdefault(held, len(classes)))
+            continue
         part, placement = tensors.part(number), tensors.placement(number)
         place = -1
         if placement.within is not None:

@@ -11,20 +11,28 @@ from weightcast.wire.layout import TensorSlot, TensorSpec
 
 
 class Arrivals:
-    """The rows of one update after the other.  Rows of a tensor come in order, each once."""
+    """The rows of one update after the other.  Rows of a tensor come in order, each once.
+
+    Buckets that come as in the last complete update are not counted row by row.
+    """
 
     def __init__(self) -> None:
-        self._rows: dict[str, int] = {}  # by tensor
+        self._rows: dict[str, int] = {}  # by tensor; without the buckets in ``_followed``
         self._parts: dict[str, torch.Tensor] = {}
         self._abandoned = False
-        # Cache for the table that was announced last, which is the same in every update.
-        self._all_rows: tuple[Sequence[TensorSpec], dict[str, int]] | None = None
+        # Rows of each bucket of the last complete update, in order, if all their tensors are whole; and its tensors.
+        self._complete: list[Mapping[str, int]] = []
+        self._specs: Sequence[TensorSpec] = ()
+        # The buckets of this update, while they are those of ``_complete``; and all of them if they are whole.
+        self._followed: list[Mapping[str, int]] = []
+        self._whole: list[Mapping[str, int]] | None = []
 
     def begin(self) -> None:
         """Starts an update, of which nothing has arrived."""
         self._rows.clear()
         self._parts.clear()
         self._abandoned = False
+        self._followed, self._whole = [], []
 
     @property
     def abandoned(self) -> bool:
@@ -43,6 +51,7 @@ class Arrivals:
         """
         if self._abandoned:
             raise Refused("a bucket of this update was given up half way", hint="open another session")
+        self._count_followed()
         arrived = self._rows.get(slot.spec.name)
         if slot.first_row != (arrived or 0) or (slot.whole and arrived is not None):
             raise Refused(f"{slot.spec.name}: rows from {slot.first_row} arrived after {arrived or 0} rows")
@@ -50,7 +59,14 @@ class Arrivals:
     def take(self, slot: TensorSlot) -> None:
         """Counts a slot's rows; raises as ``check``."""
         self.check(slot)
+        self._whole = None
         self._rows[slot.spec.name] = slot.first_row + slot.num_rows
+
+    def expects(self, rows: Mapping[str, int]) -> bool:
+        """True if these rows of a bucket come next, as they did in the last complete update."""
+        number = len(self._followed)
+        follows = not self._rows and not self._abandoned and number < len(self._complete)
+        return follows and self._complete[number] is rows
 
     def take_all(self, rows: Mapping[str, int]) -> bool:
         """Counts all slots of a bucket in one step, for there may be thousands.
@@ -61,17 +77,36 @@ class Arrivals:
         Returns:
             False if the slots must be counted one by one.
         """
+        if self.expects(rows):
+            self._followed.append(rows)
+            return True
+        self._count_followed()
         if not rows or self._abandoned or not self._rows.keys().isdisjoint(rows):
             return False
         self._rows.update(rows)
+        if self._whole is not None:
+            self._whole.append(rows)
         return True
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Names of announced tensors that have not arrived, or not all of them."""
-        if self._all_rows is None or self._all_rows[0] is not specs:
-            self._all_rows = specs, {spec.name: spec.num_rows for spec in specs}
-        wanted = self._all_rows[1]
-        return [] if self._rows == wanted else [name for name in wanted if self._rows.get(name, -1) != wanted[name]]
+        if self._followed and len(self._followed) == len(self._complete) and self._specs is specs:
+            return []
+        self._count_followed()
+        wanted = {spec.name: spec.num_rows for spec in specs}
+        if self._rows != wanted:
+            return [name for name in wanted if self._rows.get(name, -1) != wanted[name]]
+        if self._whole is not None:
+            self._complete, self._specs = self._whole, specs
+        return []
+
+    def _count_followed(self) -> None:
+        """Counts row by row from now on."""
+        for rows in self._followed:
+            self._rows.update(rows)
+        if self._followed:
+            self._whole = list(self._followed)
+            self._followed = []
 
     def whole(self, slot: TensorSlot, view: torch.Tensor) -> torch.Tensor | None:
         """Returns a copy of the slot's whole tensor once its last row is here, else None.

@@ -1,25 +1,86 @@
-"""The copies out of a bucket whose parts lie in the buffers of several trainer ranks.  Numbers only.
+"""The copies of a bucket whose parts lie in several places.  Numbers only.
 
-A rank's routes say which boxes of the source tensors it keeps.  Each buffer has some boxes of them.  The copies out of
-one buffer are the routes, cut to the boxes of that buffer.
+A rank's routes say which boxes of the source tensors it keeps.  Boxes of these tensors lie somewhere: in the buffers of
+several trainer ranks, or in the messages that they sent.  The copies are the routes, cut to these boxes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from weightcast.errors import Refused
-from weightcast.receiver.bucket_plan import BucketPlan, plan_bucket
-from weightcast.wire.box import Box, are_disjoint, intersection
-from weightcast.wire.layout import BucketLayout, TensorSlot
-from weightcast.wire.messages import Part
+from weightcast.receiver.bucket_plan import Copy
+from weightcast.wire.box import Box, are_disjoint, contiguous_strides, intersection, span_of
+from weightcast.wire.bucket_sources import MappedPart, Part
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.pieces import PieceMessage, Wanted, WantedBox, plan_message
 from weightcast.wire.routes import Region, Route
 
 Parts = tuple[tuple[Part, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A box of a slot's tensor, and where it lies.
+
+    Attributes:
+        buffer: Number of the buffer.
+        box: The box.
+        offset: First element, from the buffer's first byte, in elements of the tensor's dtype.
+        stride: Strides, in elements.
+        wanted: The box that this one was asked for as a part of; None if every route may read it.
+    """
+
+    buffer: int
+    box: Box
+    offset: int
+    stride: tuple[int, ...]
+    wanted: Box | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCopy:
+    """A copy of one box of a source tensor.
+
+    Attributes:
+        slot: The slot that the box belongs to.
+        copy: The copy.
+        box: The box.
+        route: Number of the route, counted over all sources in order.
+    """
+
+    slot: TensorSlot
+    copy: Copy
+    box: Box
+    route: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRoutes:
+    """A rank's routes.
+
+    Attributes:
+        by_source: Routes by source name.
+        computed: Names of the sources that stay with the model's own loader.
+        firsts: Number of the first route of each source.
+    """
+
+    by_source: Mapping[str, Sequence[Route]]
+    computed: Collection[str]
+    firsts: Mapping[str, int]
+
+    @staticmethod
+    def of(by_source: Mapping[str, Sequence[Route]], computed: Collection[str]) -> ShareRoutes:
+        """Numbers the routes."""
+        firsts: dict[str, int] = {}
+        count = 0
+        for name, routes in by_source.items():
+            firsts[name] = count
+            count += len(routes)
+        return ShareRoutes(by_source, computed, firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,60 +89,145 @@ class ScatteredPlan:
 
     Attributes:
         layout: The bucket's table of contents.
-        parts: The parts of each buffer.
+        parts: The parts that the plan was made for.
         buffers: The copies out of each buffer.
-        boxes: Number of the buffer and box of each part of a slot, by the slot's number, for slots that the model's
-            own loader takes whole.
+        wholes: Sources of each slot that the model's own loader takes whole, by the slot's number.
         read_bytes: Bytes that this rank reads.
     """
 
     layout: BucketLayout
-    parts: Parts
-    buffers: Sequence[BucketPlan]
-    boxes: Mapping[int, Sequence[tuple[int, Box]]]
+    parts: Parts | tuple[MappedPart, ...]
+    buffers: Sequence[Sequence[ShareCopy]]
+    wholes: Mapping[int, Sequence[Source]]
     read_bytes: int
 
 
-def plan_scattered(
-    layout: BucketLayout, parts: Parts, routes: Mapping[str, Sequence[Route]], computed: Collection[str]
-) -> ScatteredPlan:
-    """Works out the copies out of several buffers.
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """The messages that bring one bucket, and the copies out of them.
+
+    Attributes:
+        messages: The message of each trainer rank.
+        starts: First byte of each message in the receive buffer.
+        size_bytes: Size of the receive buffer.
+        copies: The copies; the receive buffer is the only one.
+    """
+
+    messages: Sequence[PieceMessage]
+    starts: Sequence[int]
+    size_bytes: int
+    copies: ScatteredPlan
+
+
+def wanted_of(expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> Wanted:
+    """The boxes that a rank must get: each one that it keeps, and the whole of a tensor that its loader computes with.
+
+    Args:
+        expected: Every source tensor by name.
+        routes: The rank's routes.
+    """
+    found: Wanted = {}
+    for name, spec in expected.items():
+        if name in routes.computed:
+            found[name] = (WantedBox(offset=(0,) * len(spec.shape), shape=spec.shape),)
+        elif routes.by_source.get(name):
+            boxes = dict.fromkeys(route.box for route in routes.by_source[name])
+            found[name] = tuple(WantedBox(offset=box.offset, shape=box.shape) for box in boxes)
+    return found
+
+
+def plan_scattered(layout: BucketLayout, parts: Parts, routes: ShareRoutes) -> ScatteredPlan:
+    """Works out the copies out of several trainer ranks' buckets, in which each part lies at its place.
 
     Args:
         layout: The bucket's table of contents.
         parts: The parts of each buffer.
-        routes: Routes by source name.
-        computed: Names of the sources that stay with the model's own loader.
+        routes: This rank's routes.
 
     Raises:
         Refused: The parts are not every slot exactly once; the text names one tensor.
     """
-    boxes: dict[int, list[tuple[int, Box]]] = {}
+    _check_parts(layout, parts)
+    sources: dict[int, list[Source]] = {}
     for buffer, own in enumerate(parts):
         for part in own:
-            boxes.setdefault(part.slot, []).append((buffer, Box(offset=part.offset, shape=part.shape)))
-    beyond = [number for number in boxes if number >= len(layout.slots)]
-    if beyond:
-        raise Refused(f"bucket {layout.index} has {len(layout.slots)} slots, and parts of slot {beyond[0]}")
-    for number, slot in enumerate(layout.slots):
-        _check_tiled(slot, [box for _, box in boxes.get(number, ())])
-    cut: list[dict[str, list[Route]]] = [{} for _ in parts]
-    for number, slot in enumerate(layout.slots):
-        for route in routes.get(slot.spec.name, ()):
-            for buffer, box in boxes.get(number, ()):
-                piece = clipped(route, box)
-                if piece is not None:
-                    cut[buffer].setdefault(slot.spec.name, []).append(piece)
-    plans = [plan_bucket(layout, own, ()) for own in cut]
-    whole = {number: boxes.get(number, []) for number, slot in enumerate(layout.slots) if slot.spec.name in computed}
-    read = sum(
-        math.prod(copy.shape) * slot.spec.torch_dtype.itemsize
-        for plan in plans
-        for slot, copies in plan.table
-        for copy in copies
-    )
-    read += sum(layout.slots[number].size_bytes for number in whole)
-    return ScatteredPlan(layout, parts, plans, whole, read)
+            slot = layout.slots[part.slot]
+            stride = contiguous_strides(slot.shape)
+            origin = (slot.first_row, *(0 for _ in part.shape[1:]))[: len(part.shape)]
+            first = slot.offset_bytes // slot.spec.torch_dtype.itemsize + sum(
+                (at - zero) * step for at, zero, step in zip(part.offset, origin, stride, strict=True)
+            )
+            box = Box(offset=part.offset, shape=part.shape)
+            sources.setdefault(part.slot, []).append(Source(buffer, box, first, stride))
+    return _plan_copies(layout, parts, sources, len(parts), routes)
+
+
+def plan_exchange(
+    layout: BucketLayout,
+    parts: Parts,
+    wanted: Wanted,
+    routes: ShareRoutes,
+) -> ExchangePlan:
+    """Works out the messages that bring this rank's share of a bucket, and the copies out of them.
+
+    Args:
+        layout: The bucket's table of contents.
+        parts: The parts of each trainer rank.
+        wanted: As ``wanted_of``.
+        routes: This rank's routes.
+
+    Raises:
+        Refused: As ``plan_scattered``.
+    """
+    _check_parts(layout, parts)
+    messages: list[PieceMessage] = []
+    starts: list[int] = []
+    end = 0
+    sources: dict[int, list[Source]] = {}
+    for own in parts:
+        boxes = [(part.slot, Box(offset=part.offset, shape=part.shape)) for part in own]
+        message = plan_message(layout, boxes, wanted)
+        messages.append(message)
+        starts.append(end)
+        for piece in message.pieces:
+            slot = layout.slots[piece.slot]
+            first = (end + piece.offset_bytes) // slot.spec.torch_dtype.itemsize
+            whole = wanted[slot.spec.name][piece.wanted].box
+            source = Source(0, piece.box, first, contiguous_strides(piece.box.shape), whole)
+            sources.setdefault(piece.slot, []).append(source)
+        end += message.size_bytes
+    copies = _plan_copies(layout, parts, sources, 1, routes)
+    return ExchangePlan(messages, starts, end, copies)
+
+
+def plan_mapped(
+    layout: BucketLayout,
+    parts: tuple[MappedPart, ...],
+    sizes: Sequence[int],
+    routes: ShareRoutes,
+) -> ScatteredPlan:
+    """Works out the copies out of trainer ranks' own memory.
+
+    Args:
+        layout: The table of contents.
+        parts: All parts.
+        sizes: Size of each memory, in bytes.
+        routes: This rank's routes.
+
+    Raises:
+        Refused: As ``plan_scattered``; or a part lies beyond its memory.
+    """
+    _check_parts(layout, (parts,))
+    sources: dict[int, list[Source]] = {}
+    for part in parts:
+        slot = layout.slots[part.slot]
+        itemsize = slot.spec.torch_dtype.itemsize
+        whole, odd = divmod(part.first_byte, itemsize)
+        fits = part.memory < len(sizes) and len(part.stride) == len(part.shape) and not odd
+        if not fits or span_of(whole, part.shape, part.stride).end * itemsize > sizes[part.memory]:
+            raise Refused(f"{slot.spec.name}: {part.box} does not lie in the memory that was announced")
+        sources.setdefault(part.slot, []).append(Source(part.memory, part.box, whole, part.stride))
+    return _plan_copies(layout, parts, sources, len(sizes), routes)
 
 
 def clipped(route: Route, box: Box) -> Route | None:
@@ -102,10 +248,86 @@ def clipped(route: Route, box: Box) -> Route | None:
     )
 
 
-def _check_tiled(slot: TensorSlot, boxes: Sequence[Box]) -> None:
+def _plan_copies(
+    layout: BucketLayout,
+    parts: Parts | tuple[MappedPart, ...],
+    sources: Mapping[int, Sequence[Source]],
+    num_buffers: int,
+    routes: ShareRoutes,
+) -> ScatteredPlan:
+    """The copies, once it is shown that together they are each element of each route, once."""
+    buffers: list[list[ShareCopy]] = [[] for _ in range(num_buffers)]
+    wholes: dict[int, Sequence[Source]] = {}
+    read_bytes = 0
+    for number, slot in enumerate(layout.slots):
+        name, itemsize, found = slot.spec.name, slot.spec.torch_dtype.itemsize, sources.get(number, ())
+        rows, computed = _rows_of(slot), slot.spec.name in routes.computed
+        if computed:
+            wholes[number] = found
+            read_bytes += _exactly(slot, rows, found) * itemsize
+        for index, route in enumerate(routes.by_source.get(name, ())):
+            copied = 0
+            for source in found:
+                piece = clipped(route, source.box) if computed or source.wanted in (None, route.box) else None
+                if piece is not None:
+                    copy = _copy_of(piece, source)
+                    buffers[source.buffer].append(ShareCopy(slot, copy, piece.box, routes.firsts[name] + index))
+                    copied += piece.box.numel
+            expected = intersection(route.box, rows)
+            if copied != (expected.numel if expected is not None else 0):
+                raise Refused(f"{name}: {copied} of the elements of {route.box} would be written, not each once")
+            read_bytes += copied * itemsize
+    return ScatteredPlan(layout, parts, buffers, wholes, read_bytes)
+
+
+def _copy_of(piece: Route, source: Source) -> Copy:
+    region = piece.region
+    first = sum(
+        (at - zero) * step for at, zero, step in zip(piece.box_offset, source.box.offset, source.stride, strict=True)
+    )
+    return Copy(
+        parameter=piece.parameter,
+        shape=region.shape,
+        stride=region.stride,
+        offset=region.offset,
+        source_stride=source.stride,
+        source_offset=source.offset + first,
+    )
+
+
+def _rows_of(slot: TensorSlot) -> Box:
     shape = slot.spec.shape
-    rows = Box(offset=(slot.first_row, *(0 for _ in shape[1:])) if shape else (), shape=slot.shape)
+    return Box(offset=(slot.first_row, *(0 for _ in shape[1:])) if shape else (), shape=slot.shape if shape else ())
+
+
+def _exactly(slot: TensorSlot, rows: Box, sources: Sequence[Source]) -> int:
+    """Number of elements of a slot that is needed whole."""
+    if sum(source.box.numel for source in sources) != rows.numel:
+        raise Refused(f"{slot.spec.name}: not every element would arrive once")
+    return rows.numel
+
+
+def _check_parts(layout: BucketLayout, parts: Parts | tuple[tuple[MappedPart, ...]]) -> None:
+    """Refuses parts that are not every slot of the bucket exactly once."""
+    boxes: dict[int, list[Box]] = {}
+    for own in parts:
+        for part in own:
+            boxes.setdefault(part.slot, []).append(Box(offset=part.offset, shape=part.shape))
+    beyond = [number for number in boxes if number >= len(layout.slots)]
+    if beyond:
+        raise Refused(f"bucket {layout.index} has {len(layout.slots)} slots, and parts of slot {beyond[0]}")
+    good: set[object] = set()  # layers are cut alike
+    for number, slot in enumerate(layout.slots):
+        own_boxes = tuple(boxes.get(number, ()))
+        key = slot.spec.shape, slot.first_row, slot.num_rows, own_boxes
+        if key not in good:
+            _check_tiled(slot, own_boxes)
+            good.add(key)
+
+
+def _check_tiled(slot: TensorSlot, boxes: Sequence[Box]) -> None:
+    rows = _rows_of(slot)
     fits = all(len(box.shape) == len(box.offset) == len(rows.shape) for box in boxes)
     inside = fits and all(not box.numel or intersection(box, rows) == box for box in boxes)
     if not inside or sum(box.numel for box in boxes) != rows.numel or not are_disjoint(boxes):
-        raise Refused(f"{slot.spec.name}: the buffers do not have rows {slot.first_row} and on exactly once")
+        raise Refused(f"{slot.spec.name}: the trainer ranks do not have rows {slot.first_row} and on exactly once")

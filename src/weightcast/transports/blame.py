@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from weightcast.comm.update_group import WHERE_TO_LOOK, GroupFailed
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, TargetsFailed, WeightcastError
 from weightcast.transports.link import Link
-from weightcast.wire.messages import GROUP_FAILED
+from weightcast.wire.answers import GROUP_FAILED
 
 _LATE_S = 10.0  # engines keep the deadline themselves; an engine that has not answered this much later is lost
 

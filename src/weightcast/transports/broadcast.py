@@ -30,7 +30,14 @@ class BroadcastTransport(Pumped):
     name = "broadcast"
 
     def __init__(
-        self, links: Sequence[Link], *, device: torch.device, host: str, bucket_bytes: int, timeout_s: float
+        self,
+        links: Sequence[Link],
+        *,
+        device: torch.device,
+        host: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        trainers: int | None = None,
     ) -> None:
         """Creates no group yet.
 
@@ -40,6 +47,7 @@ class BroadcastTransport(Pumped):
             host: Address of this process that engines can reach.
             bucket_bytes: Size of the largest bucket, in bytes.
             timeout_s: Deadline of each wait, in seconds.
+            trainers: As for ``Channel``.
 
         Raises:
             ConfigError: As ``Channel``.
@@ -57,6 +65,7 @@ class BroadcastTransport(Pumped):
                 bucket_bytes=bucket_bytes,
                 timeout_s=timeout_s,
                 in_flight=in_flight,
+                trainers=trainers,
             )
             for meeting in meetings
         ]
@@ -80,7 +89,7 @@ class BroadcastTransport(Pumped):
         if self._device.type == "cuda":
             event = self._filled[bucket.layout.index] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
-        self._pump.put(bucket, ())
+        self._pump.put(bucket, tuple(shared))
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
@@ -110,7 +119,7 @@ class BroadcastTransport(Pumped):
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
         filled = self._filled.pop(bucket.layout.index, None)
-        self._each(lambda channel: channel.send(bucket, filled))
+        self._each(lambda channel: channel.send(bucket, filled, shared))
 
     def _each(self, do: Callable[[Channel], None]) -> None:
         """Calls ``do`` for all channels at once, and waits for all; the error names every engine that failed."""

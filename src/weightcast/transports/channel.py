@@ -1,7 +1,8 @@
-"""One process group that joins the trainer's head and the engine ranks.
+"""One process group that joins the trainer's head, or all trainer ranks, and the engine ranks.
 
-Rank 0 of the group is the head; the engine ranks follow, target by target.  For each bucket, the head posts to every
-target, enters the collective, and reads the replies last, because engines answer after they have received.  A target
+Rank 0 of the group is the head; the engine ranks follow the trainer's, target by target.  For each bucket, the head
+posts to every target, enters the collective, and reads the replies last, because engines answer after they have
+received.  Where trainer ranks send by themselves, there is no collective to enter (``update/exchange.py``).  A target
 that refuses never enters the collective, so the head aborts the group and does not wait.  If the engines allow it, the
 head posts the next bucket while this one is in flight.
 """
@@ -19,8 +20,11 @@ from typing import Any, cast
 
 import torch
 
+from weightcast.comm.invited import Invited
 from weightcast.comm.nccl import NcclGroup, nccl_binding, new_unique_id
-from weightcast.comm.update_group import GroupFailed, Rendezvous, UpdateGroup, backend_for
+from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.shared_buckets import Shared
+from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
 from weightcast.transports.blame import find_culprit
@@ -51,8 +55,13 @@ class Channel:
         bucket_bytes: int,
         timeout_s: float,
         in_flight: int = 1,
+        trainers: int | None = None,
     ) -> None:
         """Nothing is created yet; the arguments are those of ``BroadcastTransport``.
+
+        Args:
+            trainers: Number of trainer ranks, all of which are members and send to engine ranks by themselves; None for
+                a group in which the head broadcasts.
 
         Raises:
             ConfigError: The rendezvous by NCCL's id needs a binding that is not installed.
@@ -74,6 +83,35 @@ class Channel:
         self._turn = 0  # index of the bucket whose broadcast is entered next
         self._group: UpdateGroup | NcclGroup | None = None
         self._store: Rendezvous | None = None
+        self._trainers = trainers
+        self._invited: Invited | None = None
+
+    def member(self) -> UpdateGroup:
+        """The head's end of a group of all trainer ranks; ``connect`` comes first."""
+        assert isinstance(self._group, UpdateGroup)
+        return self._group
+
+    def invite(self) -> Invited | None:
+        """Opens the rendezvous of a new group; None if there is a group that lives."""
+        if self._group is not None:
+            if self._group.alive:
+                return None
+            leave_all(self._links, self._group.name)
+            self._group.close()
+            self._group = None
+        self._store = Rendezvous(host=self._host, timeout_s=self._timeout_s)
+        rank = self._trainers or 1
+        for link in self._links:
+            link.group_rank = rank
+            rank += link.info.tp_size
+        self._invited = Invited(
+            group=f"weightcast-{secrets.token_hex(4)}",
+            host=self._host,
+            port=self._store.port,
+            token=secrets.token_hex(16),
+            world_size=rank,
+        )
+        return self._invited
 
     def connect(self) -> None:
         """Makes the group if there is none.
@@ -83,19 +121,12 @@ class Channel:
             DeadlineExceeded: Not all targets came, and the absent ones are not known.
         """
         self._turn = 0
-        if self._group is not None:
-            if self._group.alive:
-                return
-            leave_all(self._links, self._group.name)
-            self._group.close()
-            self._group = None
-        name = f"weightcast-{secrets.token_hex(4)}"
-        token = secrets.token_hex(16)
-        self._store = meeting = Rendezvous(host=self._host, timeout_s=self._timeout_s)
-        rank = 1
-        for link in self._links:
-            link.group_rank = rank
-            rank += link.info.tp_size
+        invited = self._invited or self.invite()
+        if invited is None:
+            return
+        self._invited = None
+        meeting, name, token, rank = self._store, invited.group, invited.token, invited.world_size
+        assert meeting is not None
         unique_id = new_unique_id() if self._meeting == "nccl-id" else b""
         for link in self._links:
             if unique_id and isinstance(link.adapter, Storing):
@@ -119,6 +150,7 @@ class Channel:
                     bucket_bytes=self._bucket_bytes,
                     timeout_s=self._timeout_s,
                     unique_id=unique_id,
+                    wants=self._trainers is not None,
                 ),
             )
             for link in self._links
@@ -139,7 +171,8 @@ class Channel:
             else:
                 self._group = UpdateGroup(
                     # Gloo waits for the others inside torch and holds its store, so it needs another one than ours.
-                    store=meeting.visit if self._device.type == "cpu" else lambda: meeting.store,
+                    # A store that is asked again later must not be the one that listens.
+                    store=meeting.visit if self._device.type == "cpu" or self._trainers else lambda: meeting.store,
                     name=name,
                     token=token,
                     rank=0,
@@ -149,6 +182,7 @@ class Channel:
                     timeout_s=self._timeout_s,
                     cancelled=refused,  # a target that refuses will never come
                     meeting="torch" if self._meeting == "torch" else "weightcast",
+                    tells=None if self._trainers is None else b"",
                 )
             for join in joins:
                 join.result()
@@ -166,7 +200,7 @@ class Channel:
             meeting.close()  # a stock engine would wait there for half an hour
             raise self._culprit(error, joins, name, answered, absent) from error
 
-    def send(self, bucket: Bucket, filled: torch.cuda.Event | None) -> None:
+    def send(self, bucket: Bucket, filled: torch.cuda.Event | None, shared: Sequence[Shared] = ()) -> None:
         """Posts and broadcasts a bucket, and reads the replies; with two in flight, those to the bucket before.
 
         When it returns, the bucket may be filled again.
@@ -174,6 +208,7 @@ class Channel:
         Args:
             bucket: The bucket.
             filled: Event that completes when the bucket is filled; None on the host.
+            shared: The parts that each trainer rank sends; empty if the head broadcasts.
 
         Raises:
             TargetError, GroupFailed, DeadlineExceeded: The group is aborted; the error names the culprit if known.
@@ -186,7 +221,7 @@ class Channel:
             self._pool.submit(
                 tell,
                 link,
-                link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=()),
+                link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=shared),
                 what=f"bucket {index}",
                 timeout_s=self._timeout_s,
                 bucket=index,
@@ -204,12 +239,13 @@ class Channel:
         try:
             if filled is not None:
                 filled.synchronize()
-            with self._in_turn(index, group):
-                began = time.monotonic()
-                works = [group.start_broadcast(run) for run in bucket.runs() if run.numel()]
-            for work in works:
-                group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
-            self._links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
+            if self._trainers is None:
+                with self._in_turn(index, group):
+                    began = time.monotonic()
+                    works = [group.start_broadcast(run) for run in bucket.runs() if run.numel()]
+                for work in works:
+                    group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
+                self._links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
         except BaseException as error:
             self._await_refusals(error, posts)
             answered = _answered(posts)

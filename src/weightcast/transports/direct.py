@@ -1,14 +1,29 @@
-"""Shards in memory that engines on this host map: nothing is gathered.  The receiver is ``receiver/sources/ipc.py``.
+"""Shards go from the trainer rank that holds them to the engine ranks that keep them: nothing is gathered.
 
-Each trainer rank copies its own parts of a bucket into its own buffer.  The head gathers the handles, with the parts
-that each buffer has, and posts them.  An engine rank reads the parts that it keeps, from all buffers.
+They move in one of three ways:
+
+- as shards: engine ranks on this host map the memory in which trainer ranks keep their weights, and read it there.
+  There is no bucket.  The weights must stay where they are, so the caller says ``keep_mapped=True``.
+- over memory: each trainer rank copies its own parts of a bucket into its own buffer.  The head gathers the handles,
+  with the parts that each buffer has, and posts them.  An engine rank maps all buffers and reads the parts that it
+  keeps (``receiver/sources/ipc.py``).
+- by messages: each trainer rank copies its own parts into its own buffer, too.  Trainer ranks and engine ranks are one
+  process group.  Every trainer rank sends every engine rank the parts that it keeps (``update/exchange.py``), and the
+  head posts which trainer rank has which parts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from weightcast.comm.invited import Invited
+from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import ConfigError
+from weightcast.protocols import Transport
+from weightcast.transports.broadcast import SPEC as BROADCAST
+from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.ipc import IpcTransport
-from weightcast.transports.spec import Placement, TransportSpec
+from weightcast.transports.spec import Placement, TransportSpec, Wiring
 
 
 class DirectTransport(IpcTransport):
@@ -17,21 +32,105 @@ class DirectTransport(IpcTransport):
     name = "direct"
 
 
-def _check(placement: Placement) -> None:
-    if placement.device.type != "cpu" or placement.devices != frozenset(("cpu",)):
+class ExchangeTransport(BroadcastTransport):
+    """Announces the buckets that trainer ranks send to engine ranks by themselves."""
+
+    name = "direct"
+
+    def invite(self) -> Invited | None:
+        """As ``Exchanging.invite``."""
+        return self._channels[0].invite()
+
+    def member(self) -> UpdateGroup:
+        """As ``Exchanging.member``."""
+        return self._channels[0].member()
+
+
+def _check_memory(placement: Placement) -> None:
+    if not _reach_memory(placement):
         raise ConfigError(
-            f"direct works on CPUs only so far; the trainer is on {placement.device}, the engines on "
+            f"engine ranks cannot map the memory of the trainer's {placement.device}: they run on "
             f"{', '.join(sorted(placement.devices))}",
-            hint='use another transport: transport="auto"',
+            hint='use another way (direct_by="messages"), or another transport: transport="auto"',
         )
 
 
-SPEC = TransportSpec(
+def _check_messages(placement: Placement) -> None:
+    BROADCAST.check(placement)
+    shared = sorted(set(placement.places) & placement.devices - {"cpu"})
+    if shared:
+        raise ConfigError(
+            f"trainer and engine share GPU {shared[0]}, and NCCL needs a GPU for each rank",
+            hint='use ipc for engines on the trainer\'s GPUs: transport="ipc", --via ipc',
+        )
+
+
+def _reach_memory(placement: Placement) -> bool:
+    """True if trainer and engines are all on CPUs, or all on GPUs that are known."""
+    if placement.device.type == "cpu":
+        return placement.devices == frozenset(("cpu",))
+    return not placement.devices & {"cpu", "cuda"}
+
+
+def _suits_memory(placement: Placement) -> bool:
+    return placement.other_host is None and _reach_memory(placement)
+
+
+def _suits_shards(placement: Placement) -> bool:
+    return placement.keep_mapped and _suits_memory(placement)
+
+
+def _suits(placement: Placement) -> bool:
+    """True where the caller keeps the weights mapped and every engine can read them: one pass over the bytes.
+
+    On GPUs only one trainer rank with one engine rank has been shown to work.
+    """
+    shown = placement.device.type == "cpu" or len(placement.places) == len(placement.devices) == 1
+    return shown and _suits_shards(placement) and all("direct" in info.transports for info in placement.infos.values())
+
+
+def _exchange(wiring: Wiring) -> Transport:
+    config = wiring.config
+    return ExchangeTransport(
+        wiring.links,
+        device=wiring.device,
+        host=config.rendezvous_host or wiring.address(),
+        bucket_bytes=config.bucket_bytes,
+        timeout_s=config.timeout_s,
+        trainers=wiring.num_trainers,
+    )
+
+
+_SHARDS = TransportSpec(
     name="direct",
+    primitive="shards",
+    one_host=True,
+    scattered=True,
+    mapped=True,
+    delivery="memory",
+    sharing="weightcast",
+    suits=_suits_shards,
+    check=_check_memory,
+    build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+)
+_MEMORY = TransportSpec(
+    name="direct",
+    primitive="memory",
     one_host=True,
     scattered=True,
     delivery="memory",
     sharing="weightcast",
-    check=_check,
+    suits=_suits_memory,
+    check=_check_memory,
     build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
 )
+_MESSAGES = TransportSpec(
+    name="direct",
+    primitive="messages",
+    scattered=True,
+    exchanges=True,
+    delivery="group",
+    check=_check_messages,
+    build=_exchange,
+)
+SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _MESSAGES))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +22,9 @@ from weightcast.protocols import Adapter, Reverting, Sharing
 from weightcast.runtime.deadline import Deadline
 from weightcast.watch.events import Asked
 from weightcast.watch.listeners import Events
-from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open, Revert
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.messages import Close, Commit, Open, Revert
 
 _ABORT_S = 30.0
 _LEAVE_S = 5.0
@@ -108,7 +110,7 @@ class Link:
         """Returns the handles that this target gets."""
         if self.sharing == "ring":
             return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
-        return [Shared(memory=buffer.memory, torch=buffer.torch[self.opens], parts=buffer.parts) for buffer in buffers]
+        return [msgspec.structs.replace(buffer, torch=buffer.torch[self.opens], ring=()) for buffer in buffers]
 
     def open(self, message: Open) -> Ack:
         """Starts a session.  A leased engine ends it by itself when this process ends."""
@@ -191,15 +193,14 @@ class Link:
         self.closed = self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
-    def commit(self, expected: Mapping[str, str], *, as_received: bool, timeout_s: float) -> Ack:
+    def commit(self, digest: str, *, timeout_s: float) -> Ack:
         """Makes the new weights live.
 
         Args:
-            expected: Digest by name of each tensor that the engine keeps in another form than it received.
-            as_received: True if the engine keeps all other tensors as received.  Without either there is no proof.
+            digest: As ``Commit.digest``.
             timeout_s: The engine's deadline, in seconds.
         """
-        self.asked = Commit(session=self.session, expected=dict(expected), as_received=as_received)
+        self.asked = Commit(session=self.session, digest=digest)
         return self._commit(self.asked, timeout_s)
 
     def commit_again(self, *, timeout_s: float) -> Ack:

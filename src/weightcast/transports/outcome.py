@@ -6,17 +6,18 @@ The checks compare a target's answers with the digests of what was sent.  They s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weightcast.digest.definition import model_digest, unequal
+from weightcast.digest.definition import unequal
 from weightcast.digest.sent import Sent
 from weightcast.errors import VerificationFailed, WeightcastError
 from weightcast.report import TargetReport, TargetStatus
 from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
-from weightcast.wire.messages import Ack, EngineInfo
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
 
 Proof = Literal["none", "received", "partial", "resident", "behaviour"]
 
@@ -29,8 +30,8 @@ class Outcome:
         info: The target's description when it was probed; None if it did not answer.
         failed: The error for which the target dropped out; None if it did not.
         proof: Highest level of proof that was reached.
-        digests: Returns the digests at that level, by tensor name.  Called when the update is over.
-        matched: Number of engine ranks whose digests agree with ``digests``.
+        digest: Returns the model digest at that level; empty without proof.  Called when the update is over.
+        matched: Number of engine ranks that agree with it.
         proven: Number of tensors that were read back and equal what was sent.
         committed: The target's answer to Commit; None before it.
         in_doubt: True if the answer to Commit was lost and the target could not be asked again.
@@ -44,7 +45,7 @@ class Outcome:
     info: EngineInfo | None = None
     failed: WeightcastError | None = None
     proof: Proof = "none"
-    digests: Callable[[], Mapping[str, str]] = dict
+    digest: Callable[[], str] = str
     matched: int = 0
     proven: int = 0
     committed: Ack | None = None
@@ -73,15 +74,16 @@ class Outcome:
         """
         self.proof = "received"
         self.matched = ack.received_ranks
-        self.digests = lambda: sent.received
+        self.digest = lambda: sent.digest
 
-    def resident(self, link: Link, ack: Ack, expected: Mapping[str, str]) -> None:
+    def resident(self, link: Link, ack: Ack, digest: str, proven: int) -> None:
         """Checks that the target keeps what was sent, and records it.
 
         Args:
             link: The target.
             ack: The target's answer to Commit.
-            expected: Digest by tensor name, in the dtype that the target keeps; empty for no proof.
+            digest: Model digest of what it must keep; empty for no proof.
+            proven: Number of tensors that have this digest together.
 
         Raises:
             VerificationFailed: The target keeps something else.
@@ -89,17 +91,19 @@ class Outcome:
         self.committed = ack
         self.message = ack.message
         self.peak_extra_bytes = link.peak_extra_bytes
-        if not expected:
+        if not digest:
             return
-        wrong = unequal(expected, ack.resident)
-        if wrong:
+        if ack.digest != digest:
             raise VerificationFailed(
-                f"{link.url} keeps something else than was sent: {', '.join(wrong[:6])}", url=link.url, names=wrong
+                f"{link.url} keeps something else than was sent: the digest of all is {ack.digest or 'missing'} there, "
+                f"and {digest} here",
+                url=link.url,
+                names=(),
             )
         self.proof = "partial" if ack.unproven else "resident"
-        self.proven = len(expected)
+        self.proven = proven
         self.matched = ack.resident_ranks
-        self.digests = lambda: ack.resident
+        self.digest = lambda: digest
         if ack.unproven:
             self.message = f"{len(ack.unproven)} tensors cannot be read back, {ack.unproven[0]} among them"
 
@@ -132,13 +136,12 @@ class Outcome:
         if self.reverted is not None and self.message and self.message not in message:
             message = f"{self.message}; {message}"
         info, ack, serving = self.info, self.committed, status == "serving"
-        digests = self.digests() if serving else {}
         return TargetReport(
             url=url,
             engine=info.engine if info is not None else "unknown",
             version_before=info.version if info is not None else None,
             version_after=after,
-            digest=model_digest(digests) if digests else None,
+            digest=(self.digest() if serving else "") or None,
             status=status,
             proof=self.proof if serving else "none",
             proven=self.proven if serving else 0,

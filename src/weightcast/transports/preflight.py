@@ -6,17 +6,17 @@ The checks read the engines' descriptions of themselves.  They send nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from weightcast.config import PauseMode, TransportName, UpdateConfig, VerifyLevel
 from weightcast.errors import ConfigError
-from weightcast.protocols import Exporter, Scattering, Summing
+from weightcast.protocols import Exporter, Mappable, Scattering, Summing
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
 from weightcast.transports.spec import Placement, TransportSpec
 from weightcast.wire.casts import why_no_cast
-from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import EngineInfo
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 
 log = logging.getLogger("weightcast.transports.preflight")
 
@@ -47,7 +47,9 @@ def check_fits(link: Link, specs: Sequence[TensorSpec]) -> None:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
             f"these weights do not fit {link.url} ({link.info.model}): {'; '.join(problems[:_SHOWN])}{more}",
-            hint="is it a checkpoint of the model that this engine serves?",
+            hint="this engine updates its draft model too: connect(model, ..., draft=draft_model)"
+            if any(name.startswith(DRAFT_PREFIX) and name not in ours for name in theirs)
+            else "is it a checkpoint of the model that this engine serves?",
         )
 
 
@@ -62,6 +64,8 @@ def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfi
     hint = 'use another transport: transport="auto"'
     if not isinstance(exporter, Scattering) or not isinstance(exporter, Summing) or exporter.unsummed():
         raise ConfigError(f"{type(exporter).__name__} cannot send {way}", hint=hint)
+    if config.keep_mapped and not isinstance(exporter, Mappable):
+        raise ConfigError(f"the memory of {type(exporter).__name__} cannot be mapped", hint="leave keep_mapped out")
     if config.digest != "fast":
         raise ConfigError(f"digest={config.digest!r} does not add up over {way}", hint='use digest="fast"')
     sent = {spec.name: spec.dtype for spec in specs}
@@ -83,6 +87,12 @@ def check_pause(link: Link, pause: PauseMode) -> None:
     why = link.info.no_pause.get(pause)
     if why is not None:
         raise ConfigError(f"{link.url} ({link.info.engine}) cannot be updated with pause={pause!r}: {why}")
+
+
+def warn_hazards(link: Link) -> None:
+    """Logs what an update of this engine leaves as it is, or cannot prove."""
+    for hazard in link.info.hazards:
+        log.warning("%s (%s): %s", link.url, link.info.engine, hazard)
 
 
 def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
@@ -111,7 +121,8 @@ def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
 def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -> None:
     """Checks the number of the first update against what the engines serve, long before that update.
 
-    Without ``first_version`` a warning says which numbers the engines will refuse.
+    Without ``first_version`` a log line says which numbers the engines will refuse.  It is a warning only if they serve
+    different versions, since their answers differ then until the first update.
 
     Raises:
         ConfigError: An engine serves a higher version than ``first_version``, and older ones are not allowed; with
@@ -124,16 +135,22 @@ def check_first_version(infos: Mapping[str, EngineInfo], config: UpdateConfig) -
     first = config.first_version
     ahead = [url for number, url in served if first is not None and first < number]
     if first is None:
-        log.warning(
-            "%s serves version %d: update() counts on from there, and update(version=N) with a lower N is refused "
+        others = [
+            f"{other} serves {info.version}" for other, info in infos.items() if info.version not in (None, version)
+        ]
+        log.log(
+            logging.WARNING if others else logging.INFO,
+            "%s serves version %d%s: update() counts on from there, and update(version=N) with a lower N is refused "
             "unless connected with allow_older=True",
             url,
             version,
+            f" ({', '.join(others)})" if others else "",
         )
     elif len(ahead) == len(infos) or (ahead and config.on_failure == "raise"):
         raise ConfigError(
             f"version {first} is older than {version}, which {url} serves",
-            hint="let update() count on by itself, or allow an older version on purpose (allow_older, --allow-older)",
+            hint="send a higher version (update() without a number counts on by itself), or allow an older one on "
+            "purpose (allow_older, --allow-older)",
         )
 
 
@@ -162,13 +179,22 @@ def check_places(transport: TransportSpec, placement: Placement) -> None:
             )
 
 
-def choose_transport(asked: TransportName, placement: Placement) -> TransportSpec:
+def choose_transport(asked: TransportName, placement: Placement, *, without: Collection[str] = ()) -> TransportSpec:
     """Returns the transport that the caller asked for; for ``"auto"``, the first that suits every engine.
+
+    Args:
+        asked: The caller's choice.
+        placement: Where the trainer and the engines run.
+        without: Names of transports that ``"auto"`` passes over.
 
     Raises:
         ConfigError: An engine cannot be reached that way.
     """
-    spec = next(spec for spec in TRANSPORTS if spec.suits(placement)) if asked == "auto" else spec_of(asked)
+    if asked == "auto":
+        spec = next(spec for spec in TRANSPORTS if spec.name not in without and spec.suits(placement))
+    else:
+        spec = spec_of(asked)
+    spec = _choose_primitive(spec, placement)
     for url, info in placement.infos.items():
         if spec.name not in info.transports:
             raise ConfigError(
@@ -183,6 +209,15 @@ def choose_transport(asked: TransportName, placement: Placement) -> TransportSpe
         )
     spec.check(placement)
     return spec
+
+
+def _choose_primitive(spec: TransportSpec, placement: Placement) -> TransportSpec:
+    """The way in which a transport moves bytes: the one that was asked for, or the first that suits every engine."""
+    if not spec.primitives:
+        return spec
+    if placement.primitive == "auto":
+        return next((one for one in spec.primitives if one.suits(placement)), spec.primitives[-1])
+    return next(one for one in spec.primitives if one.primitive == placement.primitive)
 
 
 def choose_receivers(transport: TransportSpec, placement: Placement) -> tuple[int, ...]:

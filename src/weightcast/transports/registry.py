@@ -10,7 +10,7 @@ from weightcast.transports import broadcast, checkpoint_engine, direct, disk, ip
 from weightcast.transports.spec import TransportSpec
 
 # In the order in which ``transport="auto"`` tries them.
-TRANSPORTS: tuple[TransportSpec, ...] = (ipc.SPEC, broadcast.SPEC, disk.SPEC, checkpoint_engine.SPEC, direct.SPEC)
+TRANSPORTS: tuple[TransportSpec, ...] = (direct.SPEC, ipc.SPEC, broadcast.SPEC, disk.SPEC, checkpoint_engine.SPEC)
 
 
 def spec_of(name: TransportName) -> TransportSpec:

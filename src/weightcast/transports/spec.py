@@ -16,8 +16,8 @@ from weightcast.comm.ipc import host_id
 from weightcast.config import TransportName, UpdateConfig
 from weightcast.protocols import Delivery, Sharing, Transport
 from weightcast.transports.link import Link
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import EngineInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,16 @@ class Placement:
         device: The device of the trainer's weights.
         places: UUID of each trainer rank's device; the first is the head's.
         shared_folder: True if the caller named a folder for ``disk``.
+        primitive: As ``UpdateConfig.direct_by``.
+        keep_mapped: As ``UpdateConfig.keep_mapped``.
     """
 
     infos: Mapping[str, EngineInfo]
     device: torch.device
     places: Sequence[str]
     shared_folder: bool = False
+    primitive: str = "auto"
+    keep_mapped: bool = False
 
     @cached_property
     def other_host(self) -> str | None:
@@ -57,6 +61,7 @@ class Wiring:
         specs: The tensors that will be sent, in order.
         device: The device of the buckets.
         config: The caller's settings.
+        num_trainers: Number of trainer ranks.
         address: Returns an address of this process that every target can reach.
     """
 
@@ -64,6 +69,7 @@ class Wiring:
     specs: Sequence[TensorSpec]
     device: torch.device
     config: UpdateConfig
+    num_trainers: int
     address: Callable[[], str]
 
 
@@ -85,6 +91,10 @@ class TransportSpec:
         delivery: The steps by which engines get the weights.
         one_host: True if trainer and engines must share a host.
         scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
+        exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
+        mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
+        primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
+        primitive: Name of the way, if it is one of several; empty otherwise.
         zero_copy: True if host tensors can be sent from the model's own memory.
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
@@ -96,6 +106,10 @@ class TransportSpec:
     delivery: Delivery
     one_host: bool = False
     scattered: bool = False
+    exchanges: bool = False
+    mapped: bool = False
+    primitives: tuple[TransportSpec, ...] = ()
+    primitive: str = ""
     zero_copy: bool = False
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = _never

@@ -84,11 +84,15 @@ class Attempts:
                 if head is not None:
                     result = head.open(version, filling.plan)
                 result = self._ranks.hear(result)
+                if result.invited is not None:
+                    result = self._meet(result, head, stream)
                 if result.failure is not None or result.again:
                     return result
                 folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
                 if head is not None:
                     result = head.finish(folded, found)
+                    if head.failed:
+                        stream.abort("the update failed")
             except BaseException as error:
                 if head is not None:
                     head.give_up(f"the trainer failed: {type(error).__name__}: {error}".rstrip(": "))
@@ -102,6 +106,21 @@ class Attempts:
             if report is None:
                 raise
             raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
+
+    def _meet(self, result: AttemptResult, head: Head | None, stream: BucketStream) -> AttemptResult:
+        """Makes the group of all trainer ranks and engine ranks.  Collective."""
+        assert result.invited is not None
+        failure = ""
+        if head is not None:
+            head.meet(stream.exchange)
+        else:
+            failure = stream.join(result.invited)
+        failures = self._group.gather_bytes(failure.encode(), timeout_s=self._ranks.wait_s)
+        if head is not None:
+            assert failures is not None
+            others = [text.decode() for text in failures]
+            result = head.after_meeting(others, msgspec.structs.replace(result, invited=None))
+        return self._ranks.hear(result)
 
     def _conclude(self, result: AttemptResult, head: Head | None, extra_bytes: Callable[[], int]) -> AttemptResult:
         """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.

@@ -14,22 +14,26 @@ from typing import cast
 import msgspec
 import torch
 
+from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared, SharedSlot, make_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import sums_of_slots
-from weightcast.digest.definition import RepeatedSums
 from weightcast.digest.source_sums import Folded, SourceSums
+from weightcast.digest.transfers import RepeatedSums
+from weightcast.errors import WeightcastError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.held_parts import region
-from weightcast.protocols import Exporter, Lender, Scattering
+from weightcast.protocols import Exporter, Lender, Mappable, Scattering
+from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
+from weightcast.update.mapped import MappedShares
 from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket, run_sizes
+from weightcast.wire.bucket_sources import Part
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Part
 from weightcast.wire.plans import UpdatePlan
 
 Progress = Callable[[int, int], None]
@@ -64,9 +68,11 @@ class BucketStream:
         choice: Choice,
         head: Head | None,
         *,
+        num_mapped: int = 0,
         verifies: bool,
         check_finite: bool,
         wait_s: float,
+        timeout_s: float,
         progress: Progress | None = None,
         events: Events,
     ) -> None:
@@ -78,14 +84,17 @@ class BucketStream:
             group: The trainer ranks.
             choice: The head's choices at connect.
             head: Sends the buckets; None on ranks other than the head.
+            num_mapped: Number of layouts, the first ones, whose tensors engines read where the trainer keeps them.
             verifies: True if the sums of this rank's shards are needed.
             check_finite: True if weights must be finite; of use here where the head does not see all of a bucket.
             wait_s: Deadline of one wait for another trainer rank, in seconds.
+            timeout_s: Deadline of one wait for engine ranks, in seconds.
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
             events: Told of each bucket that was filled.
         """
         self._exporter = exporter
         self._layouts = layouts
+        self._num_mapped = num_mapped
         self._group = group
         self._choice = choice
         self._head = head
@@ -98,6 +107,10 @@ class BucketStream:
         self._plan: UpdatePlan | None = None
         self._slots: list[SharedSlot] = []
         self._bucket_sums = RepeatedSums()
+        self.exchange = Exchange(
+            rank=group.rank, num_trainers=group.world_size, device=exporter.device, timeout_s=timeout_s
+        )
+        self._mapped = MappedShares(exporter, group)
 
     @property
     def buffer_bytes(self) -> int:
@@ -113,7 +126,8 @@ class BucketStream:
         # With one trainer rank, buckets fill while the engines open their sessions: one on the host, and as many as
         # there are slots on a GPU, which works asynchronously.
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
-        first = list(islice(buckets, ahead if self._group.world_size == 1 else 0))
+        ahead = ahead if self._group.world_size == 1 and not self._num_mapped else 0
+        first = list(islice(buckets, ahead))
         if self._plan is None or self._plan.bucket_runs != runs:
             self._plan = UpdatePlan(tuple(self._exporter.specs()), self._layouts, runs)
         return Filling(plan=self._plan, buckets=chain(first, buckets), sources=sources)
@@ -131,12 +145,30 @@ class BucketStream:
             The arguments of ``Head.finish``.  They are empty on other ranks, without verification, and after a failure.
         """
         sums: list[torch.Tensor] | None = [] if sums_buckets else None
-        if not self._send_each(filling.buckets, sums) or filling.sources is None:
+        if not self._send_each(filling.buckets, sums, filling.sources) or filling.sources is None:
             return (), {}
         return self._gather_sums(filling.sources, sums or ())
 
+    def join(self, invited: Invited) -> str:
+        """Joins the group of all trainer ranks and engine ranks; returns the failure, empty if there is none."""
+        try:
+            self.exchange.join(invited)
+        except WeightcastError as error:
+            return str(error)
+        return ""
+
+    def release(self) -> None:
+        """Forgets the handles to this rank's own memory."""
+        self._mapped.forget()
+
+    def abort(self, reason: str) -> None:
+        """Ends the messages to engine ranks after a failure."""
+        self.exchange.abort(reason)
+
     def close(self) -> None:
         """Frees the buffers; safe to call twice."""
+        self.exchange.close()
+        self._mapped.forget()
         for slot in self._slots:
             slot.close()
         self._slots.clear()
@@ -149,16 +181,19 @@ class BucketStream:
         self, lent: Sequence[Mapping[str, torch.Tensor]], sources: SourceSums | None
     ) -> Iterator[tuple[Bucket | None, SharedSlot | None]]:
         """Fills each bucket into the next slot; yields None and None on a rank that only contributes shards."""
+        for layout in self._layouts[: self._num_mapped]:  # nothing is filled
+            yield Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device="meta")), None
+        layouts = self._layouts[self._num_mapped :]
         receives = self._group.rank in self._group.receivers
-        if receives and not self._slots:
-            size = max(layout.size_bytes for layout in self._layouts)
-            count = min(_NUM_SLOTS, len(self._layouts))
+        if receives and layouts and not self._slots:
+            size = max(layout.size_bytes for layout in layouts)
+            count = min(_NUM_SLOTS, len(layouts))
             self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.ways)
         slots = [slot.data for slot in self._slots] if receives else None
         scattered = self._choice.scattered
-        buckets = bucketize(self._exporter, self._layouts, self._group, slots, lent, sources, scattered=scattered)
-        for layout in self._layouts:
-            slot = self._slots[layout.index % len(self._slots)] if receives else None
+        buckets = bucketize(self._exporter, layouts, self._group, slots, lent, sources, scattered=scattered)
+        for number, layout in enumerate(layouts):
+            slot = self._slots[number % len(self._slots)] if receives else None
             if slot is not None:
                 slot.reclaim()
             began = time.monotonic()
@@ -170,7 +205,10 @@ class BucketStream:
             yield bucket, slot
 
     def _send_each(
-        self, buckets: Iterator[tuple[Bucket | None, SharedSlot | None]], sums: list[torch.Tensor] | None
+        self,
+        buckets: Iterator[tuple[Bucket | None, SharedSlot | None]],
+        sums: list[torch.Tensor] | None,
+        sources: SourceSums | None,
     ) -> bool:
         """Sends one bucket after the other.
 
@@ -178,26 +216,66 @@ class BucketStream:
             buckets: All buckets, with their slots.
             sums: Output list for the sums of each bucket's slots, on ranks other than the head; None for no sums.
 
+            sources: Takes the sums of memory that engines read where it lies; None without verification.
+
         Returns:
             False if a bucket could not be sent; the same on every rank.
         """
         head = self._head
         sent_bytes = 0
-        for _ in self._layouts:
+        self.exchange.begin()
+        for layout in self._layouts:
             go = b"go" if head is None or not head.failed else b"stop"
             if self._group.broadcast_bytes(go, timeout_s=self._wait_s) != b"go":
+                self.exchange.abort("the update failed")
                 return False
             bucket, slot = next(buckets)
             if sums is not None and head is None and bucket is not None:
                 sums.append(sums_of_slots(bucket, self._bucket_sums))
-            shared = self._gather_shared(slot, bucket)
-            if head is not None:
+            mapped = layout.index < self._num_mapped
+            if mapped:
+                parts, shared = (), self._gather_mapped(layout)
+            else:
+                parts = self._own_parts(bucket) if self._choice.scattered and bucket is not None else ()
+                shared = self._gather_shared(slot, parts)
+            if head is not None and not head.failed:
                 assert bucket is not None
                 head.send(bucket, shared)
                 if self._progress is not None and not head.failed:
                     sent_bytes += self._payload_bytes[bucket.layout.index]
                     self._progress(sent_bytes, sum(self._payload_bytes))
+            if mapped and sources is not None:
+                cast(Mappable, self._exporter).sum_own(layout, self._group, sources)  # while engines read
+            if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
+                began = time.monotonic()
+                self.exchange.send(bucket, [(part.slot, part.box) for part in parts])
+                self._sent_since(began)
+        return not self._choice.exchanges or self._end_exchange()
+
+    def _end_exchange(self) -> bool:
+        """Waits for all messages to engine ranks; False if some failed on any rank."""
+        began = time.monotonic()
+        self.exchange.drain()
+        self._sent_since(began)
+        self._tell_failures()
+        head = self._head
+        go = b"go" if head is None or not head.failed else b"stop"
+        if self._group.broadcast_bytes(go, timeout_s=self._wait_s) != b"go":
+            self.exchange.abort("the update failed")
+            return False
         return True
+
+    def _sent_since(self, began: float) -> None:
+        """Adds the time of this rank's messages to the update's phases."""
+        if self._head is not None:
+            self._head.add_phase("send", time.monotonic() - began)
+
+    def _tell_failures(self) -> None:
+        """Tells the head which ranks' messages failed."""
+        failed = self.exchange.failed
+        failures = self._group.gather_bytes(str(failed or "").encode(), timeout_s=self._wait_s)
+        if self._head is not None and failures is not None:
+            self._head.exchange_failed([text.decode() for text in failures])
 
     def _gather_sums(
         self, sources: SourceSums, buckets: Sequence[torch.Tensor]
@@ -209,19 +287,35 @@ class BucketStream:
             return (), {}
         return sum_messages.decode(self._exporter, self._layouts, self._group, messages)
 
-    def _gather_shared(self, slot: SharedSlot | None, bucket: Bucket | None) -> list[Shared]:
-        """Gathers the handles of all filled buffers on the head."""
+    def _gather_shared(self, slot: SharedSlot | None, parts: tuple[Part, ...]) -> list[Shared]:
+        """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
         choice = self._choice
-        if not choice.ways:
+        if choice.exchanges:
+            self._tell_failures()
+            mine = msgspec.json.encode(Shared(parts=parts))
+        elif not choice.ways:
             return []
-        mine = b""
-        if slot is not None:
+        elif slot is None:
+            mine = b""
+        else:
             shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
-            if choice.scattered and bucket is not None:
-                shared = msgspec.structs.replace(shared, parts=self._own_parts(bucket))
-            mine = msgspec.json.encode(shared)
+            mine = msgspec.json.encode(msgspec.structs.replace(shared, parts=parts))
         gathered = self._group.gather_bytes(mine) or []
         return [_shared.decode(item) for item in gathered if item]
+
+    def _gather_mapped(self, layout: BucketLayout) -> list[Shared]:
+        """Gathers the handles to all ranks' own memory on the head, and the parts in it.
+
+        Raises:
+            ConfigError: A part cannot be read where it lies.
+            NotFinite: Weights are NaN or infinite.
+        """
+        lying = self._mapped.look(layout)
+        if self._checks_finite:
+            check_parts_finite([(layout.slots[number].spec.name, view) for number, _, view in lying.views()])
+        mine = msgspec.json.encode(self._mapped.share(lying))
+        gathered = self._group.gather_bytes(mine, timeout_s=self._wait_s) or []
+        return [_shared.decode(item) for item in gathered]
 
     def _own_parts(self, bucket: Bucket) -> tuple[Part, ...]:
         """The parts of a bucket that engines read from this rank's buffer.

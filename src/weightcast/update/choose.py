@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -27,12 +28,15 @@ from weightcast.transports.preflight import (
     check_scattered,
     choose_receivers,
     choose_transport,
+    warn_hazards,
 )
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import Packing, TensorSpec
-from weightcast.wire.messages import EngineInfo
+
+log = logging.getLogger("weightcast.update.choose")
 
 Probed = dict[str, EngineInfo | WeightcastError]  # by URL
 
@@ -107,7 +111,7 @@ class Plan:
         for link in links:
             check_fits(link, self._specs)
         placement = self._placement(healthy)
-        spec = self._transport = choose_transport(self._config.transport, placement)
+        spec = self._transport = self._choose_transport(links, placement)
         check_places(spec, placement)
         self.receivers = choose_receivers(spec, placement)
         self._packing = links[0].adapter.packing
@@ -126,6 +130,8 @@ class Plan:
             zero_copy=self._zero_copy,
             transport=spec.name,
             scattered=spec.scattered,
+            exchanges=spec.exchanges,
+            mapped=spec.mapped,
             receivers=self.receivers,
             packing=self._packing,
             ways=tuple({link.sharing for link in links}) if shares else (),
@@ -186,9 +192,24 @@ class Plan:
                 specs=self._specs,
                 device=self._exporter.device,
                 config=self._config,
+                num_trainers=len(self._places),
                 address=lambda: _address_for(links),
             )
         )
+
+    def _choose_transport(self, links: Sequence[Link], placement: Placement) -> TransportSpec:
+        """The transport; ``"auto"`` passes over one that these tensors cannot go by."""
+        asked = self._config.transport
+        spec = choose_transport(asked, placement)
+        if asked != "auto" or not spec.scattered:
+            return spec
+        try:
+            for link in links:
+                check_scattered(link, self._specs, self._config, self._exporter)
+        except ConfigError as error:
+            log.info("%s is passed over: %s", spec.name, error)
+            return choose_transport(asked, placement, without=(spec.name,))
+        return spec
 
     def _placement(self, infos: Mapping[str, EngineInfo]) -> Placement:
         return Placement(
@@ -196,11 +217,14 @@ class Plan:
             device=self._exporter.device,
             places=self._places,
             shared_folder=self._config.disk_folder is not None,
+            primitive=self._config.direct_by,
+            keep_mapped=self._config.keep_mapped,
         )
 
     def _check(self, link: Link) -> None:
         """Checks that the target can be updated by the chosen transport."""
         check_pause(link, self._config.pause)
+        warn_hazards(link)
         check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
         spec = self.transport
         if spec.scattered:
@@ -212,7 +236,13 @@ class Plan:
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
         check_fits(link, self._specs)
-        choose_transport(self.transport.name, self._placement({link.url: link.info}))
+        spec = choose_transport(self.transport.name, self._placement({link.url: link.info}))
+        if spec is not self.transport:
+            raise ConfigError(
+                f"{link.url} would be reached by {spec.name} over {spec.primitive}, and the update goes over "
+                f"{self.transport.primitive}",
+                hint="call retarget() with the targets as they are now",
+            )
         self._check(link)
 
     def _check_still_fits(self, link: Link) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from weightcast.comm.rendezvous import GroupFailed
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target, UpdateConfig
 from weightcast.digest.sent import Sent
@@ -22,18 +23,21 @@ from weightcast.fleet.roster import Current, Roster
 from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport
 from weightcast.transports.blame import engine_of, failures_of, raise_together, run_each, together
-from weightcast.transports.link import Link
+from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.update.choose import Plan
+from weightcast.update.exchange import Exchange
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
 from weightcast.watch.events import AttemptStarted, short
 from weightcast.watch.listeners import Events
+from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec, total_bytes
-from weightcast.wire.messages import Ack, EngineInfo, Open
+from weightcast.wire.messages import Open
 from weightcast.wire.plans import UpdatePlan
 
 log = logging.getLogger("weightcast.update.head")
@@ -141,7 +145,39 @@ class Head:
                 self._sessions.open(links, version, plan, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 return self._fail(error)
-        return AttemptResult(sums_buckets=self._verifier.open(plan.specs, self._sessions.links))
+        sums_buckets = self._verifier.open(plan.specs, self._sessions.links)
+        return AttemptResult(sums_buckets=sums_buckets, invited=self._sessions.invited)
+
+    def meet(self, exchange: Exchange) -> None:
+        """Joins the group of all trainer ranks and engine ranks; ``after_meeting`` reports a failure."""
+        try:
+            with self._phase("open"):
+                exchange.use(self._sessions.connect())
+        except WeightcastError as error:
+            self._failure = error
+
+    def after_meeting(self, others: Sequence[str], result: AttemptResult) -> AttemptResult:
+        """The result of the rendezvous.
+
+        Args:
+            others: The failure of each trainer rank, in order; empty for those that have joined.
+            result: The result if all have joined.
+        """
+        failed = [f"trainer rank {rank}: {text}" for rank, text in enumerate(others) if text]
+        if self._failure is None and not failed:
+            return result
+        error = self._failure or WeightcastError("; ".join(failed))
+        return self._fail(error)
+
+    def exchange_failed(self, failures: Sequence[str]) -> None:
+        """Notes that messages of trainer ranks failed; the error is that of the engine that caused it, if one did.
+
+        Args:
+            failures: The failure of each trainer rank, in order; empty for those without one.
+        """
+        failed = [f"trainer rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+        if failed and self._failure is None:
+            self._failure = self._sessions.blame(GroupFailed("; ".join(failed)))
 
     @property
     def failed(self) -> bool:
@@ -240,6 +276,10 @@ class Head:
     def give_up(self, reason: str) -> None:
         """Ends every session, because the trainer or a target failed."""
         self._sessions.abort(reason)
+
+    def release(self) -> None:
+        """Makes every target unmap the trainer's memory."""
+        leave_all(list(self._plan.links.values()))
 
     def close(self) -> None:
         """Closes the transport on both sides; safe to call twice."""

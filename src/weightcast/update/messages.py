@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weightcast import errors
+from weightcast.comm.invited import Invited
 from weightcast.errors import ConfigError, TargetError, TargetsFailed, UpdateFailed, WeightcastError
 from weightcast.report import UpdateReport
 from weightcast.wire.layout import Packing
@@ -63,6 +64,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         transport: Name of the transport.
         receivers: The trainer ranks that fill a bucket.
         scattered: True if each of them fills its own parts only, and nothing is gathered.
+        exchanges: True if each of them sends its parts to engine ranks by itself.
+        mapped: True if there are no buckets, and engine ranks read their own memory.
         packing: The packing that all targets can read.
         ways: The kinds of handles to the buffers, for a transport that shares memory.
         opens: Number of engine processes that open a buffer in torch's way.
@@ -75,6 +78,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     receivers: tuple[int, ...] = (0,)
     scattered: bool = False
+    exchanges: bool = False
+    mapped: bool = False
     packing: Packing = Packing()
     ways: tuple[str, ...] = ()
     opens: int = 0
@@ -92,6 +97,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         again: True if an attempt follows, with the targets that are left.
         score: True if the head needs the trainer's forward pass next.
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
+        invited: The group that every trainer rank joins next; None if there is none to join.
     """
 
     report: UpdateReport | None = None
@@ -99,3 +105,4 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     again: bool = False
     score: bool = False
     sums_buckets: bool = False
+    invited: Invited | None = None

@@ -8,17 +8,21 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared
+from weightcast.comm.update_group import UpdateGroup
 from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Transport
+from weightcast.protocols import Exchanging, Transport
 from weightcast.transports.blame import run_each
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome
 from weightcast.update.choose import Plan
+from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.messages import Ack, EngineInfo, Open, Owner
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.messages import Open, Owner
 from weightcast.wire.plans import UpdatePlan
 
 LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
@@ -31,11 +35,13 @@ class Sessions:
         links: The targets of the attempt; empty until ``open``.
         num_buckets: Number of buckets sent in the attempt.
         sent_bytes: Bytes of these buckets.
+        invited: The group that the other trainer ranks must join before anything is sent; None if there is none.
     """
 
     def __init__(self, plan: Plan, roster: Roster, config: UpdateConfig) -> None:
         self.links: Sequence[Link] = ()
         self.num_buckets = self.sent_bytes = 0
+        self.invited: Invited | None = None
         self._plan = plan
         self._roster = roster
         self._config = config
@@ -45,6 +51,7 @@ class Sessions:
     def begin(self) -> None:
         """Starts an attempt, which has no targets yet."""
         self.links = ()
+        self.invited = None
         self.num_buckets = self.sent_bytes = 0
 
     def open(
@@ -74,7 +81,35 @@ class Sessions:
             for link in links:
                 if link.session:
                     self._roster.opened(link.url)
+        if isinstance(transport, Exchanging):
+            self.invited = transport.invite()
+        else:
+            transport.connect()
+
+    def connect(self) -> UpdateGroup:
+        """Makes the group of all trainer ranks and engine ranks, to which the others are ``invited``.
+
+        Raises:
+            TargetError, TargetsFailed, DeadlineExceeded: Targets could not join.
+        """
+        transport = self._transport
+        assert isinstance(transport, Exchanging)
         transport.connect()
+        return transport.member()
+
+    def blame(self, error: WeightcastError) -> WeightcastError:
+        """Ends the transfers after a trainer rank's messages failed, and returns the error of the cause.
+
+        Args:
+            error: The failure, as a trainer rank saw it.
+        """
+        assert self._transport is not None
+        self._transport.abort(str(error))
+        try:
+            self._transport.drain()
+        except WeightcastError as cause:
+            return cause
+        return error
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Sends a bucket; ``shared`` has the handles to the buffers that hold it."""

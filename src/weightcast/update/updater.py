@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Self
 
 import torch
@@ -17,6 +18,7 @@ from weightcast.comm.ipc import device_uuid
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.config import (
     DigestKind,
+    DirectBy,
     DiskReaders,
     OnFailure,
     PauseMode,
@@ -34,22 +36,26 @@ from weightcast.update.arguments import (
     Listeners,
     Model,
     Targets,
+    adapter_of,
     bytes_of,
     dtype_name_of,
     exporter_of,
     listeners_of,
     targets_of,
+    with_draft,
 )
 from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_stream import BucketStream, Progress
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
+from weightcast.update.mapped import layouts_in_place
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.recognise import recognise
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import run_watched, tell_targets
 from weightcast.watch.listeners import Events, Listener
 from weightcast.watch.timeline import TimelineRecorder
+from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, plan_buckets
 
 
@@ -65,8 +71,10 @@ class WeightUpdater:
         listeners: Sequence[Listener] = (),
         *,
         alone: bool = False,
+        adapter: AdapterRequest | None = None,
     ) -> None:
         self._exporter = exporter
+        self._recognise = partial(recognise, adapter=adapter)
         self._config = config
         self._progress = progress
         self._targets = tuple(targets)
@@ -121,9 +129,13 @@ class WeightUpdater:
         rendezvous_host: str | None = None,
         disk_folder: str | None = None,
         disk_readers: DiskReaders = "user",
+        direct_by: DirectBy = "auto",
+        keep_mapped: bool = False,
         progress: Progress | None = None,
         on_event: Listeners = None,
         alone: bool = False,
+        adapter: str | None = None,
+        draft: Model | None = None,
     ) -> Self:
         """Connects to the engines and checks that an update can work.  Collective: every trainer rank calls it.
 
@@ -138,6 +150,9 @@ class WeightUpdater:
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
             on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
             alone: True if only this rank of ``torch.distributed`` calls ``connect``, and has all weights whole.
+            adapter: Name of a LoRA adapter that is updated instead of the weights, and under which engines serve it.
+                The model is one of PEFT's; if it has several adapters, one of them must have this name.
+            draft: Draft model that is updated together with the model, for engines that were told so.
 
         Raises:
             ConfigError: The options cannot work.  Nothing has moved.
@@ -162,11 +177,21 @@ class WeightUpdater:
             rendezvous_host=rendezvous_host,
             disk_folder=disk_folder,
             disk_readers=disk_readers,
+            direct_by=direct_by,
+            keep_mapped=keep_mapped,
         )
         known = targets_of(targets)
-        exporter, release = exporter_of(model, config.wire_dtype)
+        request = None
+        if adapter is not None and draft is not None:
+            raise ConfigError("an adapter has no draft", hint="give connect adapter= or draft=")
+        if adapter is not None:
+            exporter, release, request = adapter_of(model, adapter, config.wire_dtype)
+        else:
+            exporter, release = exporter_of(model, config.wire_dtype)
+            if draft is not None:
+                exporter, release = with_draft(exporter, release, draft, config.wire_dtype)
         try:
-            updater = cls(exporter, known, config, progress, listeners_of(on_event), alone=alone)
+            updater = cls(exporter, known, config, progress, listeners_of(on_event), alone=alone, adapter=request)
         except BaseException:
             release()
             raise
@@ -260,6 +285,20 @@ class WeightUpdater:
         version = self._head.version if self._head is not None else 0
         return self._watched(lambda: self._transact(version), version)
 
+    def release(self) -> None:
+        """Makes engines unmap the trainer's memory.  Collective: every trainer rank calls it, between two updates.
+
+        Call it before weights are freed, offloaded or moved.  The next update maps them again.  An engine that does not
+        answer is noted in its next report.
+        """
+        self._check_open()
+        self._ranks.enter()
+        if self._head is not None:
+            self._head.release()
+        if self._stream is not None:
+            self._stream.release()
+        self._ranks.hear(AttemptResult())
+
     def health(self) -> tuple[TargetHealth, ...]:
         """Returns the recorded health of each target.  Not collective; it sends nothing.
 
@@ -310,7 +349,7 @@ class WeightUpdater:
             where = [place.decode() for place in places]
             try:
                 if self._roster is None:
-                    self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=recognise)
+                    self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=self._recognise)
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
                 head = Head(
@@ -335,15 +374,22 @@ class WeightUpdater:
         self._head, self._choice = head, choice
         self._served = choice.served
         self._group.receivers = choice.receivers
+        num_mapped = 0
+        if choice.mapped:
+            layouts, num_mapped = layouts_in_place(
+                self._exporter, self._group, self._specs, choice.packing, bucket_bytes=self._config.bucket_bytes
+            )
         self._stream = BucketStream(
             self._exporter,
             layouts or self._layouts_for(choice),
             self._group,
             choice,
             head,
+            num_mapped=num_mapped,
             verifies=self._config.verify != "none",
             check_finite=checks_finite(self._config, self._exporter.device),
             wait_s=self._ranks.wait_s,
+            timeout_s=self._config.timeout_s,
             progress=self._progress,
             events=self._events,
         )

@@ -1,0 +1,411 @@
+"""Measures ``direct``: trainer ranks to engines of several tensor-parallel ranks, beside our other transports in turn.
+
+    python benchmarks/direct.py --trainers 4 --engines 2 --tp 2 --model dense-256MiB --out cpu-direct.json
+    python benchmarks/direct.py --device cuda --trainers 4 --engines 1 --tp 2 --model qwen3-8b --out gpu.json
+
+On CPUs all bytes go over loopback or shared memory.  With ``--device cuda`` all processes share the first GPU, and
+reach each other's memory over CUDA IPC.  Every engine proves every update by digests, which must equal those that the
+trainer ranks took of their own shards; other results end the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import socket
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import uvicorn
+from fastapi import FastAPI
+from torch import nn
+
+from weightcast import WeightUpdater
+from weightcast.comm.ipc import device_uuid, host_id
+from weightcast.comm.ports import quiet_port
+from weightcast.config import PauseMode
+from weightcast.lab.bench.machine import facts
+from weightcast.lab.bench.shapes import ModelShape, Place, model_shape
+from weightcast.lab.bench.synthetic import Pattern, key_of, nested
+from weightcast.receiver import WeightReceiver
+from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.executor import MpExecutor
+from weightcast.receiver.server import weight_routes
+from weightcast.receiver.session import SessionHandler
+from weightcast.version import __version__
+from weightcast.wire.answers import RankAck
+from weightcast.wire.engine_info import RankInfo
+from weightcast.wire.layout import TensorSpec
+from weightcast.wire.messages import Message
+
+WAYS: dict[str, dict[str, Any]] = {
+    "broadcast": {"transport": "broadcast"},
+    "ipc": {"transport": "ipc"},
+    "direct, messages": {"transport": "direct", "direct_by": "messages"},
+    "direct, memory": {"transport": "direct", "direct_by": "memory"},
+    "direct, shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
+}
+DEFAULT_WAYS = {
+    "cpu": ["broadcast", "direct, messages", "ipc", "direct, memory"],
+    "cuda": ["ipc", "direct, memory", "direct, shards"],
+}
+_TIME = struct.Struct("d")
+
+
+class Slices(nn.Module):
+    """One engine rank's parameters: columns of ``o_proj`` and ``down_proj``, rows of other matrices, whole norms."""
+
+    def __init__(self, shape: ModelShape, rank: int, size: int, device: torch.device) -> None:
+        super().__init__()
+        self._rank, self._size = rank, size
+        self._places = {place.name: place for place in shape.places}
+        self._rows: dict[str, int] = {}
+        sizes: dict[str, tuple[int, ...]] = {}
+        for place in shape.places:
+            if place.index is not None:
+                raise SystemExit(f"{shape.name} has stacked experts; choose a dense model")
+            kept = self.cut(place, torch.empty(place.shape, device="meta")).shape
+            before = sizes.get(place.resident, (0, *kept[1:]))
+            self._rows[place.name] = before[0]
+            sizes[place.resident] = (before[0] + kept[0], *kept[1:])
+        self.kept = nn.ParameterDict()
+        for name, kept_size in sizes.items():
+            zeros = torch.zeros(kept_size, dtype=torch.bfloat16, device=device)
+            self.kept[name.replace(".", "/")] = nn.Parameter(zeros, requires_grad=False)
+
+    def cut(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a whole tensor."""
+        if tensor.dim() == 1:
+            return tensor
+        dim = 1 if "o_proj" in place.name or "down_proj" in place.name else 0
+        return tensor.tensor_split(self._size, dim)[self._rank]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies this rank's slices of whole tensors."""
+        for name, tensor in weights:
+            place = self._places[name]
+            kept = self.cut(place, tensor)
+            first = self._rows[name]
+            self.kept[place.resident.replace(".", "/")].data[first : first + kept.shape[0]].copy_(kept)
+
+
+class Worker:
+    """One engine rank; it writes the time of each switch to a file."""
+
+    def __init__(
+        self, rank: int, tp_size: int, rendezvous: str, *, model: str, device: str, times: str, first: int
+    ) -> None:
+        torch.set_num_threads(1)
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        shape = model_shape(model)
+        self._file = os.open(times, os.O_WRONLY)
+        self._at = (first + rank) * _TIME.size
+        slices = Slices(shape, rank, tp_size, self._device)
+        self.receiver = WeightReceiver(
+            slices,
+            load_weights=slices.load_weights,
+            expected=specs_of(shape),
+            tp_rank=rank,
+            tp_size=tp_size,
+            device=self._device,
+            finishers=[self._switched],
+        )
+
+    def _switched(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        os.pwrite(self._file, _TIME.pack(time.monotonic()), self._at)
+
+    def apply(self, message: Message) -> RankAck:
+        """As ``Worker.apply`` of an engine."""
+        return self.receiver.apply(message)
+
+    def run(self, command: bytes) -> bytes:
+        """Knows no command."""
+        return command
+
+    def interrupt(self, reason: str) -> None:
+        """As ``Worker.interrupt`` of an engine."""
+        self.receiver.interrupt(reason)
+
+    def close(self) -> None:
+        """Frees everything."""
+        self.receiver.close()
+
+
+class NoRequests:
+    """Hooks of an engine that generates nothing."""
+
+    paused = False
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Has nothing to pause."""
+
+    def stop_waiting(self) -> None:
+        """Waits for nothing."""
+
+    def resume(self) -> None:
+        """Has nothing to resume."""
+
+    def drop_caches(self) -> None:
+        """Has none."""
+
+    def set_version(self, version: int) -> None:
+        """Needs no version."""
+
+
+def specs_of(shape: ModelShape) -> list[TensorSpec]:
+    """Every tensor of the model."""
+    return [TensorSpec(name=place.name, dtype="bfloat16", shape=place.shape) for place in shape.places]
+
+
+def serve(number: int, arguments: argparse.Namespace, times: str, url: Any) -> None:
+    """Runs one engine."""
+    torch.set_num_threads(1)
+    device = "cuda:0" if arguments.device == "cuda" else "cpu"
+    settings = {"model": arguments.model, "device": device, "times": times, "first": number * arguments.tp}
+    executor = MpExecutor(Worker, arguments.tp, settings)
+    place = device_uuid(torch.device(device))
+    told = EngineFacts(
+        engine=f"weightcast {__version__}",
+        model=arguments.model,
+        host_id=host_id(),
+        ranks=tuple(RankInfo(rank=rank, pid=pid, device=place) for rank, pid in enumerate(executor.pids())),
+        staging="device",
+        transports=("ipc", "direct", "broadcast"),
+        specs=tuple(specs_of(model_shape(arguments.model))),
+    )
+    app = FastAPI()
+    app.include_router(weight_routes(SessionHandler(executor, NoRequests(), told)))
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.bind(("127.0.0.1", 0))
+    url.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listening])
+
+
+class Trainer:
+    """One trainer rank: the model's rows, and an updater for each way."""
+
+    def __init__(self, rank: int, arguments: argparse.Namespace, urls: list[str]) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        self.rank, self._arguments, self._urls = rank, arguments, urls
+        self._device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+        self._pattern = Pattern(self._device)
+        self._local: list[tuple[torch.Tensor, int]] = []
+        self._updaters: dict[str, WeightUpdater] = {}
+        mesh = init_device_mesh(arguments.device, (arguments.trainers,))
+        parameters: dict[str, nn.Parameter] = {}
+        for place in model_shape(arguments.model).places:
+            step = -(-place.shape[0] // arguments.trainers)
+            first = min(rank * step, place.shape[0])
+            rows = min(step, place.shape[0] - first)
+            local = torch.zeros((rows, *place.shape[1:]), dtype=torch.bfloat16, device=self._device)
+            self._local.append((local, first * math.prod(place.shape[1:])))
+            stride = torch.empty(place.shape, device="meta").stride()
+            whole = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=torch.Size(place.shape), stride=stride
+            )
+            parameters[place.name] = nn.Parameter(whole, requires_grad=False)
+        self._model = nested(parameters)
+
+    def turn(self, way: str, version: int) -> dict[str, Any]:
+        """New weights, and one update."""
+        if way not in self._updaters:
+            size = self._arguments.bucket_mib << 20
+            self._updaters[way] = WeightUpdater.connect(self._model, self._urls, bucket_bytes=size, **WAYS[way])
+        self._pattern.fill_all(
+            (tensor, key_of(version, number), first) for number, (tensor, first) in enumerate(self._local)
+        )
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        before = loopback_bytes()
+        started = time.monotonic()
+        report = self._updaters[way].update(version=version)
+        returned = time.monotonic()
+        for row in report.targets:
+            if row.proof != "resident" or row.version_after != version:
+                raise SystemExit(f"{way}: {row.url} proves {row.proof} and serves version {row.version_after}")
+        return {
+            "started": started,
+            "returned_s": returned - started,
+            "loopback_bytes": loopback_bytes() - before,
+            "peak_extra_bytes": report.peak_extra_bytes,
+            "phases": report.phases,
+        }
+
+    def close(self) -> None:
+        """Disconnects."""
+        for updater in self._updaters.values():
+            updater.close()
+
+
+def train(rank: int, arguments: argparse.Namespace, port: int, urls: list[str], pipe: Any) -> None:
+    """Runs one trainer rank until it is told to end."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if arguments.device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("gloo", rank=rank, world_size=arguments.trainers)
+    trainer = Trainer(rank, arguments, urls)
+    while (told := pipe.recv()) is not None:
+        pipe.send(trainer.turn(*told))
+    trainer.close()
+    pipe.send(None)
+
+
+def loopback_bytes() -> int:
+    """Bytes that this host has received over loopback so far; 0 where the kernel does not say."""
+    for line in Path("/proc/net/dev").read_text().splitlines() if Path("/proc/net/dev").exists() else ():
+        name, _, figures = line.partition(":")
+        if name.strip() == "lo":
+            return int(figures.split()[0])
+    return 0
+
+
+def plain_copy_s(arguments: argparse.Namespace) -> float:
+    """Seconds of a plain copy of as many bytes as the model has, in chunks, by one process alone."""
+    device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+    size = model_shape(arguments.model).size_bytes
+    chunk = min(size, 1 << 30 if device.type == "cuda" else 64 << 20)
+    source, target = (torch.ones(chunk, dtype=torch.uint8, device=device) for _ in range(2))
+    found: list[float] = []
+    for _ in range(3):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.monotonic()
+        for start in range(0, size, chunk):
+            target[: size - start].copy_(source[: size - start])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.monotonic() - began)
+    return min(found)
+
+
+def main() -> None:
+    """Measures all ways in turn and prints a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", default="dense-512MiB")
+    parser.add_argument("--trainers", type=int, default=4)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--bucket-mib", type=int, default=0, help="16 on CPUs and 512 on GPUs by default")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument(
+        "--way", action="append", choices=list(WAYS), help="may be repeated; those of the device if not"
+    )
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.bucket_mib = arguments.bucket_mib or (512 if arguments.device == "cuda" else 16)
+    ways = arguments.way or DEFAULT_WAYS[arguments.device]
+    limit_s = plain_copy_s(arguments)
+    context = multiprocessing.get_context("spawn")
+    ranks = arguments.engines * arguments.tp
+    with tempfile.NamedTemporaryFile() as times:
+        times.write(bytes(ranks * _TIME.size))
+        times.flush()
+        processes: list[Any] = []
+        try:
+            urls: list[str] = []
+            for number in range(arguments.engines):
+                mine, theirs = context.Pipe()
+                processes.append(context.Process(target=serve, args=(number, arguments, times.name, theirs)))
+                processes[-1].start()
+                if not mine.poll(300.0):
+                    raise SystemExit(f"engine {number} did not start")
+                urls.append(mine.recv())
+            port, pipes = quiet_port(), []
+            for rank in range(arguments.trainers):
+                mine, theirs = context.Pipe()
+                processes.append(context.Process(target=train, args=(rank, arguments, port, urls, theirs)))
+                processes[-1].start()
+                pipes.append(mine)
+            rows = measure(arguments, ways, pipes, times.name, ranks)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join(10.0)
+                process.kill()
+    report(arguments, rows, limit_s)
+
+
+def measure(
+    arguments: argparse.Namespace, ways: list[str], pipes: list[Any], times: str, ranks: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs all turns, one way after the other in each round."""
+    rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    version = 0
+    for turn in range(arguments.warm + arguments.turns):
+        for way in ways:
+            version += 1
+            for pipe in pipes:
+                pipe.send((way, version))
+            answers = []
+            for rank, pipe in enumerate(pipes):
+                if not pipe.poll(300.0):
+                    raise SystemExit(f"{way}: trainer rank {rank} did not answer")
+                answers.append(pipe.recv())
+            switched = [_TIME.unpack_from(Path(times).read_bytes(), rank * _TIME.size)[0] for rank in range(ranks)]
+            row = answers[0] | {"usable_s": max(switched) - min(answer["started"] for answer in answers)}
+            if turn >= arguments.warm:
+                rows[way].append(row)
+            print(
+                f"{way}: usable in {row['usable_s'] * 1e3:.1f} ms, returned {row['returned_s'] * 1e3:.1f}", flush=True
+            )
+    for pipe in pipes:
+        pipe.send(None)
+    for pipe in pipes:
+        pipe.poll(30.0)
+    return rows
+
+
+def report(arguments: argparse.Namespace, rows: dict[str, list[dict[str, Any]]], limit_s: float) -> None:
+    """Prints the medians and writes the result."""
+    size = model_shape(arguments.model).size_bytes
+    first = next(iter(rows))
+    base = statistics.median(row["usable_s"] for row in rows[first])
+    table: list[dict[str, Any]] = []
+    for way, found in rows.items():
+        usable = statistics.median(row["usable_s"] for row in found)
+        table.append(
+            {
+                "way": way,
+                "usable_s": usable,
+                "returned_s": statistics.median(row["returned_s"] for row in found),
+                "times_faster": base / usable,
+                "loopback_bytes": int(statistics.median(row["loopback_bytes"] for row in found)),
+                "peak_extra_bytes": max(row["peak_extra_bytes"] for row in found),
+                "runs": found,
+            }
+        )
+        print(
+            f"{way:18} usable {usable * 1e3:9.1f} ms, {base / usable:5.2f} times {first}; "
+            f"loopback {table[-1]['loopback_bytes'] / size:5.2f} models"
+        )
+    print(f"a plain copy of the model's {size / 2**30:.2f} GiB by one process: {limit_s * 1e3:.1f} ms")
+    if arguments.out is not None:
+        told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+        result = {"what": "direct", "machine": facts(), "arguments": told, "model_bytes": size}
+        result |= {"plain_copy_s": limit_s, "ways": table}
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

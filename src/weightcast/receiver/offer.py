@@ -1,0 +1,89 @@
+"""Refuses tensors that are not a full update of this rank's model, or that the model would ignore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from weightcast.errors import Refused
+from weightcast.wire.casts import why_no_cast
+from weightcast.wire.layout import TensorSpec
+
+
+def check_offer(
+    specs: Sequence[TensorSpec],
+    expected: Mapping[str, TensorSpec],
+    *,
+    optional: Collection[str],
+    kept_dtypes: Callable[[str], Iterable[torch.dtype]],
+) -> None:
+    """Compares the tensors that a trainer will send with those that the model expects.
+
+    Args:
+        specs: Tensors that will be sent.
+        expected: Every tensor of a full update, by name.
+        optional: Names of expected tensors that may be left out.
+        kept_dtypes: Returns the dtypes of the parameters that a tensor is copied into.
+
+    Raises:
+        Refused: Something is missing, unknown, of another shape, or of a dtype whose cast to the model's would not
+            keep its values; all are named.
+    """
+    offered = {spec.name: spec for spec in specs}
+    problems: list[str] = []
+    if len(offered) != len(specs):
+        problems.append("a name is announced twice")
+    missing = [name for name in expected if name not in offered and name not in optional]
+    unknown = [name for name in offered if name not in expected]
+    if missing:
+        problems.append(f"missing {some(missing)}")
+    if unknown:
+        problems.append(f"unknown to this model: {some(unknown)}")
+    for name, spec in offered.items():
+        want = expected.get(name)
+        if want is None:
+            continue
+        if want.shape != spec.shape:
+            problems.append(f"{name} has shape {spec.shape}, the model's has {want.shape}")
+        elif why := _why_no_cast(spec, want, kept_dtypes(name)):
+            problems.append(why)
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise Refused(f"these weights do not fit the model: {shown}", hint="is it a checkpoint of this model?")
+
+
+def check_copies(received: Mapping[str, str], copies: Mapping[str, str]) -> None:
+    """Compares tensors that the loader skips as copies with their originals.
+
+    Args:
+        received: Digest of each tensor that arrived, by name.
+        copies: Name of the original by name of the copy.
+
+    Raises:
+        Refused: An update brings another value for a copy, which the model would ignore.
+    """
+    for name, original in copies.items():
+        if name in received and received[name] != received.get(original):
+            raise Refused(
+                f"{name} differs from {original}: the engine was started with weights in which they are equal, "
+                f"dropped {name}, and would compute with {original} in its place",
+                hint="tie the two in the trainer, or start the engine from a checkpoint in which they differ",
+            )
+
+
+def _why_no_cast(spec: TensorSpec, want: TensorSpec, kept_dtypes: Iterable[torch.dtype]) -> str:
+    """The reason why a cast to the expected dtype, or to a parameter's own, would not keep values."""
+    sent = spec.torch_dtype
+    if why := why_no_cast(spec.name, sent, want.torch_dtype):
+        return why
+    for kept in kept_dtypes:
+        # A loader may widen what its own checkpoint has: that is how the model got its first weights.
+        if (why := why_no_cast(spec.name, sent, kept)) and why_no_cast(spec.name, torch.float32, kept):
+            return why
+    return ""
+
+
+def some(names: Sequence[str]) -> str:
+    """Joins the first names and counts the rest."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

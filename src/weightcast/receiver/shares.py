@@ -1,0 +1,117 @@
+"""Brings one engine rank its own share of a bucket: out of trainer ranks' buffers or memory, or in messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weightcast.comm.group_moves import Move
+from weightcast.errors import Refused
+from weightcast.receiver.loader import Loader
+from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.runtime.streams import wait_for_streams
+from weightcast.wire.bucket_sources import ExchangeSource, MappedSource, ScatteredSource
+from weightcast.wire.layout import BucketLayout
+from weightcast.wire.pieces import encode_wanted
+
+ShareSource = ScatteredSource | ExchangeSource | MappedSource
+
+
+@dataclass(slots=True)
+class Shares:
+    """Reads a rank's shares.
+
+    Attributes:
+        loader: Writes them.
+        memory: Maps the buffers of trainer ranks on this host.
+        groups: The groups that this rank has joined.
+        device: This rank's device.
+    """
+
+    loader: Loader
+    memory: SharedMemorySource
+    groups: BroadcastSource
+    device: torch.device
+    _buffer: torch.Tensor | None = None
+
+    def wanted(self) -> bytes:
+        """The boxes that this rank must get, for the trainer ranks."""
+        return encode_wanted(self.loader.scattered.wanted)
+
+    def take(
+        self,
+        layout: BucketLayout,
+        source: ShareSource,
+        *,
+        timeout_s: float,
+        summed: bool,
+        interrupted: Callable[[], bool],
+    ) -> float:
+        """Reads and loads the share of one bucket; done when it returns.
+
+        Args:
+            layout: The bucket's table of contents.
+            source: Where its parts are.
+            timeout_s: Deadline of the messages, in seconds.
+            summed: False if nobody needs digests.
+            interrupted: True once the update is over.
+
+        Returns:
+            Time at which the bytes had arrived (``time.monotonic``).
+
+        Raises:
+            Refused: The parts are not the whole bucket exactly once, or the update is over.
+            MappingFailed: A trainer rank's buffer cannot be mapped.
+            DeadlineExceeded, GroupFailed: A trainer rank fell silent or died.
+        """
+        copies = self.loader.copies
+        if copies:
+            name, original = next(iter(copies.items()))
+            raise Refused(
+                f"{name} must equal {original}, which no rank compares when each reads only its own share",
+                hint='use another transport: transport="auto"',
+            )
+        if isinstance(source, ScatteredSource):
+            buckets = self.memory.read_parts(layout, source.buffers)
+            if interrupted():
+                raise Refused("interrupted")
+            arrived = time.monotonic()
+            self.loader.load_parts(buckets, tuple(buffer.parts for buffer in source.buffers), summed=summed)
+            wait_for_streams(self.device, *(bucket.data.device for bucket in buckets))
+            return arrived
+        if isinstance(source, MappedSource):
+            memories = self.memory.read_memories(source.memories)
+            if interrupted():
+                raise Refused("interrupted")
+            arrived = time.monotonic()
+            self.loader.load_scattered(
+                memories, self.loader.scattered.plan_mapped(layout, source.parts, memories), summed=summed
+            )
+            wait_for_streams(self.device, *(memory.device for memory in memories))
+            return arrived
+        plan = self.loader.scattered.plan_exchange(layout, source.parts)
+        received = self._room(plan.size_bytes)
+        receives = [
+            Move(rank, received[start + first : start + first + size_bytes])
+            for rank, (message, start) in enumerate(zip(plan.messages, plan.starts, strict=True))
+            for first, size_bytes in message.runs
+        ]
+        self.groups.receive(source.group, receives, what=f"bucket {layout.index}", timeout_s=timeout_s)
+        arrived = time.monotonic()
+        self.loader.load_messages(received, plan, summed=summed)
+        wait_for_streams(self.device)
+        return arrived
+
+    def trim(self) -> None:
+        """Frees the receive buffer."""
+        self._buffer = None
+
+    def _room(self, size_bytes: int) -> torch.Tensor:
+        if self._buffer is None or self._buffer.numel() < size_bytes:
+            self._buffer = None  # the old one goes before the new one comes
+            self._buffer = torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=self.device)
+        return self._buffer

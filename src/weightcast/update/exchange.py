@@ -1,0 +1,214 @@
+"""Sends one trainer rank's parts of each bucket to the engine ranks that keep them, for ``direct`` by messages.
+
+Pieces for one engine rank that are small, or have gaps in the bucket, are packed into one buffer; large ones are sent
+from where they lie.  The messages of one bucket are on their way while the next bucket is filled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightcast.comm.group_moves import Move
+from weightcast.comm.invited import Invited
+from weightcast.comm.update_group import UpdateGroup
+from weightcast.digest.copies import Flat, bits, copy_all
+from weightcast.errors import WeightcastError
+from weightcast.exporters.held_parts import region
+from weightcast.wire.box import Box, contiguous_strides
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
+from weightcast.wire.pieces import PieceMessage, Wanted, decode_wanted, plan_message
+
+_BUFFERS = 2
+_Parts = Sequence[tuple[int, Box]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The messages of one bucket to each kind of engine rank; ``starts`` are their places in the pack buffer."""
+
+    layout: BucketLayout
+    parts: _Parts
+    messages: Sequence[PieceMessage]
+    starts: Sequence[int]
+    packed_bytes: int
+
+
+class Exchange:
+    """This trainer rank's end of the group, and its messages.
+
+    A failure is kept for ``failed`` and not raised, so that all trainer ranks stay in step.
+    """
+
+    def __init__(self, *, rank: int, num_trainers: int, device: torch.device, timeout_s: float) -> None:
+        """Nothing is joined yet.
+
+        Args:
+            rank: This trainer rank.
+            num_trainers: Number of trainer ranks.
+            device: Device of the buckets.
+            timeout_s: Deadline of each wait, in seconds.
+        """
+        self._rank = rank
+        self._num_trainers = num_trainers
+        self._device = device
+        self._timeout_s = timeout_s
+        self._group: UpdateGroup | None = None
+        self._wanted: list[Wanted] = []  # of each kind of engine rank
+        self._kinds: list[int] = []  # of each engine rank
+        self._plans: dict[int, _Plan] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._under_way: deque[tuple[str, list[Any]]] = deque()
+        self.failed: WeightcastError | None = None
+        self.sent_bytes = 0
+
+    def join(self, invited: Invited) -> None:
+        """Joins a group, on ranks other than the head.
+
+        Raises:
+            DeadlineExceeded, GroupFailed: The others did not come, or the head cannot be reached.
+        """
+        self.close()
+        self.use(
+            UpdateGroup.join(
+                host=invited.host,
+                port=invited.port,
+                name=invited.group,
+                token=invited.token,
+                rank=self._rank,
+                world_size=invited.world_size,
+                device=self._device,
+                timeout_s=self._timeout_s,
+                tells=b"",
+            )
+        )
+
+    def use(self, group: UpdateGroup) -> None:
+        """Takes a group that was joined, and reads what each engine rank wants.
+
+        Raises:
+            GroupFailed: The rendezvous is gone.
+            WireError: What an engine rank wants cannot be read.
+        """
+        self._group = group
+        told = group.told(range(self._num_trainers, group.world_size))
+        kinds = {words: number for number, words in enumerate(dict.fromkeys(told))}
+        self._wanted = [decode_wanted(words) for words in kinds]
+        self._kinds = [kinds[words] for words in told]
+        self._plans.clear()
+
+    def begin(self) -> None:
+        """Forgets a failure of the attempt before."""
+        self.failed = None
+        self.sent_bytes = 0
+
+    def send(self, bucket: Bucket, parts: _Parts) -> None:
+        """Starts to send this rank's parts of a bucket, then waits for the bucket before.
+
+        Args:
+            bucket: This rank's bucket.
+            parts: Number of the slot and box of each part that engines get from this rank.
+        """
+        if self.failed is not None:
+            return
+        try:
+            assert self._group is not None
+            sends = self._sends(bucket, self._plan(bucket.layout, parts))
+            self._under_way.append((f"bucket {bucket.layout.index}", self._group.start_moves(sends)))
+            self.sent_bytes += sum(move.data.numel() for move in sends)
+        except WeightcastError as error:
+            self.failed = error
+        self._finish(1)
+
+    def drain(self) -> None:
+        """Waits until every bucket on its way has arrived."""
+        self._finish(0)
+
+    def _finish(self, rest: int) -> None:
+        """Waits until so many buckets are on their way."""
+        while len(self._under_way) > rest:
+            what, works = self._under_way.popleft()
+            try:
+                assert self._group is not None
+                self._group.finish_moves(works, what=what, timeout_s=self._timeout_s)
+            except WeightcastError as error:
+                self.failed = self.failed or error
+                self._under_way.clear()
+
+    def abort(self, reason: str) -> None:
+        """Ends all waits of the group; the next attempt makes another one."""
+        if self._group is not None:
+            self._group.abort(reason)
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """Leaves the group and frees the buffers; safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        self._buffers.clear()
+        self._under_way.clear()
+
+    def _plan(self, layout: BucketLayout, parts: _Parts) -> _Plan:
+        plan = self._plans.get(layout.index)
+        if plan is None or plan.layout != layout or plan.parts != parts:
+            messages = [plan_message(layout, parts, wanted) for wanted in self._wanted]
+            starts, end = list[int](), 0
+            for message in messages:
+                starts.append(end)
+                end += message.packed_bytes
+            plan = self._plans[layout.index] = _Plan(layout, parts, messages, starts, end)
+        return plan
+
+    def _sends(self, bucket: Bucket, plan: _Plan) -> list[Move]:
+        packed = self._pack(bucket, plan)
+        sends: list[Move] = []
+        for number, kind in enumerate(self._kinds):
+            message, start = plan.messages[kind], plan.starts[kind]
+            peer = self._num_trainers + number
+            if message.packed_bytes:
+                sends.append(Move(peer, packed[start : start + message.packed_bytes]))
+            for piece in message.pieces:
+                if piece.straight:
+                    view = region(bucket, bucket.layout.slots[piece.slot], piece.box)
+                    first = view.data_ptr() - bucket.data.data_ptr()
+                    sends.append(Move(peer, bucket.data[first : first + piece.size_bytes]))
+        return sends
+
+    def _pack(self, bucket: Bucket, plan: _Plan) -> torch.Tensor:
+        buffer = self._room(bucket.layout.index, plan.packed_bytes)
+        flat = Flat(buffer)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for message, start in zip(plan.messages, plan.starts, strict=True):
+            for piece in message.pieces:
+                if not piece.straight:
+                    slot = bucket.layout.slots[piece.slot]
+                    raw = region(bucket, slot, piece.box)
+                    sources.append(raw)
+                    targets.append(
+                        flat.region(
+                            slot.spec.torch_dtype,
+                            raw.shape,
+                            contiguous_strides(piece.box.shape),
+                            (start + piece.offset_bytes) // slot.spec.torch_dtype.itemsize,
+                            as_bits=False,
+                        )
+                    )
+        copy_all([bits(one) for one in targets], [bits(one) for one in sources])
+        return buffer
+
+    def _room(self, index: int, size_bytes: int) -> torch.Tensor:
+        """One of two pack buffers, used in turn."""
+        while len(self._buffers) < _BUFFERS:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        turn = index % _BUFFERS
+        if self._buffers[turn].numel() < size_bytes:
+            self._buffers[turn] = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._buffers[turn] = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[turn]

@@ -1,0 +1,137 @@
+"""The boxes that one trainer rank sends to one engine rank, and their places in the message.  Numbers only.
+
+Both ends work the message out by themselves: from the parts of a bucket that the trainer rank has, and from the boxes
+that the engine rank wants.  So a message has no table of contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from weightcast.errors import WireError
+from weightcast.wire.box import Box, intersection, is_one_run
+from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size
+
+ALIGNMENT_BYTES = 16  # more than any dtype needs
+# Sending a piece by itself costs more than packing it below this size, and packing costs more above it.
+STRAIGHT_BYTES = 64 << 10
+_MAX_ROUTES = 1 << 22
+_Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
+
+
+class WantedBox(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A box of a source tensor that an engine rank keeps, or that its model's own loader needs."""
+
+    offset: _Index
+    shape: _Index
+
+    @property
+    def box(self) -> Box:
+        """The box."""
+        return Box(offset=self.offset, shape=self.shape)
+
+
+# By name of the source tensor, in the order of the rank's routes.
+Wanted = dict[str, tuple[WantedBox, ...]]
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(
+    Annotated[
+        dict[str, Annotated[tuple[WantedBox, ...], Meta(max_length=_MAX_ROUTES)]],
+        Meta(max_length=MAX_TENSORS),
+    ]
+)
+
+
+def encode_wanted(wanted: Wanted) -> bytes:
+    """The boxes as JSON."""
+    return _encoder.encode(wanted)
+
+
+def decode_wanted(data: bytes) -> Wanted:
+    """Decodes what an engine rank wants.
+
+    Raises:
+        WireError: The bytes are no such table.
+    """
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not the boxes that an engine rank wants: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one slot on its way from one rank to another.
+
+    Attributes:
+        slot: Number of the slot in the bucket.
+        wanted: Number of the wanted box among those of the slot's tensor.
+        box: The box, a part of the wanted one.
+        offset_bytes: First byte in the message.
+        size_bytes: Size.
+        straight: True if it is one run of the sender's bucket and is sent from there; else it is packed.
+    """
+
+    slot: int
+    wanted: int
+    box: Box
+    offset_bytes: int
+    size_bytes: int
+    straight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PieceMessage:
+    """The pieces of one bucket from one trainer rank to one engine rank.
+
+    Attributes:
+        pieces: The pieces, the packed ones first.
+        packed_bytes: Size of the part that holds all packed pieces.
+        size_bytes: Size.
+    """
+
+    pieces: tuple[Piece, ...]
+    packed_bytes: int
+    size_bytes: int
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """First byte and size of each run that travels by itself."""
+        first = [(0, self.packed_bytes)] if self.packed_bytes else []
+        return first + [(piece.offset_bytes, piece.size_bytes) for piece in self.pieces if piece.straight]
+
+
+def plan_message(layout: BucketLayout, parts: Sequence[tuple[int, Box]], wanted: Wanted) -> PieceMessage:
+    """Works out a message, the same at both ends.
+
+    Args:
+        layout: The bucket's table of contents.
+        parts: Number of the slot and box of each part that the trainer rank has.
+        wanted: The boxes that the engine rank wants.
+    """
+    packed: list[tuple[int, int, Box, int]] = []
+    straight: list[tuple[int, int, Box, int]] = []
+    for number, part in parts:
+        slot = layout.slots[number]
+        itemsize = slot.spec.torch_dtype.itemsize
+        for index, want in enumerate(wanted.get(slot.spec.name, ())):
+            box = intersection(part, want.box)
+            if box is None:
+                continue
+            size_bytes = box.numel * itemsize
+            alone = size_bytes >= STRAIGHT_BYTES and is_one_run(box.shape, slot.shape)
+            (straight if alone else packed).append((number, index, box, size_bytes))
+    pieces: list[Piece] = []
+    end = packed_bytes = 0
+    for some, alone in ((packed, False), (straight, True)):
+        for number, index, box, size_bytes in some:
+            pieces.append(Piece(number, index, box, end, size_bytes, alone))
+            end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        packed_bytes = packed_bytes if alone else end
+    return PieceMessage(tuple(pieces), packed_bytes, end)

@@ -1,0 +1,108 @@
+"""``direct`` on GPUs: engine ranks read trainer ranks' shards over CUDA IPC, or get them by NCCL messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.needs import needs
+from tests.gpu.test_updates_gpu import digests, info, start_trainer, toy_engine, train
+from tests.toy_engine import toy_weights
+from weightcast.digest.definition import tensor_digest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SHARED = {"backend": "gloo"}  # NCCL needs a GPU for each rank
+
+
+def weights_of(seed: int, sign: int = 1) -> dict[str, str]:
+    """Digests of the toy engine's weights, or of their negatives."""
+    return {name: tensor_digest(sign * tensor) for name, tensor in toy_weights(seed=seed).items()}
+
+
+@contextmanager
+def engines(places: list[list[str]]) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(toy_engine("--tp", str(len(each)), "--devices", ",".join(each), "--seed", "1"))[0]
+            for each in places
+        ]
+
+
+def send(trainers: list[str], urls: list[str], **options: Any) -> None:
+    answer = train(trainers, urls, transport="direct", seed=7, bucket_bytes=50_000, **options)
+    assert answer["ok"], answer
+    for report in answer["reports"]:
+        assert [row["status"] for row in report["targets"]] == ["serving"] * len(urls)
+        assert all(row["proof"] == "resident" for row in report["targets"])
+
+
+SHARDS = {"direct_by": "shards", "keep_mapped": 1}
+
+
+@pytest.mark.parametrize("way", [SHARDS, {"direct_by": "memory"}], ids=["shards", "memory"])
+@pytest.mark.parametrize(
+    ("world", "places"),
+    [(1, [["cuda:0"]]), (2, [["cuda:0", "cuda:0"]]), (4, [["cuda:0", "cuda:0"], ["cuda:0", "cuda:0"]])],
+    ids=["1 to tp1", "2 to tp2", "4 to 2 x tp2"],
+)
+def test_engine_ranks_read_shards_on_one_gpu(world: int, places: list[list[str]], way: dict[str, Any]) -> None:
+    with engines(places) as urls:
+        assert all(set(digests(url).values()).isdisjoint(weights_of(7).values()) for url in urls)
+        send(["cuda:0"] * world, urls, versions="1,2,3", **way, **(SHARED if world > 1 else {}))
+        for url in urls:
+            assert digests(url) == weights_of(7)
+            assert info(url)["version"] == 3
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_that_have_moved_are_read_where_they_lie_now(world: int) -> None:
+    with engines([["cuda:0"]]) as [url]:
+        send(["cuda:0"] * world, [url], versions="1,2", between="moved", **SHARDS, **(SHARED if world > 1 else {}))
+        assert digests(url) == weights_of(7, sign=-1)
+
+
+def test_released_memory_is_mapped_again(record: Any) -> None:
+    with engines([["cuda:0"]]) as [url]:
+        send(["cuda:0"], [url], versions="1,2,3", between="released", **SHARDS)
+        assert digests(url) == weights_of(7)
+
+
+def test_memory_that_cannot_be_shared_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines([["cuda:0"]]) as [url]:
+        before = digests(url)
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # of the trainer alone
+        answer = train(["cuda:0"], [url], transport="direct", seed=7, versions="1", **SHARDS)
+        assert not answer["ok"]
+        assert "cannot be shared" in answer["text"], answer
+        assert digests(url) == before
+
+
+@needs(2)
+@pytest.mark.parametrize(
+    ("trainers", "places"),
+    [
+        (["cuda:0"], [["cuda:1"]]),
+        pytest.param(["cuda:0", "cuda:1"], [["cuda:2", "cuda:3"]], marks=needs(4)),
+    ],
+    ids=["1+1", "2+2 tp2"],
+)
+def test_trainer_ranks_send_shards_by_nccl(trainers: list[str], places: list[list[str]]) -> None:
+    with engines(places) as urls:
+        send(trainers, urls, versions="1,2,3", direct_by="messages")
+        for url in urls:
+            assert digests(url) == weights_of(7)
+
+
+def test_nccl_messages_on_one_gpu_are_refused() -> None:
+    with engines([["cuda:0"]]) as [url]:
+        [trainer] = start_trainer(["cuda:0"], [url], transport="direct", direct_by="messages", seed=7)
+        output, _ = trainer.communicate(timeout=100)
+        assert "NCCL needs a GPU for each rank" in output

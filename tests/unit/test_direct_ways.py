@@ -1,0 +1,100 @@
+"""The way that ``direct`` takes, and when ``auto`` takes ``direct``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weightcast import ConfigError
+from weightcast.comm.ipc import host_id
+from weightcast.config import UpdateConfig
+from weightcast.transports.preflight import choose_receivers, choose_transport
+from weightcast.transports.spec import Placement
+
+EVERYTHING = ("ipc", "direct", "broadcast")
+
+
+def engine(*devices: str, transports: tuple[str, ...] = EVERYTHING, host: str | None = None) -> Any:
+    ranks = tuple(SimpleNamespace(device=device) for device in devices)
+    return SimpleNamespace(
+        ranks=ranks,
+        host_id=host_id() if host is None else host,
+        transports=transports,
+        tp_size=len(devices),
+        engine="toy",
+        message="",
+    )
+
+
+def placement(trainers: list[str], *engines: Any, **more: Any) -> Placement:
+    device = torch.device("cpu" if trainers[0] == "cpu" else "cuda:0")
+    infos = {f"http://e{number}": info for number, info in enumerate(engines)}
+    return Placement(infos=infos, device=device, places=trainers, **more)
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [
+        (placement(["cpu"], engine("cpu")), "memory"),
+        (placement(["cpu"], engine("cpu"), keep_mapped=True), "shards"),
+        (placement(["cpu", "cpu"], engine("cpu", "cpu"), engine("cpu", host="another")), "messages"),
+        (placement(["GPU-1"], engine("GPU-1")), "memory"),
+        (placement(["GPU-1"], engine("GPU-1"), keep_mapped=True), "shards"),
+        (placement(["GPU-1"], engine("GPU-2", host="another")), "messages"),
+        (placement(["cpu"], engine("cpu"), primitive="messages"), "messages"),
+        (placement(["cpu"], engine("cpu"), primitive="memory", keep_mapped=True), "memory"),
+    ],
+)
+def test_the_first_way_that_reaches_every_engine_is_taken(place: Placement, way: str) -> None:
+    spec = choose_transport("direct", place)
+    assert (spec.name, spec.primitive) == ("direct", way)
+    assert choose_receivers(spec, place) == tuple(range(len(place.places)))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (placement(["cpu"], engine("cpu", host="another"), primitive="memory"), "runs on another host"),
+        (placement(["cpu"], engine("cpu", host="another"), primitive="shards", keep_mapped=True), "another host"),
+        (placement(["cpu"], engine("GPU-1"), primitive="memory"), "cannot map the memory of the trainer's cpu"),
+        (placement(["GPU-1"], engine("cuda"), primitive="memory"), "they run on cuda"),
+        (placement(["GPU-1", "GPU-2"], engine("GPU-2"), primitive="messages"), "share GPU GPU-2, and NCCL needs"),
+        (placement(["cpu"], engine("GPU-1"), primitive="messages"), "needs trainer and engines on the same type"),
+        (placement(["cpu"], engine("cpu", transports=("ipc",))), "takes no update by direct, only by ipc"),
+    ],
+)
+def test_a_way_that_does_not_reach_an_engine_is_refused_by_name(place: Placement, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose_transport("direct", place)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (placement(["GPU-1"], engine("GPU-1"), keep_mapped=True), "direct"),
+        (placement(["cpu", "cpu"], engine("cpu"), keep_mapped=True), "direct"),
+        (placement(["GPU-1", "GPU-2"], engine("GPU-1"), keep_mapped=True), "ipc"),
+        (placement(["GPU-1"], engine("GPU-1")), "ipc"),
+        (placement(["GPU-1"], engine("GPU-1", transports=("ipc", "broadcast")), keep_mapped=True), "ipc"),
+        (placement(["GPU-1"], engine("GPU-2", host="another"), keep_mapped=True), "broadcast"),
+    ],
+)
+def test_auto_takes_direct_where_the_weights_stay_mapped_and_every_engine_can_read_them(
+    place: Placement, name: str
+) -> None:
+    assert choose_transport("auto", place).name == name
+
+
+def test_auto_passes_over_a_transport_that_is_left_out() -> None:
+    place = placement(["GPU-1"], engine("GPU-1"), keep_mapped=True)
+    assert choose_transport("auto", place, without=("direct",)).name == "ipc"
+
+
+def test_reading_shards_needs_a_promise_that_they_stay() -> None:
+    with pytest.raises(ConfigError, match="keep the trainer's weights mapped"):
+        UpdateConfig(direct_by="shards")
+    with pytest.raises(ConfigError, match="direct_by='rdma'"):
+        UpdateConfig(direct_by="rdma")  # type: ignore[arg-type]
