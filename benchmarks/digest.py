@@ -20,7 +20,7 @@ import torch
 
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.transfers import RepeatedTransfers
+from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers
 from weightcast.lab.bench.machine import facts
 from weightcast.lab.bench.shapes import model_shape
 from weightcast.wire.box import Box
@@ -115,16 +115,21 @@ def one_tensor_cases(size_bytes: int, device: torch.device) -> dict[str, Callabl
 
 def measure(pieces: list[Piece], device: torch.device, repeats: int) -> dict[str, float]:
     size_bytes = sum(piece.tensor.nbytes for piece in pieces)
-    first_host_s = host_seconds(lambda: partial_sums(pieces), device)
-    again_host_s = host_seconds(lambda: partial_sums(pieces), device)
+    repeated = RepeatedSums()
+
+    def sums() -> torch.Tensor:
+        return repeated.sums("", "", device, lambda: pieces)
+
+    first_host_s = host_seconds(sums, device)
+    again_host_s = host_seconds(sums, device)
     extra_bytes = 0
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        partial_sums(pieces)
+        sums()
         extra_bytes = torch.cuda.max_memory_allocated() - before
-    taken_s = seconds(lambda: partial_sums(pieces), device, repeats)
+    taken_s = seconds(sums, device, repeats)
     return {
         "tensors": len(pieces),
         "bytes": size_bytes,

@@ -65,5 +65,5 @@ class Cut(dict[str, torch.Tensor]):
 
 def tear(staging: Staging, *, after: int, times: int = 1) -> Cut:
     """Let a flip fail when so many parameters have been exchanged.  With ``times=2`` the undo fails too."""
-    staging._live = cut = Cut(staging._live, after=after, times=times)
+    staging._others = cut = Cut(staging._others, after=after, times=times)
     return cut

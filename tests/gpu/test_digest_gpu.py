@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.gpu.needs import needs
 from tests.unit.test_digest import DTYPES, random_tensor
 from weightcast.digest.definition import (
-    RepeatedSums,
     add_partial,
     as_unsigned,
     partial_sums,
@@ -19,6 +18,7 @@ from weightcast.digest.definition import (
     tensor_digest,
 )
 from weightcast.digest.pieces import Piece
+from weightcast.digest.transfers import RepeatedSums
 from weightcast.wire.box import Box
 
 pytestmark = [

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import weightcast
 from tests.unit.test_digest import DTYPES, random_tensor, sum_by_definition, tensors, whole
 from weightcast.digest import on_cpu
-from weightcast.digest.definition import RepeatedSums, _sums_by_torch, as_unsigned, partial_sums
+from weightcast.digest.definition import _sums_by_torch, as_unsigned, partial_sums
 from weightcast.digest.jobs import CPU_COLS
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.transfers import can_transfer
+from weightcast.digest.transfers import RepeatedSums, can_transfer
 from weightcast.wire.box import Box
 
 # Around the edges of tiles, of narrow tiles, and of rows that are summed four or eight at a time.

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.unit.models import FusedModel, ScalingModel, buckets_of, differing, fill, specs_of, state, weights_of
-from weightcast.digest.definition import tensor_digest
+from weightcast.digest.definition import tensor_digest, unequal
 from weightcast.errors import ConfigError, Refused
 from weightcast.receiver.loader import Loader, residents_of
 from weightcast.receiver.rank_answers import fold_resident
+from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import RankAck
 
 OLD, NEW = weights_of(1), weights_of(2)
 
@@ -155,7 +155,7 @@ def test_what_is_read_back_is_what_is_live():
         model.w2[1, 3, 2] += 1  # somebody tampers
     broken = fold_resident([RankAck(rank=0, held=loader.held())])
     wanted = {name: tensor_digest(tensor) for name, tensor in NEW.items()}
-    assert broken.unmatched(wanted) == ["experts.1.down.weight"]
+    assert unequal(wanted, broken.digests) == ["experts.1.down.weight"]
 
 
 def test_weights_kept_in_another_dtype_are_digested_in_it():
@@ -278,6 +278,78 @@ def test_computed_weights_go_through_the_models_own_loader():
     held = fold_resident([RankAck(rank=0, held=loader.held())])
     assert "norm.weight" not in held.digests
     assert len(held.digests) == len(NEW) - 1
+
+
+@pytest.mark.parametrize("keep_storage", [False, True])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_computed_weights_can_wait_beside_the_staged_ones(place, keep_storage):
+    model = ScalingModel()
+    with torch.no_grad():
+        model.load_weights(OLD.items())
+    loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW), hold_computed=True)
+    assert loader.unstaged_because(keep_storage=keep_storage) == ""
+    assert loader.held_bytes == NEW["norm.weight"].nbytes
+    loader.stage(place, keep_storage=keep_storage)
+    old, (wanted, again) = state(model), (ScalingModel(), ScalingModel())
+    with torch.no_grad():
+        wanted.load_weights(NEW.items())
+        again.load_weights(OLD.items())
+    for bucket_bytes in (64, 1000):
+        loader.check(specs_of(NEW))
+        loader.begin()
+        for bucket in buckets_of(NEW, bucket_bytes=bucket_bytes):
+            loader.load(bucket)
+        assert differing(model, old) == []
+        assert not loader.touched
+        loader.commit()
+        assert differing(model, state(wanted)) == []
+        loader.undo()
+        assert differing(model, old) == []
+        update(loader, NEW, bucket_bytes=bucket_bytes)
+        assert differing(model, state(wanted)) == []
+        update(loader, OLD, bucket_bytes=bucket_bytes)
+        assert differing(model, state(again)) == []
+
+
+@pytest.mark.parametrize("keep_storage", [False, True])
+def test_a_commit_that_fails_while_it_loads_computed_weights_is_undone(keep_storage):
+    model = ScalingModel()
+    with torch.no_grad():
+        model.load_weights(OLD.items())
+    broken = False
+
+    def load_weights(weights):
+        model.load_weights(weights)
+        if broken:
+            raise RuntimeError("half way")
+
+    loader = Loader(model, load_weights=load_weights, expected=specs_of(NEW), hold_computed=True)
+    loader.stage("device", keep_storage=keep_storage)
+    old = state(model)
+    broken = True
+    with pytest.raises(RuntimeError, match="half way"):
+        update(loader, NEW)
+    assert differing(model, old) != []
+    loader.undo()
+    assert differing(model, old) == []
+
+
+def test_weights_of_a_loader_that_looks_at_values_do_not_wait():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(3))
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.w.data.copy_(tensor / 2 if tensor.abs().max() > 10 else tensor)
+
+    model = Model()
+    loader = Loader(
+        model, load_weights=model.load_weights, expected=specs_of({"w": torch.zeros(3)}), hold_computed=True
+    )
+    assert "w: " in loader.unstaged_because()
+    assert loader.held_bytes == 0
 
 
 def test_a_computed_weight_in_rows_is_put_together_first():

@@ -19,7 +19,7 @@ from weightcast.errors import ConfigError, VerificationFailed
 from weightcast.report import UpdateReport
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, check_share
-from weightcast.wire.messages import Ack
+from weightcast.wire.answers import Ack
 
 DIGEST = "0" * 16
 NAMES = tuple(f"w{number}" for number in range(999))
@@ -32,7 +32,7 @@ def link() -> Link:
 
 
 def committed(unproven: tuple[str, ...]) -> Ack:
-    return Ack(ok=True, version=1, ranks=1, resident={"norm": DIGEST}, resident_ranks=1, unproven=unproven)
+    return Ack(ok=True, version=1, ranks=1, digest=DIGEST, resident_ranks=1, unproven=unproven)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def committed(unproven: tuple[str, ...]) -> Ack:
 )
 def test_report_row_counts_proven_tensors(link, unproven, proof, counts):
     outcome = Outcome(info=link.info)
-    outcome.resident(link, committed(unproven), {"norm": DIGEST})
+    outcome.resident(link, committed(unproven), DIGEST, 1)
     row = outcome.row(link.url, None)
     assert (row.status, row.proof, (row.proven, row.unproven)) == ("serving", proof, counts)
     report = UpdateReport(
@@ -61,7 +61,7 @@ def test_report_row_counts_proven_tensors(link, unproven, proof, counts):
 
 def test_report_row_without_a_proven_tensor_has_proof_none(link):
     outcome = Outcome(info=link.info)
-    outcome.resident(link, committed(NAMES), {})
+    outcome.resident(link, committed(NAMES), "", 0)
     row = outcome.row(link.url, None)
     assert (row.proof, row.proven, row.unproven) == ("none", 0, 999)
 

@@ -152,6 +152,14 @@ def test_a_transposed_copy():
     check_replay(lambda _, w: heads["p"].copy_(w.permute(2, 0, 1)), [spec("w", 3, 4, 2)], heads)
 
 
+def test_a_copy_of_a_source_on_the_way_is_the_source():
+    # As gpt-oss loads its experts, whose checkpoint has them transposed.
+    param = {"p": torch.zeros(2, 3, 4)}
+    check_replay(lambda _, w: param["p"].copy_(w.permute(0, 2, 1).contiguous()), [spec("w", 2, 4, 3)], param)
+    row = {"p": torch.zeros(3, 4)}
+    check_replay(lambda _, w: row["p"].copy_(w[1:].clone()), [spec("w", 4, 4)], row)
+
+
 def test_scalars_dimensions_of_one_and_empty_tensors():
     param = {"s": torch.zeros(()), "one": torch.zeros(1, 4, 1), "empty": torch.zeros(0, 3)}
     specs = [spec("s"), spec("one", 1, 4, 1), spec("empty", 0, 3)]
@@ -182,6 +190,8 @@ COMPUTED = {
     "negated in place": (lambda p, w: (w.neg_(), p.copy_(w)), (3, 4)),
     "source overwritten": (lambda p, w: (w.copy_(torch.empty(3, 4, device="meta")), p.copy_(w)), (3, 4)),
     "broadcast": (lambda p, w: p.copy_(w), (4,)),
+    "a copy that is changed": (lambda p, w: p.copy_(w.clone().mul_(2)), (3, 4)),
+    "a copy in another order of elements": (lambda p, w: p.copy_(w.view(2, 2, 3).transpose(0, 1).reshape(3, 4)), (12,)),
     "every second": (lambda p, w: p.copy_(w[:, ::2]), (3, 8)),
     "reversed": (lambda p, w: p.copy_(w.flip(0)), (3, 4)),
     "by index": (lambda p, w: p.index_copy_(0, torch.arange(3), w), (3, 4)),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.models import buckets_of, specs_of, weights_of
 from weightcast.digest import sent as sent_module
-from weightcast.digest.definition import sha256_digest, tensor_digest, unequal
+from weightcast.digest.definition import model_digest, sha256_digest, tensor_digest, unequal
 from weightcast.digest.sent import Repeated, Sent, SentDigests, casts_of
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
@@ -131,7 +131,7 @@ def test_nothing_sent_is_nothing():
     assert not found
     assert not Sent()
     assert found.of_all == ""
-    assert found.received == found.kept([]) == found.kept_otherwise([]) == {}
+    assert found.received == found.kept([]) == {}
 
 
 def test_one_digest_stands_for_all():
@@ -156,13 +156,26 @@ def test_one_digest_stands_for_all():
     assert len({right, *others}) == 1 + len(others)
 
 
-def test_only_what_is_kept_otherwise_is_said():
-    found = sent(WEIGHTS, bucket_bytes=4000)
-    assert found.kept_otherwise(specs_of(WEIGHTS)) == {}
+def test_one_digest_says_what_must_be_kept_in_other_dtypes():
     other = keeping({"q.weight": "bfloat16", "scale": "float16"})
-    found = sent(WEIGHTS, bucket_bytes=4000, kept=[other])
-    kept = found.kept(other)
-    assert found.kept_otherwise(other) == {name: kept[name] for name in ("q.weight", "scale")}
-    assert found.kept_otherwise(other, without=["scale"]) == {"q.weight": kept["q.weight"]}
-    found = sent(WEIGHTS, bucket_bytes=4000, sha256=True)
-    assert found.kept_otherwise(specs_of(WEIGHTS)) == found.fast
+    for sha256 in (False, True):
+        found = sent(WEIGHTS, bucket_bytes=200, kept=[other], sha256=sha256)
+        for table in (specs_of(WEIGHTS), other):
+            kept = dict(found.kept(table))
+            assert found.digest_kept(table) == model_digest(kept)
+            del kept["scale"]
+            assert found.digest_kept(table, without=["scale"]) == model_digest(kept)
+
+
+def test_what_engines_must_keep_is_worked_out_once_for_all_with_the_same_tensors(monkeypatch):
+    weights = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    sent = SentDigests()
+    for bucket in buckets_of(weights, bucket_bytes=1000):
+        sent.add(bucket)
+    found, specs = sent.finish(), specs_of(weights)
+    digests = {name: tensor_digest(tensor) for name, tensor in weights.items()}
+    assert found.digest_kept(specs) == found.digest == model_digest(digests)
+    assert found.digest_kept(specs, without={"a"}) == model_digest({"b": digests["b"]})
+    monkeypatch.setattr(found, "_totals", None)  # nothing is worked out again
+    assert found.digest_kept(specs) == model_digest(digests)
+    assert found.digest_kept(specs, without=frozenset({"a"})) == model_digest({"b": digests["b"]})

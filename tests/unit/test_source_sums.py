@@ -16,9 +16,9 @@ from tests.unit.exports import ALONE, CPU
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import RepeatedTotals
-from weightcast.digest.definition import RepeatedSums, tensor_digest
+from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
-from weightcast.digest.transfers import transfers_on
+from weightcast.digest.transfers import RepeatedSums, transfers_on
 from weightcast.exporters import gather, own_parts, sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter

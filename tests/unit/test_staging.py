@@ -229,3 +229,97 @@ def test_place_is_chosen_by_free_memory(monkeypatch):
     for asked in ("device", "host"):
         with pytest.raises(ConfigError, match="900 bytes"):
             choose_place(asked, size_bytes=900, device=CPU)
+
+
+@pytest.fixture(params=[1, 64, 1 << 20])
+def exchanging(request, monkeypatch):
+    """Parameters of fewer bytes are exchanged in one launch, as on a GPU."""
+    monkeypatch.setattr(staging, "_EXCHANGED_BYTES", {"cpu": request.param})
+    live = residents()
+    return live, Staging(live, "device")
+
+
+def test_small_parameters_keep_their_addresses_and_large_ones_their_contents(exchanging):
+    live, stage = exchanging
+    before = {name: tensor.data_ptr() for name, tensor in live.items()}
+    old, new = bits(live), write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+    kept = {name for name, tensor in live.items() if tensor.data_ptr() == before[name] and tensor.numel()}
+    assert kept == set(stage._small)
+    stage.undo()
+    assert bits(live) == old
+    stage.undo()
+    assert bits(live) == old
+
+
+def test_exchanged_parameters_hold_what_was_written_over_many_updates(exchanging):
+    live, stage = exchanging
+    for version in range(6):
+        old, new = bits(live), write(stage, live)
+        stage.flip()
+        assert bits(live) == new
+        if version % 2:
+            stage.undo()
+            assert bits(live) == old
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_exchange_is_undone_after_a_failure_behind_it(exchanging, after):
+    live, stage = exchanging
+    old = bits(live)
+    write(stage, live)
+    tear(stage, after=after, times=2)
+    for attempt in (stage.flip, stage.undo):
+        with pytest.raises(torch.OutOfMemoryError):
+            attempt()
+    stage.undo()
+    assert bits(live) == old
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+
+
+@pytest.mark.parametrize("when", ["before the flip", "after the flip"])
+def test_parameters_that_the_engine_moved_are_exchanged_where_they_lie_now(exchanging, when):
+    live, stage = exchanging
+    old, new = bits(live), write(stage, live)
+    number = stage.look()
+
+    def move() -> None:
+        for name in ("half", "matrix", "flags"):
+            live[name].data = live[name].data.clone()
+
+    if when == "before the flip":
+        move()
+        assert stage.look() != number
+    stage.flip()
+    assert bits(live) == new
+    if when == "after the flip":
+        move()
+    stage.undo()
+    assert bits(live) == old
+
+
+def test_numbers_tell_two_placings_apart_and_come_back(exchanging):
+    live, stage = exchanging
+    seen = []
+    for _ in range(6):
+        seen.append((stage.look(dtypes=True), tuple(tensor.data_ptr() for tensor in live.values())))
+        assert stage.number == seen[-1][0]
+        stage.flip()
+    assert len(set(seen)) == len({number for number, _ in seen}) == len({places for _, places in seen}) <= 2
+    stage.undo()
+    assert stage.look() == seen[-1][0]
+    stage.free()
+    assert stage.look() not in {number for number, _ in seen}  # weights may be read back meanwhile
+    stage.allocate()
+    assert stage.look() not in {number for number, _ in seen}
+
+
+def test_another_dtype_in_the_same_memory_has_another_number(exchanging):
+    live, stage = exchanging
+    number = stage.look(dtypes=True)
+    live["half"].data = live["half"].data.view(torch.float16)
+    assert stage.look() == number
+    assert stage.look(dtypes=True) != number

@@ -67,7 +67,7 @@ def test_undo_restores_only_the_parameters_that_were_switched(made, after):
     digest = made.engine.info().digest
     sender = ready(made)
     cut = tear(made.ranks.receivers[-1].loader.staging, after=after)
-    ack = made.engine.apply(sender.commit(as_received=True))
+    ack = made.engine.apply(sender.commit(proven=True))
     assert cut.times == 0
     assert not ack.ok
     assert OUT_OF_MEMORY in ack.error
@@ -85,8 +85,9 @@ def test_a_copy_that_fails_anywhere_in_a_commit_leaves_the_old_version(made, hal
     at, failed = 0, 0
     while True:
         sender = ready(made)
+        commit = sender.commit(proven=True)
         with FailingCopy(at, half=half) as fault:
-            ack = made.engine.apply(sender.commit(as_received=True))
+            ack = made.engine.apply(commit)
         assert ack.ok == (fault.failed == 0)
         if ack.ok:
             break
@@ -101,7 +102,7 @@ def test_a_copy_that_fails_anywhere_in_a_commit_leaves_the_old_version(made, hal
 def test_failed_undo_quarantines_the_engine(made):
     sender = ready(made)
     cut = tear(made.ranks.receivers[-1].loader.staging, after=3, times=2)
-    ack = made.engine.apply(sender.commit(as_received=True))
+    ack = made.engine.apply(sender.commit(proven=True))
     assert cut.times == 0
     assert (ack.ok, ack.state) == (False, "quarantined")
     assert OUT_OF_MEMORY in ack.error
@@ -113,8 +114,9 @@ def test_failed_undo_quarantines_the_engine(made):
 @pytest.mark.parametrize("made", COPIED, indirect=True)
 def test_failed_copy_in_the_undo_quarantines_the_engine(made):
     sender = ready(made)
+    commit = sender.commit(proven=True)
     with FailingCopy(20, times=1 << 30):
-        ack = made.engine.apply(sender.commit(as_received=True))
+        ack = made.engine.apply(commit)
     assert (ack.ok, ack.state) == (False, "quarantined")
     check_quarantined(made, "could not be switched back")
     heal(made)
@@ -138,7 +140,7 @@ def test_undo_that_does_not_restore_the_old_version_quarantines_the_engine(made)
         spoil()
 
     receiver.loader.staging.undo = wrong_undo
-    ack = made.engine.apply(sender.commit(as_received=True))
+    ack = made.engine.apply(sender.commit(proven=True))
     assert (ack.ok, ack.state) == (False, "quarantined")
     check_quarantined(made, "q.weight")
     receiver.loader.staging.undo = undo
@@ -152,7 +154,7 @@ def test_a_first_update_is_undone_with_proof_as_well(made):
         receiver.loader.known = None
     sender = ready(made)
     tear(made.ranks.receivers[-1].loader.staging, after=3)
-    assert not made.engine.apply(sender.commit(as_received=True)).ok
+    assert not made.engine.apply(sender.commit(proven=True)).ok
     check_old(made)
 
 
@@ -190,7 +192,7 @@ def test_a_finisher_that_raises_in_the_commit_is_run_again_for_the_old_weights(m
 
     receiver.loader._finishers = (finisher,)
     sender = ready(made)
-    ack = made.engine.apply(sender.commit(as_received=True))
+    ack = made.engine.apply(sender.commit(proven=True))
     assert not ack.ok
     assert "no graph" in ack.error
     check_old(made)
@@ -210,7 +212,7 @@ def test_a_finisher_that_raises_in_the_undo_quarantines(made):
 
     receiver.loader._finishers = (finisher,)
     sender = ready(made)
-    ack = made.engine.apply(sender.commit(as_received=True))
+    ack = made.engine.apply(sender.commit(proven=True))
     assert (ack.ok, ack.state) == (False, "quarantined")
     check_quarantined(made, "no graph")
     broken.clear()
@@ -224,7 +226,7 @@ def test_finishers_do_not_run_after_a_flip_that_failed(made):
     receiver.loader._finishers = (lambda: runs.append(1),)
     sender = ready(made)
     tear(receiver.loader.staging, after=3)
-    assert not made.engine.apply(sender.commit(as_received=True)).ok
+    assert not made.engine.apply(sender.commit(proven=True)).ok
     check_old(made)
     assert runs == []
 
@@ -234,7 +236,7 @@ def test_a_quarantined_engine_stays_so_when_a_flip_is_undone(made):
     made.engine._engine.quarantine("for another reason")
     sender = ready(made)
     tear(made.ranks.receivers[-1].loader.staging, after=3)
-    assert not made.engine.apply(sender.commit(as_received=True)).ok
+    assert not made.engine.apply(sender.commit(proven=True)).ok
     assert (made.engine.state, made.hooks.paused) == ("quarantined", True)
     heal(made)
 
@@ -244,7 +246,7 @@ def test_after_an_undo_the_next_failure_is_proven_undone_too(made):
     for version in (2, 3):
         sender = ready(made, version)
         tear(made.ranks.receivers[-1].loader.staging, after=version)
-        assert not made.engine.apply(sender.commit(as_received=True)).ok
+        assert not made.engine.apply(sender.commit(proven=True)).ok
         check_old(made)
     assert made.tell(Readback()).mismatched == ()
     heal(made)

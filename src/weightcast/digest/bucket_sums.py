@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import msgspec
 import torch
 
-from weightcast.digest.definition import RepeatedSums, finish_all, key_of
+from weightcast.digest.definition import key_of
 from weightcast.digest.pieces import Piece
+from weightcast.digest.table import DigestTable
+from weightcast.digest.transfers import RepeatedSums
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, TensorSlot
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 
 def sums_of_slots(bucket: Bucket, repeated: RepeatedSums) -> torch.Tensor:
@@ -62,7 +65,7 @@ class Totals:
         self._values = values
 
     def __bool__(self) -> bool:
-        return bool(self._contents.names)
+        return bool(self._contents.table.names)
 
     def of_all(self) -> str:
         """One digest of everything: BLAKE2b over the table of contents and the sums, 32 hex characters.
@@ -90,17 +93,27 @@ class Totals:
 
     def by_name(self) -> dict[str, str]:
         """The digest of each tensor, by its name."""
+        return self._contents.table.by_name(self._by_tensor)
+
+    def model_digest(self) -> str:
+        """``model_digest`` of ``by_name``."""
+        return self._contents.table.of_all(self._by_tensor)
+
+    def digest_of(self, specs: Sequence[TensorSpec], without: Collection[str]) -> str:
+        """``model_digest`` of some tensors; see ``DigestTable.of_some``."""
+        return self._contents.table.of_some(self._by_tensor, specs, without)
+
+    @cached_property
+    def _by_tensor(self) -> torch.Tensor:
         contents = self._contents
-        totals = torch.zeros_like(contents.keys).index_add_(0, contents.numbers, self._values)
-        return dict(zip(contents.names, finish_all(totals, contents.keys), strict=True))
+        return torch.zeros_like(contents.table.keys).index_add_(0, contents.numbers, self._values)
 
 
 class Contents:
     """The tensors that some buckets carry together.
 
     Attributes:
-        names: Names of the tensors, in the order in which they travel.
-        keys: ``key_of`` each tensor, int64 ``[tensors]``.
+        table: The tensors, in the order in which they travel.
         numbers: Number of the tensor that each slot belongs to, int64 ``[slots]``.
         sizes: Bytes of each slot, float64 ``[slots]``.
         seed: Digest of all slots.
@@ -110,8 +123,8 @@ class Contents:
         slots = [slot for layout in layouts for slot in layout.slots]
         specs = {slot.spec.name: slot.spec for slot in slots}
         number_of = {name: number for number, name in enumerate(specs)}
-        self.names = tuple(specs)
-        self.keys = torch.tensor([key_of(spec.torch_dtype, spec.shape) for spec in specs.values()], dtype=torch.int64)
+        keys = [key_of(spec.torch_dtype, spec.shape) for spec in specs.values()]
+        self.table = DigestTable(tuple(specs), torch.tensor(keys, dtype=torch.int64))
         self.numbers = torch.tensor([number_of[slot.spec.name] for slot in slots], dtype=torch.int64)
         self.sizes = torch.tensor([slot.size_bytes for slot in slots], dtype=torch.float64)
         self.seed = hashlib.blake2b(msgspec.json.encode(slots), digest_size=16).digest()

@@ -27,19 +27,14 @@ import itertools
 import json
 import math
 import re
-import struct
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from weightcast.digest import on_cpu
 from weightcast.digest.coefficients import MASK, SPAN, A, B, signed, splitmix64, splitmix64_
-from weightcast.digest.copies import flat_bytes
+from weightcast.digest.copies import flat_bytes, host_bytes
 from weightcast.digest.pieces import Grid, Piece, check_piece, grid_of, merge_levels, resolved
-
-if TYPE_CHECKING:
-    from weightcast.digest.kernel import LaunchKey
 
 # Words converted to int64 at a time on the CPU: 2 MiB, the only memory beside the coefficients.
 _BLOCK_WORDS = 1 << 18
@@ -85,64 +80,6 @@ def _sums_by_torch(pieces: Sequence[Piece]) -> torch.Tensor:
     return sums
 
 
-class RepeatedSums:
-    """`partial_sums` of pieces that come again and again in the same places.
-
-    A launch is worked out once for each place; later calls need no pieces. It keeps no memory alive.
-    One thread at a time.
-    """
-
-    _MAX_PLACES = 1 << 12
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[object, LaunchKey]] = {}
-        self._on_cpu: dict[Hashable, tuple[object, on_cpu.Launches]] = {}
-
-    def sums(
-        self, place: Hashable, what: object, device: torch.device, pieces: Callable[[], Sequence[Piece]]
-    ) -> torch.Tensor:
-        """As `partial_sums`.
-
-        Args:
-            place: a key for the memory of the pieces; one key stands for one memory at a time.
-            what: a value that changes whenever that memory is to be read as other pieces.
-            device: device of the pieces.
-            pieces: makes the pieces.
-        """
-        if device.type == "cpu":
-            return self._sums_on_cpu(place, what, pieces)
-        if device.type != "cuda":
-            return partial_sums(pieces())
-        from weightcast.digest import kernel
-
-        known = self._known.get(place)
-        if known is not None and known[0] == what:
-            again = kernel.sums_again(known[1])
-            if again is not None:
-                return again
-        made = pieces()
-        out = partial_sums(made)
-        if made:
-            if len(self._known) >= self._MAX_PLACES:
-                self._known.clear()
-            self._known[place] = what, kernel.launch_key(made)
-        return out
-
-    def _sums_on_cpu(self, place: Hashable, what: object, pieces: Callable[[], Sequence[Piece]]) -> torch.Tensor:
-        known = self._on_cpu.get(place)
-        if known is not None and known[0] == what:
-            return known[1].launch()
-        made = pieces()
-        for index, piece in enumerate(made):
-            check_piece(piece, index)
-        if not made or not on_cpu.worth_it(made) or not all(map(on_cpu.takes, made)):
-            return partial_sums(made)
-        if len(self._on_cpu) >= self._MAX_PLACES:
-            self._on_cpu.clear()
-        self._on_cpu[place] = what, on_cpu.sums_of(made)
-        return self._on_cpu[place][1].launch()
-
-
 def as_unsigned(value: int) -> int:
     """An int64 of `partial_sums` as the number in [0, 2**64) that `add_partial` and `finish` take.
 
@@ -152,15 +89,6 @@ def as_unsigned(value: int) -> int:
     if not -(1 << 63) <= value <= MASK:
         raise ValueError(f"{value} is not a 64-bit integer")
     return value & MASK
-
-
-def as_signed(value: int) -> int:
-    """The inverse of `as_unsigned`.
-
-    Raises:
-        ValueError: `value` is not in [0, 2**64).
-    """
-    return signed(_checked_sum(value))
 
 
 def add_partial(a: int, b: int) -> int:
@@ -186,16 +114,15 @@ def key_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return signed(_key_of(dtype, tuple(shape)))
 
 
-def finish_all(totals: torch.Tensor, keys: torch.Tensor) -> list[str]:
-    """As `finish`, for many tensors at once.
+def finish_all(totals: torch.Tensor, keys: torch.Tensor) -> str:
+    """As `finish`, for many tensors at once: 16 hex characters for each, without a gap.
 
     Args:
         totals: sums of the tensors, int64 `[tensors]` on the CPU, read mod 2**64.
         keys: `key_of` each tensor, int64 `[tensors]` on the CPU.
     """
     x = splitmix64_(totals.bitwise_xor(keys), torch.empty_like(totals))
-    digits = struct.pack(f">{len(x)}q", *x.tolist()).hex()
-    return [digits[start : start + 16] for start in range(0, len(digits), 16)]
+    return host_bytes(x.view(torch.uint8).view(-1, 8).flip(1)).hex()
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -236,7 +163,15 @@ def model_digest(digests: Mapping[str, str]) -> str:
     if not all(map(_HEX.fullmatch, digests.values())):
         name, digest = next(item for item in digests.items() if not _HEX.fullmatch(item[1]))
         raise ValueError(f"the digest of {name} is {digest!r}, not lower-case hex")
-    return hashlib.blake2b(json.dumps(sorted(digests.items())).encode(), digest_size=8).hexdigest()
+    names = sorted(digests)
+    hashed = model_seed(names)
+    hashed.update("".join(map(digests.__getitem__, names)).encode())
+    return hashed.hexdigest()
+
+
+def model_seed(names: Sequence[str]) -> "hashlib.blake2b":
+    """The hash of `model_digest` before the digests, given the sorted names."""
+    return hashlib.blake2b(json.dumps(list(names)).encode(), digest_size=8)
 
 
 def unequal(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 """The sums of `weightcast.digest.definition` on CUDA, and copies with sums: one Triton launch for any number of pieces.
 
-The host works out jobs and tiles (`weightcast.digest.jobs`), two small device tensors. They are remembered for pieces
-that lie where they lay before, so that digesting the same weights again costs a launch and no copy.
+The host works out jobs and tiles (`weightcast.digest.jobs`), two small device tensors. `Launches` keeps them, so that
+digesting memory that stays where it is costs a launch and no copy.
 
 A program keeps one sum per column while it walks down its rows. A word costs a sign extension and two
 multiply-adds; A(r) is computed once per row, B(c) once per column when the rows are done. No coefficients are read
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from weightcast.digest.coefficients import GOLDEN, MIX_1, MIX_2, SEED_A, SEED_B
+from weightcast.digest.exchange import Exchange
 from weightcast.digest.jobs import (
     ALIGNED,
     COLS,
@@ -31,7 +32,6 @@ from weightcast.digest.jobs import (
     rows_of_runs,
 )
 from weightcast.digest.pieces import Piece, Transfer, grid_of
-from weightcast.runtime.lru import Lru
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -45,63 +45,14 @@ _MAX_REGISTERS = 128
 _FIELDS = tl.constexpr(len(Job._fields))
 _NARROW, _ALIGNED = tl.constexpr(NARROW), tl.constexpr(ALIGNED)
 
-_REMEMBERED_BYTES = 48 << 20
-
-
-class LaunchKey:
-    """A key of everything that the work on some pieces depends on; hashed once, since there may be thousands."""
-
-    __slots__ = ("_hash", "device", "places", "stream")
-
-    def __init__(self, device: torch.device, stream: int, places: tuple[object, ...]) -> None:
-        self.device = device
-        self.stream = stream
-        self.places = places
-        self._hash = hash((device, stream, places))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, LaunchKey) and (self.device, self.stream, self.places) == (
-            other.device,
-            other.stream,
-            other.places,
-        )
-
 
 def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
     """As `weightcast.digest.definition.partial_sums`, for checked pieces that all lie on one CUDA device."""
-    key = launch_key(pieces)
-    again = sums_again(key)
-    if again is not None:
-        return again
     device = pieces[0].tensor.device
     with torch.cuda.device(device):
         grids = [rows_of_runs(grid_of(piece)) for piece in pieces]
         plans = tuple(plan.to(device) for plan in plans_of(grids))
-        # Copies of pieces lie elsewhere next time.
-        if all(grid.words.data_ptr() == piece.tensor.data_ptr() for grid, piece in zip(grids, pieces, strict=True)):
-            _remembered.put(key, plans, sum(plan.size_bytes for plan in plans))
         return _sums(plans, len(pieces), device)
-
-
-def launch_key(pieces: Sequence[Piece]) -> LaunchKey:
-    """The key of these pieces for `sums_again`."""
-    device = pieces[0].tensor.device
-    # A plan of another stream may not have arrived yet: streams do not share plans.
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return LaunchKey(device, stream, tuple(map(_place, pieces)))
-
-
-def sums_again(key: LaunchKey) -> torch.Tensor | None:
-    """The sums of pieces that have been summed before, on the same stream; None if they are not remembered."""
-    if torch.cuda.current_stream(key.device).cuda_stream != key.stream:
-        return None
-    plans = _remembered.get(key)
-    return None if plans is None else _sums(plans, len(key.places), key.device)
 
 
 def _sums(plans: Sequence[Plan], count: int, device: torch.device) -> torch.Tensor:
@@ -147,6 +98,8 @@ def compile_all(device: torch.device) -> None:
         piece = Piece(tensor=words, full_shape=tuple(words.shape))
         for target in (None, torch.empty_like(words)):
             Launches([Transfer(piece=piece, target=target, total=0)], 1, device).launch()
+    one, other = torch.zeros(2, 16, dtype=torch.uint8, device=device)
+    Exchange([(one, other)]).run()
 
 
 def launch(plan: Plan, out: torch.Tensor) -> None:
@@ -163,16 +116,6 @@ def launch(plan: Plan, out: torch.Tensor) -> None:
         num_stages=1,
         maxnreg=_MAX_REGISTERS,
     )
-
-
-def _place(piece: Piece) -> tuple[object, ...]:
-    """Everything about a piece that its jobs depend on."""
-    tensor = piece.tensor
-    lazy = tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy, piece.full_shape, piece.box
-
-
-_remembered: Lru[LaunchKey, tuple[Plan, ...]] = Lru(_REMEMBERED_BYTES)
 
 
 @triton.jit

@@ -34,6 +34,12 @@ def available() -> bool:
     return _kernel() is not None
 
 
+def prepare(size_bytes: int) -> None:
+    """Loads the compiled sums if models of this size use them, so that processes forked later have them."""
+    if size_bytes >= _BYTES_OF_A_START:
+        available()
+
+
 class Launches:
     """Copies with sums that can be run again and again, as long as all memory stays where it is.
 

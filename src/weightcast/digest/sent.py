@@ -10,6 +10,7 @@ A digest is taken in the dtype that travels, and in each other dtype that an eng
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,15 +19,15 @@ import torch
 
 from weightcast.digest.bucket_sums import NOTHING, RepeatedTotals, Totals, piece_of, sums_of_slots
 from weightcast.digest.definition import (
-    RepeatedSums,
     add_partial,
     as_unsigned,
     finish,
+    model_digest,
     partial_sums,
     sha256_digest,
-    unequal,
 )
 from weightcast.digest.source_sums import Folded, Mismatch, merged
+from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import TrainerMismatch
 from weightcast.runtime.scratch import Scratch
 from weightcast.wire.bucket import Bucket
@@ -96,6 +97,8 @@ class Sent:
         self.of_all = totals.of_all()
         self._hashed = hashed or {}
         self.cast = cast or {}
+        self._lock = threading.Lock()
+        self._kept: list[tuple[Sequence[TensorSpec], frozenset[str], str]] = []
 
     def __bool__(self) -> bool:
         return bool(self._totals)
@@ -103,6 +106,28 @@ class Sent:
     def changed_from(self, other: Sent) -> float | None:
         """The share of the bytes that changed since another update, as ``Totals.changed_from``."""
         return self._totals.changed_from(other._totals)
+
+    @cached_property
+    def digest(self) -> str:
+        """Model digest of everything, as engines receive it."""
+        return model_digest(self.received) if self._hashed else self._totals.model_digest()
+
+    def digest_kept(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> str:
+        """Model digest of what an engine must keep, the arguments being those of ``kept``.
+
+        Thread-safe, and worked out once for all engines with the same tensors.
+        """
+        left_out = frozenset(without)
+        with self._lock:
+            for same, names, digest in self._kept:
+                if same is specs and names == left_out:
+                    return digest
+            if self.cast:
+                digest = model_digest(self.kept(specs, without=without))
+            else:
+                digest = self._totals.digest_of(specs, without)
+            self._kept.append((specs, left_out, digest))
+            return digest
 
     @cached_property
     def fast(self) -> dict[str, str]:
@@ -128,13 +153,6 @@ class Sent:
             for spec in specs
             if spec.name not in without
         }
-
-    def kept_otherwise(self, specs: Sequence[TensorSpec], *, without: Collection[str] = ()) -> dict[str, str]:
-        """The part of ``kept`` that differs from ``received``."""
-        if not self._hashed and not self.cast:
-            return {}
-        kept = self.kept(specs, without=without)
-        return {name: kept[name] for name in unequal(kept, self.received)}
 
 
 class SentDigests:

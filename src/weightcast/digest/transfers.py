@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightcast.digest import on_cpu
+from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import is_rows_of_runs
-from weightcast.digest.pieces import Transfer, words_of
+from weightcast.digest.pieces import Piece, Transfer, check_piece, words_of
 
 if TYPE_CHECKING:
     from weightcast.digest.kernel import Launches
@@ -80,11 +81,9 @@ class RepeatedTransfers:
         Returns:
             int64 ``[count]`` on the device, to be read mod 2**64; of no meaning unless ``summed``.
         """
-        known = self._known.get(place)
-        if known is not None and known[0] == what:
-            again = known[1].launch(summed=summed)
-            if again is not None:
-                return again
+        again = self.again(place, what, summed=summed)
+        if again is not None:
+            return again
         made = _launches(transfers(), count, device)
         if len(self._known) >= _MAX_PLACES:
             self._known.clear()
@@ -92,6 +91,44 @@ class RepeatedTransfers:
         sums = made.launch(summed=summed)
         assert sums is not None, "it was made for the current stream"
         return sums
+
+    def again(self, place: Hashable, what: object, *, summed: bool = True) -> torch.Tensor | None:
+        """As ``run``, if these transfers have been run before on this stream; else None."""
+        known = self._known.get(place)
+        return known[1].launch(summed=summed) if known is not None and known[0] == what else None
+
+
+class RepeatedSums:
+    """``partial_sums`` of pieces that come again in the same places.  Later calls need no pieces.
+
+    It keeps no memory alive.  One thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._transfers = RepeatedTransfers()
+
+    def sums(
+        self, place: Hashable, what: object, device: torch.device, pieces: Callable[[], Sequence[Piece]]
+    ) -> torch.Tensor:
+        """As ``partial_sums``.
+
+        Args:
+            place: A key for the memory of the pieces; one key stands for one memory at a time.
+            what: A value that changes whenever that memory is to be read as other pieces.
+            device: Device of the pieces.
+            pieces: Makes the pieces.
+        """
+        again = self._transfers.again(place, what)
+        if again is not None:
+            return again
+        made = pieces()
+        for number, piece in enumerate(made):
+            check_piece(piece, number)
+        transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(made)]
+        worth_it = device.type == "cuda" or (device.type == "cpu" and on_cpu.worth_it(made))
+        if not made or not worth_it or not all(map(can_transfer, transfers)):
+            return partial_sums(made)
+        return self._transfers.run(place, what, device, len(made), lambda: transfers)
 
 
 def _launches(transfers: Sequence[Transfer], count: int, device: torch.device) -> Launches | on_cpu.Launches:

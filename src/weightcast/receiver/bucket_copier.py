@@ -26,7 +26,6 @@ class BucketCopier:
     def __init__(self) -> None:
         self._overflows: dict[str, list[torch.Tensor]] = {}
         self._transfers = RepeatedTransfers()
-        self._places: dict[object, int] = {}  # where the parameters of a bucket lie; a number is a better key
         self._rests: dict[object, list[tuple[TensorSlot, Copy]]] = {}  # copies of a place that are no transfers
 
     def begin(self, num_buckets: int) -> None:
@@ -36,9 +35,8 @@ class BucketCopier:
             num_buckets: Number of buckets that are planned.
         """
         self._overflows.clear()
-        if len(self._places) > _MAX_PLACES * num_buckets:  # an engine that moves its weights again and again
+        if len(self._rests) > _MAX_PLACES * num_buckets:  # an engine that moves its weights again and again
             self._transfers = RepeatedTransfers()
-            self._places.clear()
             self._rests.clear()
 
     def overflowed(self) -> list[str]:
@@ -90,13 +88,10 @@ class BucketCopier:
 
     def _copy_and_sum(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool) -> torch.Tensor:
         """One launch for all copies, except those that cast or that come from another device."""
-        targets = list(map(staging.target, plan.parameters))
-        now = (
-            bucket.layout.index,
-            tuple(map(torch.Tensor.data_ptr, targets)),
-            tuple(target.dtype for target in targets),
-        )
-        place = bucket.data.data_ptr(), self._places.setdefault(now, len(self._places)), frozenset(bucket.lent)
+        where: object = staging.number
+        if not staging.staged:  # live parameters may move at any time, those of the second set do not
+            where = where, tuple(staging.target(name).data_ptr() for name in plan.parameters)
+        place = bucket.layout.index, bucket.data.data_ptr(), where, frozenset(bucket.lent)
 
         def transfers() -> list[Transfer]:
             found, rest = _transfers_of(bucket, plan, staging)

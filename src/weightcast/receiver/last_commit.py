@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightcast.digest.definition import model_digest
 from weightcast.errors import EngineFailure, Refused
 from weightcast.receiver.engine_state import EngineState, error_words
 from weightcast.receiver.executor import Executor
-from weightcast.receiver.rank_answers import Resident, costs, failures, fold_resident, union
-from weightcast.wire.messages import Ack, Open, RankAck, Revert
+from weightcast.receiver.rank_answers import costs, failures, fold_resident, union
+from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.messages import Open, Revert
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class LastCommit:
             raise
         try:
             acks = executor.apply(message, timeout_s=self.open.timeout_s)
-            resident = self._proven(acks, state)
+            kept = self._proven(acks, state)
             state.version, state.digest, state.message = self.version, self.digest, ""
             hooks.drop_caches()
             hooks.set_version(self.version)
@@ -85,7 +85,7 @@ class LastCommit:
             raise
         self.reason = message.reason or "no reason given"
         self.reverted = state.ack(
-            resident=resident.digests,
+            digest=kept,
             resident_ranks=len(acks),
             unproven=union(ack.unproven for ack in acks),
             stall_s=time.monotonic() - started,
@@ -93,7 +93,8 @@ class LastCommit:
         )
         return self.reverted
 
-    def _proven(self, acks: Sequence[RankAck], state: EngineState) -> Resident:
+    def _proven(self, acks: Sequence[RankAck], state: EngineState) -> str:
+        """The model digest of what is kept, which is that of before where that is known."""
         _, error = failures(acks)
         if error and all(ack.refused for ack in acks):
             state.hooks.resume()  # no rank has switched
@@ -101,7 +102,7 @@ class LastCommit:
         if error:
             raise EngineFailure(error)
         resident = fold_resident(acks)
-        kept = model_digest(resident.digests)
+        kept = resident.digest_of(state.facts.specs, self.answer.unproven)
         if resident.broken or (self.digest is not None and kept != self.digest):
             raise EngineFailure(f"what is kept now has the digest {kept}, and {self.digest} was served before")
-        return resident
+        return kept

@@ -1,10 +1,11 @@
 """Loads buckets into parameters: replays the model's own copies, and reads back what is resident.
 
 The loader watches the model's ``load_weights`` once (``recorder``).  From then on an update replays its copies into the
-staging set.  Sources that the model computes with stay with ``load_weights``: they go into the live parameters
-directly, and their place cannot be read back.
+staging set.  Sources that the model computes with stay with ``load_weights``, and their place cannot be read back.
+They go into the live parameters directly, or, with ``hold_computed``, wait whole and are loaded at the commit.
 
-Neighbours: ``arrivals`` counts rows, ``bucket_plan`` and ``bucket_copier`` copy, ``resident_sums`` reads back.
+Neighbours: ``offer`` refuses what does not fit, ``arrivals`` counts rows, ``bucket_plan`` and ``bucket_copier`` copy,
+``resident_sums`` reads back.
 Sessions, groups and versions belong to ``rank``.
 """
 
@@ -16,19 +17,19 @@ import torch
 from torch import nn
 
 from weightcast.digest.copies import flat_bytes
-from weightcast.errors import ConfigError, EngineFailure, Refused
+from weightcast.errors import ConfigError, EngineFailure
 from weightcast.receiver.arrivals import Arrivals
 from weightcast.receiver.bucket_copier import BucketCopier, target_of
 from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
+from weightcast.receiver.offer import check_offer, some
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
-from weightcast.receiver.scattered_plan import Parts
+from weightcast.receiver.scattered_plan import ExchangePlan, Parts, ScatteredPlan
 from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.casts import why_no_cast
-from weightcast.wire.held import NOTHING_HELD, HeldSums, HeldTable
+from weightcast.wire.held import HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.routes import Route
 
@@ -65,6 +66,7 @@ class Loader:
         expected: Sequence[TensorSpec],
         finishers: Sequence[Finisher] = (),
         residents: Mapping[str, torch.Tensor] | None = None,
+        hold_computed: bool = False,
     ) -> None:
         """Watches ``load_weights`` once and changes nothing.
 
@@ -75,6 +77,8 @@ class Loader:
             finishers: Run once after new weights are live.
             residents: Tensors that ``load_weights`` writes, by name, for an engine that packs them; the finishers
                 bring them into the model.  None takes the model's parameters and buffers.
+            hold_computed: Sources that the model computes with wait for the commit beside the staging set, where there
+                is one.  The thread that commits then calls ``load_weights``.
 
         Raises:
             ConfigError: The loader writes a parameter twice, or puts another in its place.
@@ -102,13 +106,18 @@ class Loader:
         )
         self.copies: Mapping[str, str] = {}
         self._routed = {route.parameter for route in routes}
+        # A loader that looks at values does not show what it writes.
+        self._holds = hold_computed and bool(self.computed) and not recording.opaque
+        self._written = self._routed | (recording.written if self._holds else set[str]())
+        self._held: list[tuple[str, torch.Tensor]] = []
         self._shared = _sharing(model)
         self.staging = Staging(self.residents, "none")
-        self._sums = ResidentSums()
+        self._sums = ResidentSums(routes, self.expected)
+        self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
         self._plans: dict[int, BucketPlan] = {}
         self._copier = BucketCopier()
-        self.scattered = ScatteredCopier()
+        self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         # Sums of what is live, route by route; None if it was not read back since it was last written.
@@ -120,19 +129,24 @@ class Loader:
     def unstaged_because(self, *, keep_storage: bool = False) -> str:
         """The reason why a new version cannot wait in a second set of weights; empty if it can.
 
-        The model's own code writes computed weights into live parameters.  Parameters that share memory are torn apart
-        if one gets another storage.  An exchange of contents leaves views whole, but two parameters with a common
-        element would exchange it twice.
+        Without ``hold_computed``, the model's own code writes computed weights into live parameters.  Parameters that
+        share memory are torn apart if one gets another storage.  An exchange of contents leaves views whole, but two
+        parameters with a common element would exchange it twice.
 
         Args:
             keep_storage: A commit exchanges contents and leaves parameters at their addresses; see ``Staging``.
         """
-        for name, words in self.why_computed.items():
+        for name, words in () if self._holds else self.why_computed.items():
             more = f", and {len(self.why_computed) - 1} more like it" if len(self.why_computed) > 1 else ""
             return f"{name}: {words}{more}"
         if not keep_storage:
             return self._shared
-        return overlapping({name: tensor for name, tensor in self.residents.items() if name in self._routed})
+        return overlapping({name: tensor for name, tensor in self.residents.items() if name in self._written})
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the sources that wait whole for a commit."""
+        return sum(self.expected[name].size_bytes for name in self.computed) if self._holds else 0
 
     @property
     def size_bytes(self) -> int:
@@ -165,8 +179,8 @@ class Loader:
         why = self.unstaged_because(keep_storage=keep_storage)
         if place != "none" and why:
             raise ConfigError(f"this model's weights cannot be staged: {why}", hint="use staging none")
-        # A parameter that no route writes has no second version and stays where it is.
-        written = {name: tensor for name, tensor in self.residents.items() if name in self._routed}
+        # A parameter that no update writes has no second version and stays where it is.
+        written = {name: tensor for name, tensor in self.residents.items() if name in self._written}
         self.staging = Staging(written if place != "none" else self.residents, place, keep_storage=keep_storage)
         self.known = None
 
@@ -179,51 +193,25 @@ class Loader:
         """
         if specs is self._fits:
             return
-        offered = {spec.name: spec for spec in specs}
-        problems: list[str] = []
-        if len(offered) != len(specs):
-            problems.append("a name is announced twice")
-        missing = [name for name in self.expected if name not in offered and name not in self.skipped]
-        unknown = [name for name in offered if name not in self.expected]
-        if missing:
-            problems.append(f"missing {_some(missing)}")
-        if unknown:
-            problems.append(f"unknown to this model: {_some(unknown)}")
-        for name, spec in offered.items():
-            want = self.expected.get(name)
-            if want is None:
-                continue
-            if want.shape != spec.shape:
-                problems.append(f"{name} has shape {spec.shape}, the model's has {want.shape}")
-            elif why := self._why_no_cast(spec, want):
-                problems.append(why)
-        if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise Refused(f"these weights do not fit the model: {shown}", hint="is it a checkpoint of this model?")
+        check_offer(specs, self.expected, optional=self.skipped, kept_dtypes=self._kept_dtypes)
         self._fits = specs
 
-    def _why_no_cast(self, spec: TensorSpec, want: TensorSpec) -> str:
-        """The reason why a cast to the expected dtype, or to a parameter's own, would not keep values."""
-        sent = spec.torch_dtype
-        if why := why_no_cast(spec.name, sent, want.torch_dtype):
-            return why
-        for route in self.routes.get(spec.name, ()):
-            kept = self.residents[route.parameter].dtype
-            # A loader may widen what its own checkpoint has: that is how the model got its first weights.
-            if (why := why_no_cast(spec.name, sent, kept)) and why_no_cast(spec.name, torch.float32, kept):
-                return why
-        return ""
+    def _kept_dtypes(self, name: str) -> Iterator[torch.dtype]:
+        """The dtype of each parameter that a source tensor is copied into."""
+        return (self.residents[route.parameter].dtype for route in self.routes.get(name, ()))
 
     def overflowed(self) -> list[str]:
         """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
         return self._copier.overflowed()
 
     def begin(self) -> None:
-        """Forgets what an earlier update left."""
+        """Forgets what an earlier update left, and looks where the parameters lie now."""
         self._copier.begin(len(self._plans))
         if self._arrivals.abandoned:
             self.staging.allocate()
+        self.staging.look(dtypes=True)
         self._arrivals.begin()
+        self._held.clear()
         self.touched = False
         self.scattered.begin()
 
@@ -241,8 +229,11 @@ class Loader:
             Refused: As ``load``.
         """
         places: dict[str, torch.Tensor] = {}
-        for slot, copy in self._straight(self._plan(layout), runs):
-            self._arrivals.check(slot)  # before anything is overwritten
+        plan = self._plan(layout)
+        expected = self._arrivals.expects(plan.rows)
+        for slot, copy in self._straight(plan, runs):
+            if not expected:
+                self._arrivals.check(slot)  # before anything is overwritten
             places[slot.spec.name] = flat_bytes(target_of(copy, self.staging))
         return places
 
@@ -276,7 +267,7 @@ class Loader:
         self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
         return self._copier.copy(bucket, plan, self.staging, summed=summed)
 
-    def load_parts(self, buckets: Sequence[Bucket], parts: Parts) -> None:
+    def load_parts(self, buckets: Sequence[Bucket], parts: Parts, *, summed: bool = True) -> None:
         """Copies this rank's own share of a bucket whose parts lie in several buffers, as ``load`` does.
 
         Args:
@@ -287,21 +278,48 @@ class Loader:
             Refused: As ``load``, or the parts are not the whole bucket exactly once.
         """
         layout = buckets[0].layout
-        scattered, plan = self.scattered, self._plan(layout)
-        own = scattered.plan(layout, parts, self.routes, self.computed)
-        if not self._arrivals.take_all(plan.rows):
-            for number, (slot, _) in enumerate(plan.table):
+        self.load_scattered([bucket.data for bucket in buckets], self.scattered.plan(layout, parts), summed=summed)
+
+    def load_scattered(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, *, summed: bool = True) -> None:
+        """Copies this rank's own share of a bucket out of the places of a plan, as ``load`` does.
+
+        Args:
+            buffers: Memory of each place, flat uint8.
+            plan: The plan of the bucket.
+            summed: False if nobody needs the sums.
+
+        Raises:
+            Refused: As ``load``.
+        """
+        rows = self._plan(plan.layout)
+        if not self._arrivals.take_all(rows.rows):
+            for number, (slot, _) in enumerate(rows.table):
                 self._arrivals.take(slot)
                 if slot.spec.name in self.computed:
-                    self._hand_over(slot, scattered.put_together(slot, own.boxes[number], buckets))
-        self.touched = self.touched or (not self.staging.staged and own.read_bytes > 0)
-        scattered.copy(buckets, own, self.staging)
+                    self._hand_over(slot, self.scattered.put_together(slot, plan.wholes[number], buffers))
+        self.touched = self.touched or (not self.staging.staged and plan.read_bytes > 0)
+        self.scattered.copy(buffers, plan, self.staging, summed=summed)
+
+    def load_messages(self, received: torch.Tensor, plan: ExchangePlan, *, summed: bool = True) -> None:
+        """Copies this rank's own share of a bucket out of the messages that brought it, as ``load`` does.
+
+        Args:
+            received: All messages, flat uint8.
+            plan: The plan of the bucket.
+
+        Raises:
+            Refused: As ``load``.
+        """
+        self.load_scattered([received], plan.copies, summed=summed)
+        self.scattered.received_bytes += plan.size_bytes
 
     def written(self) -> HeldSums:
-        """Sums what ``load_parts`` has written, in terms of the source tensors.  Waits for the device."""
-        routes = [route for found in self.routes.values() for route in found]
-        targets = {name: self.staging.target(name) for name in self._routed}
-        found = self._sums.held(routes, targets, self.expected) if routes else NOTHING_HELD
+        """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device."""
+        sums = self.scattered.sums
+        if sums is not None and self._routed:
+            found = HeldSums(self._sums.table(self.staging.target), sums.cpu())
+        else:
+            found = self._sums.held(("target", self.staging.number), self._device, self.staging.target)
         wholes = self.scattered.wholes
         if not wholes:
             return found
@@ -335,23 +353,6 @@ class Loader:
         """Announced tensors that have not arrived, or not all of them."""
         return self._arrivals.missing(specs)
 
-    def check_copies(self, received: Mapping[str, str]) -> None:
-        """Compares tensors that the loader skips as copies (``copies``) with their originals.
-
-        Args:
-            received: Digest of each tensor that arrived, by name.
-
-        Raises:
-            Refused: An update brings another value for a copy, which the model would ignore.
-        """
-        for name, original in self.copies.items():
-            if name in received and received[name] != received.get(original):
-                raise Refused(
-                    f"{name} differs from {original}: the engine was started with weights in which they are equal, "
-                    f"dropped {name}, and would compute with {original} in its place",
-                    hint="tie the two in the trainer, or start the engine from a checkpoint in which they differ",
-                )
-
     def know(self) -> None:
         """Sums the live weights if their sums are unknown, for the proof of ``undo``.  Waits for the device."""
         if self.known is None and self.staging.staged:
@@ -366,6 +367,7 @@ class Loader:
         self._before, self.known = self.known, None
         self._finishing = False
         self.staging.flip()
+        self._load_held()
         self._finishing = True
         self.finish()
 
@@ -400,7 +402,7 @@ class Loader:
                 parts = [parts[number] for number in (found.totals != before.totals).nonzero()[:, 0].tolist()]
             names = [part.spec.name for part in parts]
             raise EngineFailure(
-                f"the undo did not restore these tensors: {_some(list(dict.fromkeys(names)))}",
+                f"the undo did not restore these tensors: {some(list(dict.fromkeys(names)))}",
                 hint="send a full update",
             )
 
@@ -411,12 +413,7 @@ class Loader:
 
     def held(self) -> HeldSums:
         """Sums the live weights in terms of the source tensors; the sums are ``known`` from then on."""
-        routes = [route for found in self.routes.values() for route in found]
-        if not routes:
-            self.known = NOTHING_HELD
-            return NOTHING_HELD
-        live = {name: self.staging.live(name) for name in self._routed}
-        self.known = self._sums.held(routes, live, self.expected)
+        self.known = self._sums.held(self.staging.look(), self._device, self.staging.live)
         return self.known
 
     def _plan(self, layout: BucketLayout) -> BucketPlan:
@@ -433,9 +430,19 @@ class Loader:
         whole = self._arrivals.whole(slot, view)
         if whole is None:
             return
+        if self._holds and self.staging.staged:
+            self._held.append((slot.spec.name, whole.to("cpu") if self.staging.place == "host" else whole))
+            return
         self.touched = True
         with torch.no_grad():
             self._load_weights([(slot.spec.name, whole)])
+
+    def _load_held(self) -> None:
+        """Loads the sources that waited.  What they write of the old version is in the staging set by now."""
+        with torch.no_grad():
+            for source in self._held:
+                self._load_weights([source])
+        self._held.clear()
 
 
 def _check_in_place(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
@@ -456,7 +463,3 @@ def _sharing(model: nn.Module) -> str:
             if first != name:
                 return f"{first} and {name} share memory"
     return ""
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

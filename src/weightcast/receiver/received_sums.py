@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from weightcast.digest.bucket_sums import RepeatedTotals, sums_of_slots
-from weightcast.digest.definition import RepeatedSums, sha256_digest
+from weightcast.digest.definition import sha256_digest
+from weightcast.digest.transfers import RepeatedSums
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Open

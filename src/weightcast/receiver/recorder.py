@@ -24,6 +24,7 @@ from weightcast.wire.routes import Region, Route
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 # In inference mode the first one is not taken apart into the second.
 _MOVES = (torch.ops.aten.to, torch.ops.aten._to_copy)
+_CLONES = (torch.ops.aten.clone, torch.ops.aten.contiguous)
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
@@ -97,7 +98,19 @@ def _written(recording: Recording) -> set[str]:
 
 
 def _watch(load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]) -> Recording:
-    mode = _Recorder(specs, residents)
+    """Takes the copy of a source for the source, unless the loader then needs its memory in order."""
+    found = _watch_once(load_weights, specs, residents, through_clones=True)
+    return _watch_once(load_weights, specs, residents, through_clones=False) if found.opaque else found
+
+
+def _watch_once(
+    load_weights: LoadWeights,
+    specs: Sequence[TensorSpec],
+    residents: Mapping[str, torch.Tensor],
+    *,
+    through_clones: bool,
+) -> Recording:
+    mode = _Recorder(specs, residents, through_clones=through_clones)
     try:
         with torch.no_grad(), mode:
             load_weights(mode.sources())
@@ -109,8 +122,11 @@ def _watch(load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Ma
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor], *, through_clones: bool
+    ) -> None:
         super().__init__()
+        self._through_clones = through_clones
         self._specs = {spec.name: spec for spec in specs}
         self._residents: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in residents.items():
@@ -150,6 +166,8 @@ class _Recorder(TorchDispatchMode):
             if _storage(target) in self._residents:
                 self._copy(target, source)
                 return target
+        if self._through_clones and func.overloadpacket in _CLONES and _storage(args[0]) in self._source_of:
+            return args[0]  # if the loader changes the clone, it is seen as a change of the source: computed
         if func.overloadpacket in _MOVES and self._only_moves(func, args, kwargs):
             return args[0]
         if func in _FILLS and self._fill(args[0], args[1] if len(args) > 1 else 0):

@@ -1,64 +1,81 @@
-"""Digest sums of the live weights, in terms of the source tensors."""
+"""Digest sums of one set of weights, in terms of the source tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from weightcast.digest.definition import RepeatedSums
 from weightcast.digest.pieces import Piece
-from weightcast.wire.held import HeldPart, HeldSums, HeldTable
+from weightcast.digest.transfers import RepeatedSums
+from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec, dtype_name
 from weightcast.wire.routes import Route
 
 
 class ResidentSums:
-    """Reads live parameters back through the routes.  The launch on a GPU is worked out once."""
+    """Reads parameters back through the routes.  The launch on a GPU is worked out once.
 
-    def __init__(self) -> None:
+    Args:
+        routes: All routes.
+        expected: Whole source tensors, by name.
+    """
+
+    def __init__(self, routes: Sequence[Route], expected: Mapping[str, TensorSpec]) -> None:
+        self._routes = routes
+        self._expected = expected
         self._repeated = RepeatedSums()
-        self._table: tuple[object, HeldTable] | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._table = NOTHING_HELD.table
 
-    def held(
-        self, routes: Sequence[Route], live: Mapping[str, torch.Tensor], expected: Mapping[str, TensorSpec]
-    ) -> HeldSums:
-        """Sums the live part of each route.  Waits for the device.
+    def held(self, place: object, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldSums:
+        """Sums the part of each route.  Waits for the device.
 
         Args:
-            routes: All routes, at least one, the same in every call.
-            live: Live parameters that they write, by name.
-            expected: Whole source tensors, by name.
+            place: A key for the memory and the dtypes of the parameters; one key stands for one memory at a time.
+            device: Device of the parameters.
+            tensor: Returns a parameter by its name.
         """
 
         def pieces() -> list[Piece]:
+            found = {route.parameter: tensor(route.parameter) for route in self._routes}
+            self._tabulate({name: one.dtype for name, one in found.items()})
             return [
                 Piece(
-                    tensor=_region(live[route.parameter], route),
-                    full_shape=expected[route.source].shape,
+                    tensor=_region(found[route.parameter], route),
+                    full_shape=self._expected[route.source].shape,
                     box=route.box,
                 )
-                for route in routes
+                for route in self._routes
             ]
 
-        # A parameter may get other memory at any time, and has two in turn where a second set is kept.
-        where = tuple(tensor.data_ptr() for tensor in live.values())
-        how = tuple((tensor.dtype, tensor.stride()) for tensor in live.values())
-        sums = self._repeated.sums(where, how, next(iter(live.values())).device, pieces)
-        if self._table is None or self._table[0] != how:  # while the device sums
-            dtypes = {name: dtype_name(tensor.dtype) for name, tensor in live.items()}
-            parts = [
+        if not self._routes:
+            return NOTHING_HELD
+        sums = self._repeated.sums(place, None, device, pieces)
+        return HeldSums(self._table, sums.cpu())
+
+    def table(self, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
+        """The parts that ``held`` sums; the argument is the same."""
+        self._tabulate({route.parameter: tensor(route.parameter).dtype for route in self._routes})
+        return self._table
+
+    def _tabulate(self, dtypes: dict[str, torch.dtype]) -> None:
+        if dtypes == self._dtypes:
+            return
+        names = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
+        self._dtypes = dtypes
+        self._table = HeldTable(
+            tuple(
                 HeldPart(
                     spec=TensorSpec(
-                        name=route.source, dtype=dtypes[route.parameter], shape=expected[route.source].shape
+                        name=route.source, dtype=names[route.parameter], shape=self._expected[route.source].shape
                     ),
                     box_offset=route.box_offset,
                     box_shape=route.box_shape,
                 )
-                for route in routes
-            ]
-            self._table = how, HeldTable(tuple(parts))
-        return HeldSums(self._table[1], sums.cpu())
+                for route in self._routes
+            )
+        )
 
 
 def _region(tensor: torch.Tensor, route: Route) -> torch.Tensor:

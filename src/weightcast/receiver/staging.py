@@ -7,18 +7,46 @@ holds the old version, which ``undo`` restores.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 import torch
 
 from weightcast.digest.copies import bits
+from weightcast.digest.exchange import Exchange
 from weightcast.errors import ConfigError
 from weightcast.runtime.free_memory import free_host_bytes
 
 Place = Literal["device", "host", "none"]
 _CHUNK_BYTES = 32 << 20
 _HEADROOM = 1.2
+# A flip exchanges the contents of smaller parameters and the pointers of the others.  To set a pointer takes the host
+# 2 us, in which a GPU exchanges 1 MiB.  A CPU would exchange 4 KiB.
+_EXCHANGED_BYTES = {"cuda": 1 << 20}
+
+_dtype_of = attrgetter("dtype")
+
+
+@dataclass(slots=True, eq=False)
+class _Placing:
+    """Where both sets lie at one time.
+
+    Attributes:
+        live: Address of each live parameter.
+        dtypes: Dtype of each live parameter.
+        exchange: Exchange of the small parameters' contents; None if there are none.
+        flipped: The placing after a flip; None if there has been no flip from here.
+        number: Number that no other placing has.
+    """
+
+    live: list[int]
+    dtypes: list[torch.dtype]
+    exchange: Exchange | None
+    flipped: _Placing | None = None
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes: int, device: torch.device) -> Place:
@@ -62,9 +90,15 @@ class Staging:
         self.place: Place = place
         self._keep_storage = keep_storage
         self._live = dict(residents)
+        self._tensors = list(self._live.values())
         self._waiting: dict[str, torch.Tensor] = {}
         self._scratch: dict[torch.device, torch.Tensor] = {}
-        # Progress of a flip: the number of steps done, and whether the scratch memory has the old contents of the next.
+        self._small = {name: tensor for name, tensor in self._live.items() if self._exchanges(tensor)}
+        self._others = {name: tensor for name, tensor in self._live.items() if name not in self._small}
+        self._placing = _Placing([], [], None)
+        # Progress of a flip: whether contents were exchanged, the number of other steps done, and whether the scratch
+        # memory has the old contents of the next.
+        self._exchanged = False
         self._done = 0
         self._torn = False
         self._in_scratch = False
@@ -86,10 +120,11 @@ class Staging:
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
                 )
             self._waiting[name] = waiting.copy_(tensor.detach())  # rows that no update writes are in both sets
+        self._placing = self._placed()
         if not self.moves_contents or self._scratch:
             return
         sizes: dict[torch.device, int] = {}
-        for tensor in self._live.values():
+        for tensor in self._others.values():
             size_bytes = _elements_at_once(tensor) * tensor.element_size()
             sizes[tensor.device] = max(sizes.get(tensor.device, 0), size_bytes)
         self._scratch = {
@@ -99,6 +134,7 @@ class Staging:
     def free(self) -> None:
         """Frees the set's memory on the device; call ``allocate`` before the next update."""
         self._reset_progress()
+        self._placing = _Placing([], [], None)
         self._scratch.clear()
         if self.place == "device":
             self._waiting.clear()
@@ -111,7 +147,29 @@ class Staging:
         The broadcast must keep its memory alive.
         """
         self._reset_progress()
+        self._placing = _Placing([], [], None)
         self._waiting.clear()
+
+    @property
+    def number(self) -> int:
+        """A number that stays the same as long as both sets lie where they lay; ``look`` finds moved parameters."""
+        return self._placing.number
+
+    def look(self, *, dtypes: bool = False) -> int:
+        """Looks where the live parameters lie now, which their engine may change.
+
+        Args:
+            dtypes: True to look at their dtypes as well.
+
+        Returns:
+            ``number``, which is another one if they have moved.
+        """
+        now = self._placing
+        if now.live != list(map(torch.Tensor.data_ptr, self._tensors)) or (
+            dtypes and now.dtypes != list(map(_dtype_of, self._tensors))
+        ):
+            self._placing = self._placed()
+        return self._placing.number
 
     @property
     def staged(self) -> bool:
@@ -144,14 +202,20 @@ class Staging:
     def flip(self) -> None:
         """Exchanges the staging set and the live one.  Allocates nothing on a device.
 
-        A set on the device exchanges pointers: the parameter objects stay, but their storage changes, so a finisher
-        must capture graphs again.  A set on the host, and one with ``keep_storage``, exchanges contents chunk by chunk.
+        A set on the device exchanges pointers of large parameters and, in one launch, contents of small ones.  The
+        parameter objects stay, but the storage of the large ones changes, so a finisher must capture graphs again.
+        With ``keep_storage`` all contents are exchanged, and likewise with a set on the host, chunk by chunk.
 
         Raises:
             Exception: A copy failed, in torch's words.  The live set is then a mixture until ``undo``.
         """
         self._reset_progress()
+        self.look()
         self._torn = True
+        before = self._placing
+        if before.exchange is not None:
+            before.exchange.run()
+            self._exchanged = True
         if self.moves_contents:
             for live, waiting in self._chunks():
                 old = self._scratch_for(live)
@@ -162,29 +226,67 @@ class Staging:
                 self._done += 1
                 self._in_scratch = False
         elif self.place == "device":
-            for name, tensor in self._live.items():
+            for name, tensor in self._others.items():
                 self._swap(name, tensor)
                 self._done += 1
         self._torn = False
+        self._turn(before)
 
     def undo(self) -> None:
         """Undoes the last flip.  A second call does nothing.
 
-        If contents were copied, both sets hold the old version afterwards.  A call that failed can be repeated.
+        If contents were copied in chunks, both sets hold the old version afterwards.  A call that failed can be
+        repeated.
 
         Raises:
             Exception: A copy failed, in torch's words.  The live set is then still a mixture.
         """
+        self.look()
+        before = self._placing
+        if self._exchanged:
+            assert before.exchange is not None
+            self._torn = True
+            before.exchange.run()
+            self._exchanged = False
         if self.moves_contents:
             if self._done or self._in_scratch:
                 self._torn = True  # until all chunks are undone
                 self._undo_chunks()
         elif self._done:
             self._torn = True
-            for name, tensor in list(self._live.items())[self._done - 1 :: -1]:
+            whole = self._done == len(self._others)
+            for name, tensor in list(self._others.items())[self._done - 1 :: -1]:
                 self._swap(name, tensor)
                 self._done -= 1
+            if whole:
+                self._turn(before)
         self._reset_progress()
+
+    def _exchanges(self, tensor: torch.Tensor) -> bool:
+        """True if a flip exchanges a parameter's contents in the launch for all small ones."""
+        limit = _EXCHANGED_BYTES.get(tensor.device.type, 0)
+        small = tensor.nbytes < limit or (self._keep_storage and limit > 0)
+        if self.place != "device" or not small or not tensor.numel() or not _is_dense(tensor):
+            return False
+        return tensor.device == self._tensors[0].device
+
+    def _placed(self) -> _Placing:
+        """The placing of both sets as they lie now."""
+        pairs = [(tensor, self._waiting[name]) for name, tensor in self._small.items() if name in self._waiting]
+        return _Placing(
+            list(map(torch.Tensor.data_ptr, self._tensors)),
+            list(map(_dtype_of, self._tensors)),
+            Exchange(pairs) if pairs else None,
+        )
+
+    def _turn(self, before: _Placing) -> None:
+        """Goes to the placing after a flip, which is the one before the flip before."""
+        if self.moves_contents or self.place == "none" or not self._others:
+            return
+        if before.flipped is None:
+            live = list(map(torch.Tensor.data_ptr, self._tensors))
+            before.flipped = _Placing(live, before.dtypes, before.exchange, before)
+        self._placing = before.flipped
 
     def _undo_chunks(self) -> None:
         for number, (live, waiting) in enumerate(self._chunks()):
@@ -205,11 +307,11 @@ class Staging:
 
     def _reset_progress(self) -> None:
         self._done = 0
-        self._torn = self._in_scratch = False
+        self._torn = self._in_scratch = self._exchanged = False
 
     def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields chunks of live and staged memory, always in the same order."""
-        for name, tensor in self._live.items():
+        for name, tensor in self._others.items():
             yield from _chunks_of(bits(tensor.data), bits(self._waiting[name]), _elements_at_once(tensor))
 
     def _scratch_for(self, live: torch.Tensor) -> torch.Tensor:

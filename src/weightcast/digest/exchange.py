@@ -1,0 +1,43 @@
+"""Exchanges the contents of many pairs of memory at once, with nothing for each pair on the host.
+
+On a GPU an exchange of any number of pairs is one launch.  It needs no memory beside its table of addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+
+class Exchange:
+    """Pairs of memory that change contents again and again, as long as all of it stays where it is.
+
+    It keeps no memory alive.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Works out the table.
+
+        Args:
+            pairs: At least one pair, all on one device.  Both of a pair have the same size, and neither has gaps.
+        """
+        self._device = pairs[0][0].device
+        spans = [(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in pairs]
+        self._spans = spans if self._device.type == "cpu" else []
+        if self._device.type == "cuda":
+            from weightcast.digest.exchange_kernel import Launch
+
+            self._launch = Launch(spans, self._device)
+
+    def run(self) -> None:
+        """Exchanges all pairs.  Waits for the device before and after: other streams may read the memory."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._launch.run()
+            torch.cuda.current_stream(self._device).synchronize()
+        for one, other, size in self._spans:
+            held = ctypes.string_at(one, size)
+            ctypes.memmove(one, other, size)
+            ctypes.memmove(other, held, size)

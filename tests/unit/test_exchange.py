@@ -1,0 +1,273 @@
+"""Trainer ranks send engine ranks their shares: all ranks of both sides are played in one process."""
+
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.unit.playing import Game
+from tests.unit.test_placements import jobs, model_of
+from weightcast.comm.group_moves import Move
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.comm.update_group import UpdateGroup
+from weightcast.digest.definition import tensor_digest
+from weightcast.digest.source_sums import SourceSums
+from weightcast.errors import Refused, WireError
+from weightcast.exporters.gather import Gatherer
+from weightcast.exporters.held_parts import InMemory, slices
+from weightcast.exporters.ownership import SharedParts
+from weightcast.receiver.loader import Loader
+from weightcast.receiver.rank_answers import fold_resident
+from weightcast.update.exchange import Exchange
+from weightcast.wire import pieces
+from weightcast.wire.answers import RankAck
+from weightcast.wire.box import Box
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import Part
+from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, plan_buckets
+from weightcast.wire.pieces import decode_wanted, encode_wanted, plan_message
+
+CPU = torch.device("cpu")
+ALIGNED = Packing(alignment_bytes=16)
+
+
+class EngineRank(nn.Module):
+    """One rank of an engine, which keeps each tensor in its own way.
+
+    Ways: ``whole``; ``cut`` along a dimension; ``turned``, cut and stored transposed; ``padded``, cut along dimension 0
+    into a parameter with more rows; ``shared``, a slice that pairs of ranks have in common, as key-value heads;
+    ``fused``, cut, in one parameter beside a copy of itself; ``computed``, by the model's own loader.
+    """
+
+    def __init__(self, specs: list[TensorSpec], ways: list[tuple[str, int]], rank: int, size: int) -> None:
+        super().__init__()
+        self.ways = {spec.name: way for spec, way in zip(specs, ways, strict=True)}
+        self.rank, self.size = rank, size
+        for spec in specs:
+            way, _ = self.ways[spec.name]
+            kept = self.cut(spec.name, torch.zeros(spec.shape, dtype=spec.torch_dtype))
+            shape = list(kept.shape)
+            if way == "turned":
+                shape.reverse()
+            if way == "padded":
+                shape[0] += 2
+            if way == "fused":
+                shape = [2, *shape]
+            self.register_buffer(spec.name.replace(".", "_"), torch.zeros(shape, dtype=spec.torch_dtype))
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        way, dim = self.ways[name]
+        if way == "whole" or not tensor.dim():
+            return tensor
+        rank, size = (self.rank // 2, -(-self.size // 2)) if way == "shared" else (self.rank, self.size)
+        return tensor.tensor_split(size, 0 if way == "padded" else dim % tensor.dim())[rank]
+
+    def place(self, name: str) -> list[torch.Tensor]:
+        """Views of the parameter in which the cut tensor belongs."""
+        way, _ = self.ways[name]
+        kept = getattr(self, name.replace(".", "_"))
+        if way == "turned":
+            return [kept.permute(tuple(range(kept.dim() - 1, -1, -1)))]
+        if way == "padded":
+            return [kept[:-2]]
+        return [kept[0], kept[1]] if way == "fused" else [kept]
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if self.ways[name][0] == "computed":
+                tensor = tensor * 1
+            for target in self.place(name):
+                target.copy_(self.cut(name, tensor))
+
+
+class Post:
+    """The engine ranks' end of a group: keeps what is sent to each."""
+
+    def __init__(self, trainers: int, wanted: list[bytes]) -> None:
+        self.world_size = trainers + len(wanted)
+        self.trainers, self.wanted = trainers, wanted
+        self.messages: dict[int, list[bytes]] = {}
+
+    def told(self, ranks) -> list[bytes]:
+        return [self.wanted[rank - self.trainers] for rank in ranks]
+
+    def start_moves(self, sends: list[Move]) -> list[Any]:
+        for peer, data in sends:
+            self.messages.setdefault(peer, []).append(bytes(data.numpy()))
+        return ["works"]
+
+    def finish_moves(self, works, **_) -> None:
+        assert works == ["works"]
+
+
+class Trainer:
+    """One trainer rank of a played job, with values."""
+
+    def __init__(self, job: dict, rank: int, group: TrainerGroup) -> None:
+        self.group = group
+        self.tensors, self.arranged, self.specs = model_of(job, rank)
+        shared = SharedParts(self.tensors, self.arranged, self.specs)
+        self.gatherer = Gatherer(self.specs, self._local, shared)
+        self.gatherer.prepare(group)
+
+    def _local(self, number: int) -> list[InMemory]:
+        found = []
+        for segment in self.arranged[number].segments:
+            part = self.tensors.part(segment.source)
+            box = segment.target_box(part[0]) if part is not None else None
+            if part is not None and box is not None:
+                view = segment.view(part[1][slices(segment.source_box(box), part[0].offset)])
+                found.append(InMemory(box, view))
+        return found
+
+    def fill(self, values: dict[str, torch.Tensor]) -> None:
+        for number, spec in enumerate(self.specs):
+            for held in self._local(number):
+                held.memory.copy_(values[spec.name][slices(held.box, (0,) * len(held.box.shape))])
+
+
+@st.composite
+def exchanges(draw) -> dict:
+    job = draw(jobs())
+    job["computed"] = set()
+    ways = ["whole", "cut", "turned", "padded", "shared", "fused", "computed"]
+    return {
+        "job": job,
+        "tp": draw(st.integers(1, 4)),
+        "ways": draw(st.lists(st.tuples(st.sampled_from(ways), st.integers(0, 2)), min_size=40, max_size=40)),
+        "bucket_bytes": draw(st.sampled_from([256, 1 << 16])),
+        "straight_bytes": draw(st.sampled_from([1, 64, 1 << 16])),
+    }
+
+
+def play(case: dict) -> tuple[list[Trainer], list[Loader], list[EngineRank], list[BucketLayout], list[TensorSpec]]:
+    job = case["job"]
+    game = Game(math.prod(job["axes"]))
+    found = game.play(lambda rank, group: Trainer(job, rank, group))
+    trainers = [found[rank] for rank in range(game.world_size)]
+    specs = trainers[0].specs
+    ways = [("whole", 0) if not spec.shape else way for spec, way in zip(specs, case["ways"], strict=False)]
+    models = [EngineRank(specs, ways, rank, case["tp"]) for rank in range(case["tp"])]
+    loaders = [Loader(model, load_weights=model.load_weights, expected=specs) for model in models]
+    for loader in loaders:
+        loader.stage("none" if loader.computed else "device")
+    return trainers, loaders, models, plan_buckets(specs, bucket_bytes=case["bucket_bytes"], packing=ALIGNED), specs
+
+
+def values_of(specs: list[TensorSpec], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {spec.name: torch.randn(spec.shape, generator=generator).to(spec.torch_dtype) for spec in specs}
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(case=exchanges())
+def test_each_engine_rank_gets_its_share_and_nothing_else(case):
+    before, pieces.STRAIGHT_BYTES = pieces.STRAIGHT_BYTES, case["straight_bytes"]
+    try:
+        exchange_and_compare(case)
+    finally:
+        pieces.STRAIGHT_BYTES = before
+
+
+def exchange_and_compare(case: dict) -> None:
+    trainers, loaders, models, layouts, specs = play(case)
+    wanted = [encode_wanted(loader.scattered.wanted) for loader in loaders]
+    post = Post(len(trainers), wanted)
+    ends = [Exchange(rank=n, num_trainers=len(trainers), device=CPU, timeout_s=1.0) for n in range(len(trainers))]
+    for end in ends:
+        end.use(cast(UpdateGroup, post))
+    for seed in range(2):  # the second time from plans that are known
+        values = values_of(specs, seed)
+        for trainer in trainers:
+            trainer.fill(values)
+        for loader in loaders:
+            loader.begin()
+        num_pieces = [0] * len(loaders)
+        for layout in layouts:
+            post.messages.clear()
+            parts = []
+            for trainer, end in zip(trainers, ends, strict=True):
+                bucket = Bucket(layout, torch.randint(0, 256, (layout.size_bytes,), dtype=torch.uint8))
+                trainer.gatherer.fill_own(bucket, layout, trainer.group, SourceSums())
+                served = list(trainer.gatherer.serves(layout, trainer.group))
+                parts.append(tuple(Part(slot=slot, offset=box.offset, shape=box.shape) for slot, box in served))
+                end.send(bucket, served)
+                assert end.failed is None
+            for number, loader in enumerate(loaders):
+                plan = loader.scattered.plan_exchange(layout, tuple(parts))
+                received = torch.zeros(max(plan.size_bytes, 1), dtype=torch.uint8)
+                arriving = iter(post.messages.get(len(trainers) + number, []))
+                for message, start in zip(plan.messages, plan.starts, strict=True):
+                    for first, size_bytes in message.runs:
+                        data = next(arriving)
+                        assert len(data) == size_bytes
+                        received[start + first : start + first + size_bytes] = torch.frombuffer(
+                            bytearray(data), dtype=torch.uint8
+                        )
+                assert next(arriving, None) is None, "more was sent than is wanted"
+                loader.load_messages(received, plan)
+                num_pieces[number] += sum(len(message.pieces) for message in plan.messages)
+        written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
+        for count, loader in zip(num_pieces, loaders, strict=True):
+            share = loader.scattered
+            assert share.received_bytes <= share.read_bytes + count * (pieces.ALIGNMENT_BYTES - 1)
+        for model, loader in zip(models, loaders, strict=True):
+            assert loader.missing(specs) == []
+            loader.commit()
+            for name, tensor in values.items():
+                assert all(torch.equal(place, model.cut(name, tensor)) for place in model.place(name))
+        found = fold_resident(written)
+        assert not found.broken
+        kept = {name for name, (way, _) in models[0].ways.items() if way != "computed"}
+        assert {name: digest for name, digest in found.digests.items() if name in kept} == {
+            name: tensor_digest(tensor) for name, tensor in values.items() if name in kept
+        }
+
+
+def slot_layout(shape: tuple[int, ...], dtype: str = "bfloat16") -> BucketLayout:
+    specs = [TensorSpec(name="w", dtype=dtype, shape=shape)]
+    [layout] = plan_buckets(specs, bucket_bytes=1 << 24, packing=ALIGNED)
+    return layout
+
+
+def test_a_large_run_of_the_bucket_travels_by_itself_and_the_rest_in_one_message():
+    layout = slot_layout((512, 512))
+    wanted = decode_wanted(encode_wanted({"w": (pieces.WantedBox((0, 0), (512, 512)),)}))
+    rows = plan_message(layout, [(0, Box(offset=(0, 0), shape=(256, 512)))], wanted)
+    assert rows.packed_bytes == 0
+    assert rows.runs == [(0, 256 * 512 * 2)]
+    columns = plan_message(layout, [(0, Box(offset=(0, 0), shape=(512, 256)))], wanted)
+    assert columns.runs == [(0, columns.packed_bytes)]
+    assert columns.packed_bytes == 512 * 256 * 2
+    few = plan_message(layout, [(0, Box(offset=(row, 0), shape=(1, 512))) for row in range(8)], wanted)
+    assert few.runs == [(0, 8 * 1024)]
+
+
+def test_a_share_of_many_small_tensors_costs_few_bytes_beside_it():
+    specs = [TensorSpec(name=f"w{n}", dtype="bfloat16", shape=(4, 130)) for n in range(200)]
+    [layout] = plan_buckets(specs, bucket_bytes=1 << 24, packing=ALIGNED)
+    wanted = {spec.name: (pieces.WantedBox((0, 0), (2, 130)),) for spec in specs}
+    parts = [(n, Box(offset=(0, 0), shape=(4, 130))) for n in range(200)]
+    message = plan_message(layout, parts, wanted)
+    assert message.size_bytes <= 1.05 * 200 * 2 * 130 * 2
+
+
+@pytest.mark.parametrize("words", [b"", b"[]", b'{"w": [[1]]}', b'{"w": [[[-1], [2]]]}', b'{"w": [[[1], ["x"]]]}'])
+def test_what_is_no_table_of_boxes_is_refused(words):
+    with pytest.raises(WireError, match="not the boxes that an engine rank wants"):
+        decode_wanted(words)
+
+
+def test_parts_that_leave_out_an_element_are_refused_before_anything_is_asked_for():
+    spec = TensorSpec(name="w", dtype="float32", shape=(4, 2))
+    model = EngineRank([spec], [("cut", 0)], 0, 2)
+    loader = Loader(model, load_weights=model.load_weights, expected=[spec])
+    loader.stage("device")
+    loader.begin()
+    [layout] = plan_buckets([spec], bucket_bytes=1 << 10, packing=ALIGNED)
+    with pytest.raises(Refused, match="w: the trainer ranks do not have rows 0 and on exactly once"):
+        loader.scattered.plan_exchange(layout, ((Part(0, (0, 0), (2, 2)),), (Part(0, (2, 0), (1, 2)),)))
