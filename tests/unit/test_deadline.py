@@ -20,7 +20,7 @@ from weightcast.runtime.deadline import Deadline
 from weightcast.transports import link as link_module
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.link import Link, margin_s
-from weightcast.wire.messages import Ack
+from weightcast.wire.answers import Ack
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ from tests.procs import is_stopped, wait_until_gone
 from tests.unit.echo import Echo
 from weightcast.errors import EngineFailure
 from weightcast.receiver import executor as module
-from weightcast.receiver.executor import FarRanks, LocalExecutor, MpExecutor
-from weightcast.wire.messages import Abort, Leave, RankAck, Readback
+from weightcast.receiver import lost_ranks, rank_connections
+from weightcast.receiver.executor import LocalExecutor, MpExecutor
+from weightcast.receiver.lost_ranks import FarRanks
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Abort, Leave, Readback
 
 pytestmark = pytest.mark.deadlines
 
@@ -97,8 +102,8 @@ def test_an_unforeseen_error_is_an_answer_and_the_rank_stays(two):
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(module, "_GRACE_S", 0.5)
-    monkeypatch.setattr(module, "_SEND_S", 4)
+    monkeypatch.setattr(lost_ranks, "GRACE_S", 0.5)
+    monkeypatch.setattr(rank_connections, "_SEND_S", 4)
     monkeypatch.setattr(module, "_STOP_S", 0.5)
 
 
@@ -167,30 +172,78 @@ def test_a_late_rank_is_named_and_its_late_answer_never_heard(short):
     broken_stays_broken(executor, "rank 1 did not give the answer to Readback")
 
 
-def _be_an_engine(pipe) -> None:
-    executor = MpExecutor(Echo, 2)
+def _be_an_engine(pipe, fork) -> None:
+    executor = MpExecutor(Echo, 2, fork=fork)
     stop(executor.pids()[1])
     pipe.send(executor.pids())
     time.sleep(100)
 
 
-def test_ranks_end_with_their_engine_even_if_it_is_killed_and_they_stand_still():
+@contextmanager
+def engine_process(target, *arguments) -> Iterator[Any]:
+    """A process with one thread, and our end of its pipe; both are ended on the way out."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
-    engine = context.Process(target=_be_an_engine, args=(theirs,))
+    engine = context.Process(target=target, args=(theirs, *arguments))
     engine.start()
+    theirs.close()
     try:
-        assert ours.poll(PATIENCE_S)
-        pids = ours.recv()
-        engine.kill()
-        engine.join()
-        wait_until_gone(pids)
+        yield engine, ours
     finally:
         engine.kill()
         engine.join()
         engine.close()
         ours.close()
-        theirs.close()
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_ranks_end_with_their_engine_even_if_it_is_killed_and_they_stand_still(fork):
+    with engine_process(_be_an_engine, fork) as (engine, ours):
+        assert ours.poll(PATIENCE_S)
+        pids = ours.recv()
+        engine.kill()
+        engine.join()
+        wait_until_gone(pids)
+
+
+class Remembers(Echo):
+    """A worker that says what its process had before the worker was made."""
+
+    word = "nothing"
+
+    def run(self, command: bytes) -> bytes:
+        handler = signal.getsignal(signal.SIGTERM)
+        return f"{self.word} on {self.rank}, {handler == signal.SIG_DFL}, {self.rendezvous != ''}".encode()
+
+
+def _start_with(pipe, threads) -> None:
+    Remembers.word = "imported"
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    for _ in range(threads):
+        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+    executor = MpExecutor(Remembers, 2, fork=True)
+    pipe.send((executor.run(b""), executor.apply(Readback(), timeout_s=PATIENCE_S)[1].error))
+    os.kill(executor.pids()[1], signal.SIGTERM)
+    try:
+        executor.apply(Readback(), timeout_s=PATIENCE_S)
+    except EngineFailure as error:
+        pipe.send(str(error))
+    pids = executor.pids()
+    executor.close()
+    pipe.send(pids)
+
+
+@pytest.mark.parametrize(
+    ("threads", "had"), [pytest.param(0, "imported", id="one thread"), pytest.param(1, "nothing", id="two threads")]
+)
+def test_forked_ranks_have_what_their_engine_imported_and_not_its_signal_handlers(threads, had):
+    with engine_process(_start_with, threads) as (_, ours):
+        assert ours.poll(PATIENCE_S)
+        assert ours.recv() == (f"{had} on 0, True, True".encode(), "Readback")
+        assert ours.poll(PATIENCE_S)
+        assert "killed by signal 15" in ours.recv()
+        assert ours.poll(PATIENCE_S)
+        wait_until_gone(ours.recv())
 
 
 class Clock:
@@ -223,8 +276,8 @@ def test_an_engine_that_stood_still_itself_gives_its_ranks_time_before_it_names_
     monkeypatch, stopped_s, given_up_s
 ):
     clock = Clock({1: stopped_s})
-    monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(module, "_GRACE_S", 12.0)
+    monkeypatch.setattr(lost_ranks, "time", clock)
+    monkeypatch.setattr(lost_ranks, "GRACE_S", 12.0)
     with pytest.raises(EngineFailure, match="rank 0 did not give the answer within 7 s"):
         FarRanks()._gather(2, clock.nothing_comes, 7.0, "the answer", work=False)
     assert clock.now - 100.0 == pytest.approx(given_up_s, abs=0.01)

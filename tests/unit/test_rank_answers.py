@@ -7,14 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.digest.definition import partial_sums, tensor_digest
+from weightcast.digest.definition import model_digest, partial_sums, tensor_digest
 from weightcast.digest.pieces import Piece
 from weightcast.errors import WireError
 from weightcast.receiver.rank_answers import ResidentFold, failures, fold_received, fold_resident, group_failed
+from weightcast.wire.answers import RankAck
 from weightcast.wire.box import Box
+from weightcast.wire.codec import decode_rank_ack, encode
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import RankAck, decode_rank_ack, encode
 
 
 def sums(*parts: tuple[HeldPart, int]) -> HeldSums:
@@ -45,8 +46,10 @@ def test_shards_add_up_to_the_whole(weight):
     whole = fold_resident(by_rows)
     assert whole.digests == {"w": tensor_digest(weight), "n": tensor_digest(norm)}
     assert whole.broken == ()
-    assert whole.unmatched(whole.digests) == []
-    assert whole.unmatched({"w": "0" * 16, "x": "1" * 16}) == ["w", "x"]
+    specs = [TensorSpec.of("n", norm), TensorSpec.of("w", weight)]
+    assert whole.digest_of(specs, ()) == model_digest(whole.digests)
+    assert whole.digest_of(specs, {"w"}) == model_digest({"n": tensor_digest(norm)})
+    assert whole.digest_of([*specs, TensorSpec.of("x", norm)], ()) == ""
     assert fold_resident(by_columns).digests == {"w": tensor_digest(weight)}
 
 
@@ -59,6 +62,7 @@ def test_ranks_that_keep_the_same_part_must_agree(weight):
     result = fold_resident(differing)
     assert result.broken == ("w",)
     assert result.digests == {}
+    assert result.digest_of([TensorSpec.of("w", weight)], ()) == ""
     dtypes = [RankAck(rank=0, held=sums(held("w", weight))), RankAck(rank=1, held=sums(held("w", weight.double())))]
     assert fold_resident(dtypes).broken == ("w",)
 

@@ -18,7 +18,7 @@ from tests.unit.test_executor import (
 from weightcast.errors import EngineFailure
 from weightcast.ray import RayExecutor
 from weightcast.ray import executor as module
-from weightcast.receiver import executor as shared
+from weightcast.receiver import lost_ranks
 from weightcast.wire.messages import Leave
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -34,9 +34,8 @@ def two(cluster):  # noqa: F811
 
 @pytest.fixture
 def short(monkeypatch):
-    for home in (module, shared):
-        monkeypatch.setattr(home, "_GRACE_S", 0.5)
-        monkeypatch.setattr(home, "_STOP_S", 0.5)
+    monkeypatch.setattr(lost_ranks, "GRACE_S", 0.5)
+    monkeypatch.setattr(module, "_STOP_S", 0.5)
 
 
 def run_on(executor: RayExecutor) -> None:

@@ -10,22 +10,15 @@ import torch
 
 from tests.unit.models import FusedModel, ScalingModel, differing, specs_of, state, weights_of
 from tests.unit.sessions import Sender
-from weightcast.comm.update_group import Rendezvous
+from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, Refused
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_answers import fold_resident
 from weightcast.runtime import peak_memory
+from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
 from weightcast.wire.held import NOTHING_HELD
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import (
-    Announce,
-    BroadcastSource,
-    IpcSource,
-    Join,
-    Leave,
-    MemoryHandle,
-    Readback,
-)
+from weightcast.wire.messages import Announce, Join, Leave, Readback
 
 OLD, NEW = weights_of(1), weights_of(2)
 
@@ -102,7 +95,7 @@ def test_what_arrived_is_answered_as_one_digest(receiver):
     assert ack.received == {}
     assert ack.received_all == sender.sent().of_all != ""
     assert receiver.apply(sender.close()).received == sender.digests()[0]
-    assert receiver.apply(sender.commit(as_received=True)).received == sender.digests()[0]
+    assert receiver.apply(sender.commit(proven=True)).received == {}
 
 
 def test_received_does_not_read_back(receiver):
@@ -343,6 +336,26 @@ def test_computed_weights_are_unproven_and_never_staged():
     assert "norm.weight" not in fold_resident([ack]).digests
     with pytest.raises(ConfigError, match="cannot be staged"):
         receiver_of(ScalingModel(), staging="host")
+
+
+@pytest.mark.parametrize("end", ["kept", "aborted"])
+def test_computed_weights_that_wait_are_switched_with_the_others_and_go_back_with_them(end):
+    model = ScalingModel()
+    receiver = receiver_of(model, staging="device", keep_storage=True, hold_computed=True)
+    before, wanted = state(model), ScalingModel()
+    with torch.no_grad():
+        wanted.load_weights(NEW.items())
+    sender = Sender(NEW)
+    closed = run(receiver, sender, until="close")
+    assert closed.ok
+    assert not closed.touched
+    assert differing(model, before) == []
+    ack = receiver.apply(sender.commit())
+    assert (ack.ok, ack.unproven) == (True, ("norm.weight",))
+    assert differing(model, state(wanted)) == []
+    if end == "aborted":
+        assert receiver.apply(sender.abort()).ok
+        assert differing(model, before) == []
 
 
 def test_a_draft_is_named_as_not_updated(model):

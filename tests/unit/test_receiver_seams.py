@@ -15,11 +15,13 @@ from tests.clock import PATIENCE_S
 from weightcast.errors import EngineFailure
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.coverage import uncovered
-from weightcast.receiver.executor import serve_messages
+from weightcast.receiver.rank_connections import serve_messages
 from weightcast.receiver.recorder import record_routes
 from weightcast.receiver.staging import Staging
+from weightcast.wire.answers import RankAck
+from weightcast.wire.codec import encode
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Leave, Message, RankAck, Readback, encode
+from weightcast.wire.messages import Leave, Message, Readback
 
 ROWS, PADDED, WIDTH = 5, 8, 3
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from tests.clock import PATIENCE_S
+from tests.clock import PATIENCE_S, Clock
 from tests.unit.models import FusedModel, differing, specs_of, state, weights_of
 from tests.unit.sessions import Sender
-from weightcast.comm.update_group import Rendezvous
+from weightcast.comm.rendezvous import Rendezvous
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver import WeightReceiver
@@ -22,7 +22,9 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
 from weightcast.watch.listeners import Events, Listener
-from weightcast.wire.messages import Ack, Join, Leave, Message, RankAck, RankInfo, Readback, Revert
+from weightcast.wire.answers import Ack, RankAck
+from weightcast.wire.engine_info import RankInfo
+from weightcast.wire.messages import Join, Leave, Message, Readback, Revert
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -206,7 +208,7 @@ def test_an_update(bench, staging, tp_size, pause):
 
     ack = made.tell(sender.commit(kept))
     assert hooks.calls == [f"pause {pause}", "drop_caches", "set_version 3", "resume"]
-    assert ack.resident == kept
+    assert ack.digest == model_digest(kept)
     assert ack.resident_ranks == tp_size
     assert (ack.state, ack.version, ack.ranks) == ("serving", 3, tp_size)
     assert ack.stall_s > 0
@@ -238,8 +240,8 @@ def test_the_answer_to_the_last_bucket_that_open_told_of_is_the_answer_to_close(
     assert (last.received, last.received_ranks, last.not_updated) == ({}, tp_size, ("embed", "requests_served"))
     assert last.load_s > 0
     assert made.tell(sender.close(by_name=True)).received == sent.received  # whoever wants the names asks as before
-    ack = made.tell(sender.commit(as_received=True))
-    assert ack.resident == sent.received
+    ack = made.tell(sender.commit(proven=True))
+    assert ack.digest == sent.digest == model_digest(sent.received)
     assert made.serves(3)
 
 
@@ -252,7 +254,7 @@ def test_a_last_bucket_that_leaves_something_out_is_refused(bench, staging):
     assert not ack.ok
     assert not ack.closed
     assert "did not arrive whole" in ack.error
-    assert "did not arrive whole" in made.refuse(sender.commit(as_received=True))
+    assert "did not arrive whole" in made.refuse(sender.commit(proven=True))
     made.tell(sender.abort())
     assert made.serves(0) is (staging == "device")
     made.update(4)
@@ -361,12 +363,14 @@ def test_an_abort(bench, staging, after):
 
 def test_a_session_ends_by_itself_when_nothing_is_heard(bench):
     made = bench()
-    sender = Sender(weights_of(1), version=1, lease_s=0.6)
-    made.tell(sender.open)
-    for index in range(4):
-        time.sleep(0.25)
-        made.tell(sender.announce(index))  # every message renews it
-    _until(lambda: made.engine.info().session_owner is None and made.engine.state == "serving")
+    sender = Sender(weights_of(1), version=1, lease_s=60.0)
+    with Clock().within(module) as clock:
+        made.tell(sender.open)
+        for index in range(4):
+            clock.move(40.0)
+            made.tell(sender.announce(index))  # every message renews it
+        clock.move(61.0)
+        _until(lambda: made.engine.info().session_owner is None and made.engine.state == "serving")
     assert "no such session" in made.refuse(sender.announce(4))
     assert made.serves(0)
     made.update(2)
@@ -402,7 +406,7 @@ def test_what_is_kept_otherwise_than_expected_is_undone(bench):
         expected = sender.digests()[1] | {"o.weight": "0" * 16}
         ack = made.engine.apply(sender.commit(expected))
         assert not ack.ok
-        assert "what is kept differs from what was sent: o.weight" in ack.error
+        assert "what is kept differs from what was sent: its digest is not that of what the trainer sent" in ack.error
         assert ack.state == ("quarantined" if staging == "none" else "serving")
         assert made.hooks.paused == (staging == "none")
         assert made.engine.info().version == 1
@@ -418,9 +422,8 @@ def test_what_is_kept_is_compared_with_what_was_received(bench, staging, tp_size
     made = bench(staging=staging, tp_size=tp_size)
     sender = Sender(weights_of(1), version=1)
     made.transfer(sender)
-    ack = made.tell(sender.commit(as_received=True))
-    assert ack.resident == sender.digests()[1]
-    assert made.engine.info().digest == model_digest(ack.resident)
+    ack = made.tell(sender.commit(proven=True))
+    assert made.engine.info().digest == ack.digest == model_digest(sender.digests()[1])
     assert made.serves(1)
 
     sender = Sender(weights_of(2), version=2)
@@ -428,28 +431,27 @@ def test_what_is_kept_is_compared_with_what_was_received(bench, staging, tp_size
     for receiver in made.ranks.receivers:
         with torch.no_grad():
             receiver.loader.staging.target("norm").mul_(2)  # something between Close and Commit that should not happen
-    ack = made.engine.apply(sender.commit(as_received=True))
+    ack = made.engine.apply(sender.commit(proven=True))
     assert not ack.ok
     assert "what is kept differs from what was sent: norm.weight" in ack.error
     assert made.serves(1) == (staging != "none")
 
 
-def test_only_what_is_kept_otherwise_than_received_is_named(bench):
-    for expected in ("0" * 16, None):
-        made = bench()
-        sender = Sender(weights_of(1), version=1)
-        made.transfer(sender)
-        right = sender.digests()[1]["o.weight"]
-        ack = made.engine.apply(sender.commit({"o.weight": expected or right}, as_received=True))
-        assert ack.ok == (expected is None)
-        assert made.serves(0 if expected else 1)
+def test_a_digest_of_other_tensors_than_are_kept_is_refused(bench):
+    made = bench()
+    sender = Sender(weights_of(1), version=1)
+    made.transfer(sender)
+    kept = sender.digests()[1]
+    ack = made.engine.apply(sender.commit({name: kept[name] for name in list(kept)[1:]}))
+    assert not ack.ok
+    assert made.serves(0)
 
 
-def test_as_received_is_nothing_that_was_not_digested(bench):
+def test_what_was_not_digested_has_no_proof(bench):
     made = bench()
     sender = Sender(weights_of(1), version=1, verify="none")
     made.transfer(sender)
-    ack = made.engine.apply(sender.commit(as_received=True))
+    ack = made.engine.apply(sender.commit(proven=True))
     assert not ack.ok
     assert "what is kept differs from what was sent" in ack.error
     assert made.serves(0)
@@ -462,7 +464,7 @@ def test_without_proof_there_is_no_digest(bench):
         sender = Sender(weights_of(2), version=2, verify=level)
         made.transfer(sender)
         ack = made.tell(sender.commit())
-        assert ack.resident == {}
+        assert ack.digest == ""
         assert made.engine.info().digest is None
         assert made.serves(2)
 
@@ -898,9 +900,10 @@ def test_a_tensor_that_no_rank_keeps_may_come_or_stay_away(bench, comes):
         for message in sender.transfer():
             ack = engine.apply(message)
             assert ack.ok, ack.error
-        committed = engine.apply(sender.commit(as_received=True))
+        kept = {name: digest for name, digest in sender.digests()[1].items() if name != "mtp.fc"}
+        committed = engine.apply(sender.commit(kept))
         assert committed.ok, committed.error
-        assert (committed.unproven, "mtp.fc" in committed.resident) == ((), False)
+        assert (committed.unproven, committed.digest) == ((), model_digest(kept))
         wanted = FusedModel()
         with torch.no_grad():
             wanted.load_weights(weights_of(2).items())
@@ -950,7 +953,7 @@ def test_a_revert_brings_back_weights_version_and_digest_and_may_be_said_again(s
     ack = staged.tell(Revert(session=sender.session))
     assert staged.serves(1)
     assert staged.engine.info() == before
-    assert (ack.version, model_digest(ack.resident)) == (1, before.digest)
+    assert (ack.version, ack.digest) == (1, before.digest)
     assert staged.hooks.calls == ["pause abort", "drop_caches", "set_version 1", "resume"]
     assert timeless(staged.tell(Revert(session=sender.session))) == timeless(ack)
     assert staged.serves(1)

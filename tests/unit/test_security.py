@@ -41,23 +41,12 @@ from weightcast.receiver.server import weight_routes
 from weightcast.receiver.sources.broadcast import BroadcastSource as GroupsOfARank
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.server import build_app
+from weightcast.wire.bucket_sources import BroadcastSource, MemoryHandle
+from weightcast.wire.codec import decode, decode_info, encode
+from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.fields import shown
 from weightcast.wire.layout import MAX_GAP_BYTES, BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import (
-    MAX_GROUP,
-    Announce,
-    BroadcastSource,
-    EngineInfo,
-    Leave,
-    MemoryHandle,
-    Open,
-    Owner,
-    RankInfo,
-    Readback,
-    decode,
-    decode_info,
-    encode,
-    shown,
-)
+from weightcast.wire.messages import MAX_GROUP, Announce, Leave, Open, Owner, Readback
 
 KEY = "k-0123456789"
 
@@ -601,7 +590,7 @@ def test_vllms_endpoints_ask_for_vllms_keys(monkeypatch):
         assert Call(app, "GET", starting, [], {}).status == 503  # the engine is still starting
     monkeypatch.setenv("VLLM_API_KEY", "other")
     monkeypatch.setattr(Endpoints, "_start", lambda *_: None)
-    asyncio.run(endpoints.init_state(None, None, Namespace(api_key=[KEY])))
+    asyncio.run(endpoints.init_state(None, Namespace(openai_serving_models=None), Namespace(api_key=[KEY])))
     for header in ("", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY[:-1]}"):
         for method, route in (
             ("GET", "info"),

@@ -14,7 +14,8 @@ import torch
 
 from tests.unit.test_messages import OPEN
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
-from weightcast.wire.messages import Abort, Message, Open, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Abort, Message, Open
 
 RELEASES = 300
 

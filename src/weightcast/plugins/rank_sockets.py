@@ -13,11 +13,14 @@ import torch
 
 from weightcast.comm.ipc import device_uuid
 from weightcast.errors import EngineFailure
-from weightcast.receiver.executor import ConnectedRanks, Messenger, limit_sends, serve_messages
 from weightcast.receiver.loader import Loader
+from weightcast.receiver.rank_connections import ConnectedRanks, limit_sends, serve_messages
+from weightcast.receiver.rank_replies import Messenger
 from weightcast.receiver.staging import Place
+from weightcast.wire.codec import encode
+from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Abort, Commit, Message, RankInfo, Revert, encode
+from weightcast.wire.messages import Abort, Commit, Message, Revert
 
 log = logging.getLogger("weightcast.plugins")
 
@@ -36,6 +39,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
         specs: Every tensor of a full update, with the dtype that this rank keeps.
         places: Names of the tensors that this rank keeps a part of, or computes with.
         staging_note: The reason why the staging set is not on the device; empty if it is.
+        computed: Names of the tensors that this rank's loader computes with.
     """
 
     rank: int
@@ -46,6 +50,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     specs: tuple[TensorSpec, ...]
     places: tuple[str, ...]
     staging_note: str = ""
+    computed: tuple[str, ...] = ()
 
 
 def socket_path(folder: str, rank: int) -> str:
@@ -152,6 +157,7 @@ def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequenc
         specs=tuple(loader.expected.values()),
         places=tuple(places),
         staging_note=staging_note,
+        computed=tuple(sorted(loader.computed)),
     )
 
 
@@ -216,3 +222,8 @@ def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[st
         named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
         notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
     return notes
+
+
+def computed_by(hellos: Sequence[Hello]) -> list[str]:
+    """Names of the tensors that the loader of some rank computes with, so that no rank can stage or prove them."""
+    return list(dict.fromkeys(name for hello in hellos for name in hello.computed))

@@ -7,13 +7,13 @@ from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
 
 
-def server_events(model_name: str, *, version: int, metrics: bool = True) -> Events:
+def server_events(model_name: str, *, version: int | None, metrics: bool = True) -> Events:
     """Returns the events for a ``SessionHandler``.
 
     Args:
         model_name: Name under which the model is served.
-        version: Version of the weights that the server was started with.
-        metrics: False for a server without ``/metrics``.
+        version: Version of the weights that the server was started with; None if it is unknown.
+        metrics: False for a server without ``/metrics``, or if something else of it has them already.
     """
     listeners: list[Listener] = [UpdateLog(), EngineSpans()]
     if metrics:

@@ -6,7 +6,8 @@ For engines whose ranks switch between two steps, at a mark that travels with th
 from __future__ import annotations
 
 from weightcast.plugins.rank_sockets import SocketRanks, committed_after, switches_weights
-from weightcast.wire.messages import Commit, Message, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Commit, Message
 
 # The first frame of a rank's answer to a message that switches weights.
 READY, NOTHING = b"ready", b"nothing"

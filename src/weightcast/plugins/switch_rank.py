@@ -31,7 +31,8 @@ from weightcast.plugins.rank_sockets import (
 )
 from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
-from weightcast.wire.messages import Abort, Commit, Message, Open, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Abort, Commit, Message, Open
 
 _AGREE_S = 60.0  # the other ranks and the API server need this long at most to agree on a switch
 
@@ -81,13 +82,14 @@ class SwitchRank(ABC):
         self.rank = rank
         self.device = device
         self._tasks: deque[BoundaryTask] = deque()
+        self._listener: Listener | None = None
         self._connection: Connection | None = None
         self._decisions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._said_ready = False
         self._committed = ""
         self._open: Open | None = None
         self._switching: Message | None = None
-        self._in_session = False
+        self.in_session = False  # an update is under way
 
     # -- for subclasses
 
@@ -113,7 +115,7 @@ class SwitchRank(ABC):
     def listen(self, folder: str) -> None:
         """Serves the API server on a thread of our own, which the interpreter then lets run in time."""
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        listener = Listener(socket_path(folder, self.rank), family="AF_UNIX", backlog=1)
+        listener = self._listener = Listener(socket_path(folder, self.rank), family="AF_UNIX", backlog=1)
         threading.Thread(
             target=serve_api_server,
             args=(listener, self, self._hello),
@@ -122,15 +124,21 @@ class SwitchRank(ABC):
             daemon=True,
         ).start()
 
+    def stop_listening(self) -> None:
+        """Lets no other API server in; the thread ends with the connection that it has."""
+        if self._listener is not None:
+            with suppress(FileNotFoundError):  # the API server has deleted the folder
+                self._listener.close()
+
     def yield_interpreter(self) -> None:
         """Called once in each pass of the engine's loop: leaves the interpreter to an update for a moment."""
-        if self._in_session:
+        if self.in_session:
             time.sleep(_YIELD_S)
 
-    def step(self) -> None:
-        """Carries out the oldest work that waits.  A rank with none has nothing to switch."""
+    def step(self) -> bool:
+        """Carries out the oldest work that waits.  A rank with none has nothing to switch, and returns False."""
         if not self._tasks:
-            return
+            return False
         task = self._tasks.popleft()
         assert self._open is not None
         try:
@@ -139,6 +147,7 @@ class SwitchRank(ABC):
             task.finish(error)
         else:
             task.finish(None)
+        return True
 
     # -- the API server's side, on threads of our own
 
@@ -149,7 +158,7 @@ class SwitchRank(ABC):
             if why:
                 return RankAck(rank=self.rank, ok=False, refused=True, error=why)
             self._open = message
-            self._in_session = True
+            self.in_session = True
         switches = switches_weights(message, self._committed)
         self._committed = committed_after(message, self._committed)
         self._said_ready = False
@@ -159,12 +168,12 @@ class SwitchRank(ABC):
             self._say(NOTHING)
             self._decisions.get(timeout=_AGREE_S)  # or it would be taken for that of the next message
         if isinstance(message, Commit | Abort):
-            self._in_session = False
+            self.in_session = False
         return ack
 
     def interrupt(self, reason: str) -> None:
         """Ends a wait for the trainer."""
-        self._in_session = False
+        self.in_session = False
         self.receiver.interrupt(reason)
 
     def on_note(self, note: bytes) -> None:

@@ -16,15 +16,18 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
-from weightcast.comm.update_group import Rendezvous
+from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, EngineFailure
 from weightcast.ray.actors import Place, method, place, remote, why_gone
 from weightcast.ray.placement import Bundles, Resource, require_cluster
-from weightcast.receiver.executor import FarRanks, Worker, WorkerFactory, answer_message, answer_work
-from weightcast.wire.messages import Message, RankAck
+from weightcast.receiver import lost_ranks
+from weightcast.receiver.executor import Worker, WorkerFactory
+from weightcast.receiver.lost_ranks import FarRanks
+from weightcast.receiver.rank_replies import answer_message, answer_work
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Message
 
 _START_S = 600.0
-_GRACE_S = 15.0  # a rank keeps its own deadlines; after this much longer the rank counts as lost
 _STOP_S = 5.0
 
 
@@ -147,7 +150,7 @@ class RayExecutor(FarRanks):
             frame = self._encode(message)
             asked = [actor.apply.remote(frame) for actor in self._actors]
             what = f"the answer to {type(message).__name__}"
-            replies = self._replies(asked, timeout_s + _GRACE_S, what, work=False)
+            replies = self._replies(asked, timeout_s + lost_ranks.GRACE_S, what, work=False)
         return [self._decode(reply) for reply in replies]
 
     def run(self, command: bytes) -> bytes:

@@ -15,7 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from weightcast.comm.update_group import Rendezvous
+from weightcast.comm.rendezvous import Rendezvous
 from weightcast.config import Target
 from weightcast.errors import ConfigError, TrainerRankFailed, UpdateFailed, WeightcastError
 from weightcast.ray.actors import ActorsFailed, Place, collect, place, remote

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 from weightcast.config import PauseMode
 from weightcast.errors import WeightcastError
 from weightcast.receiver.staging import Place
+from weightcast.wire.answers import Ack, State
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo, State
+from weightcast.wire.messages import PROTOCOL
 
 log = logging.getLogger("weightcast.receiver")
 
@@ -55,6 +57,7 @@ class EngineFacts:
         optional: Tensors that the engine knows and keeps nowhere.
         note: ``EngineInfo.message`` of an engine that is not quarantined.
         no_pause: Pause modes that the engine refuses as it was started, each with the reason.
+        hazards: As ``EngineInfo.hazards``.
     """
 
     engine: str
@@ -68,6 +71,7 @@ class EngineFacts:
     note: str = ""
     staging_bytes: int = 0
     no_pause: dict[PauseMode, str] = field(default_factory=dict[PauseMode, str])
+    hazards: tuple[str, ...] = ()
 
 
 class EngineState:
@@ -119,6 +123,7 @@ class EngineState:
             paused=self.hooks.paused,
             instance=self._instance,
             no_pause=facts.no_pause,
+            hazards=facts.hazards,
         )
 
     def ack(self, *, ok: bool = True, **fields: Any) -> Ack:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from weightcast.watch.events import Answered, Event, SessionEnded, SessionOpened, StateChanged
-from weightcast.wire.messages import shown
+from weightcast.wire.fields import shown
 from weightcast.wire.status import Outcome, UpdateStatus
 
 

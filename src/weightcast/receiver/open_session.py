@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightcast.errors import Refused
+from weightcast.wire.fields import shown
 from weightcast.wire.layout import BucketLayout, TensorSpec
-from weightcast.wire.messages import Announce, Close, Commit, Join, Leave, Message, Open, Revert, shown
+from weightcast.wire.messages import Announce, Close, Commit, Join, Leave, Message, Open, Revert
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class OpenSession:
         paused_at: Monotonic time of the pause; None before it.
         not_updated: Parameters that no tensor of the update writes, by name.
         unproven: Tensors whose place cannot be read back, by name.
+        received: Digest by name of each tensor that arrived, if Close has asked for them.
         groups: Names of the process groups that broadcast its buckets.
     """
 
@@ -38,6 +40,7 @@ class OpenSession:
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()
     unproven: frozenset[str] = frozenset()
+    received: Mapping[str, str] = field(default_factory=dict[str, str])
     groups: set[str] = field(default_factory=set[str])
 
 

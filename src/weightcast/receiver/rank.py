@@ -19,8 +19,10 @@ from weightcast.comm.update_group import GroupFailed
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import Finisher, Loader, residents_of
+from weightcast.receiver.offer import check_copies
 from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
+from weightcast.receiver.shares import Shares, ShareSource
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.staging import Place, choose_place
@@ -28,25 +30,12 @@ from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
+from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
 from weightcast.wire.layout import BucketLayout, TensorSpec
-from weightcast.wire.messages import (
-    Abort,
-    Announce,
-    Close,
-    Commit,
-    IpcSource,
-    Join,
-    Leave,
-    Message,
-    Open,
-    Owner,
-    RankAck,
-    Readback,
-    Revert,
-    ScatteredSource,
-)
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Message, Open, Owner, Readback, Revert
 
 StagingChoice = Literal["auto", "device", "host", "none"]
 Check = Callable[[], object]
@@ -76,6 +65,7 @@ class WeightReceiver:
         checks: Sequence[Check] = (),
         keep_storage: bool = False,
         between_steps: Callable[[Callable[[], None]], None] | None = None,
+        hold_computed: bool = False,
     ) -> None:
         """Learns the model's loader and allocates the staging set.
 
@@ -94,6 +84,7 @@ class WeightReceiver:
             keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
             between_steps: Runs what it is given while the engine generates nothing, and returns when it is done; for an
                 engine that generates while messages are answered.  It gets the exchange of weights and the finishers.
+            hold_computed: Weights that the model computes wait for the commit beside the staged ones; see ``Loader``.
 
         Raises:
             ConfigError: The staging asked for is not possible, or the loader writes a parameter twice.
@@ -108,7 +99,12 @@ class WeightReceiver:
                 raise ConfigError("a tensor-parallel rank must be told which whole tensors to expect")
             expected = [TensorSpec.of(name, tensor) for name, tensor in residents_of(model).items()]
         self.loader = Loader(
-            model, load_weights=load_weights, expected=expected, finishers=finishers, residents=residents
+            model,
+            load_weights=load_weights,
+            expected=expected,
+            finishers=finishers,
+            residents=residents,
+            hold_computed=hold_computed,
         )
         self._checks = tuple(checks)
         self._between_steps = between_steps if between_steps is not None else _at_once
@@ -122,6 +118,7 @@ class WeightReceiver:
         self._memory = SharedMemorySource(self.device)
         self._interrupted = threading.Event()
         self._broadcast = BroadcastSource(self.device, self._interrupted)
+        self._shares = Shares(self.loader, self._memory, self._broadcast, self.device)
         self._open: Open | None = None
         self._owner: Owner | None = None
         self._committed = ""
@@ -172,7 +169,7 @@ class WeightReceiver:
         self._asleep = hint
         self._open = None
         self._committed = ""
-        self._broadcast.trim()
+        self._trim()
         self.loader.known = None
         self.loader.staging.free()
 
@@ -195,13 +192,13 @@ class WeightReceiver:
             case Open():
                 return self._begin(message)
             case Join():
-                self._broadcast.join(message, rank=self.rank)
+                self._broadcast.join(message, rank=self.rank, tells=self._shares.wanted() if message.wants else None)
                 return self._ack()
             case Leave():
                 if message.group is not None:
                     self._broadcast.leave(message.group)
                 self._unmap()
-                self._broadcast.trim()
+                self._trim()
                 return self._ack()
             case Announce():
                 return self._take(message)
@@ -217,6 +214,7 @@ class WeightReceiver:
                 self._check_awake()
                 for check in self._checks:
                     check()
+                self.loader.staging.look(dtypes=True)
                 return self._ack(held=True)
             case _:
                 assert_never(message)
@@ -244,8 +242,8 @@ class WeightReceiver:
     def _take(self, message: Announce) -> RankAck:
         session = self._session(message.session)
         started = time.monotonic()
-        if isinstance(message.source, ScatteredSource):
-            return self._take_parts(message.layout, message.source, started)
+        if isinstance(message.source, ShareSource):
+            return self._take_share(message.layout, message.source, session, started)
         if isinstance(message.source, IpcSource):
             bucket = self._memory.read(message.layout, message.source.handles)
         else:
@@ -280,21 +278,22 @@ class WeightReceiver:
             self._steps.append(Step("load", self.rank, digested, time.monotonic(), index))
         return self._ack()
 
-    def _take_parts(self, layout: BucketLayout, source: ScatteredSource, started: float) -> RankAck:
-        """Reads this rank's own share out of the buffers of all trainer ranks; Close answers with its sums."""
-        if self.loader.copies:
-            name, original = next(iter(self.loader.copies.items()))
-            raise Refused(
-                f"{name} must equal {original}, which no rank compares when each reads only its own share",
-                hint='use another transport: transport="auto"',
-            )
-        buckets = self._memory.read_parts(layout, source.buffers)
-        if self._interrupted.is_set():
-            raise Refused("interrupted")
-        arrived = time.monotonic()
-        self.loader.load_parts(buckets, tuple(buffer.parts for buffer in source.buffers))
+    def _take_share(
+        self,
+        layout: BucketLayout,
+        source: ShareSource,
+        session: Open,
+        started: float,
+    ) -> RankAck:
+        """Reads this rank's own share alone; Close answers with its sums."""
+        arrived = self._shares.take(
+            layout,
+            source,
+            timeout_s=session.timeout_s,
+            summed=session.verify != "none",
+            interrupted=self._interrupted.is_set,
+        )
         self._scattered = True
-        wait_for_streams(self.device, *(bucket.data.device for bucket in buckets))
         loaded = time.monotonic()
         self._load_s = loaded - arrived
         self._steps += [
@@ -335,7 +334,7 @@ class WeightReceiver:
         started = time.monotonic()
         # The commit may run on another thread, whose stream does not wait for this one's copies.
         wait_for_streams(self.device)
-        self.loader.check_copies(self._received.of_copies())
+        check_copies(self._received.of_copies(), self.loader.copies)
         if session.verify in _READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
         written = self.loader.written() if self._scattered and session.verify != "none" else NOTHING_HELD
@@ -365,10 +364,7 @@ class WeightReceiver:
         wait_for_streams(self.device)
         self._load_s = self._did("switch", started)
         self._measured()
-        received = (
-            self._received.by_name() if message.as_received and self.rank == 0 else {}
-        )  # all ranks have said the same
-        return self._ack(held=session.verify in _READ_BACK, received=received)
+        return self._ack(held=session.verify in _READ_BACK)
 
     def _switch(self) -> None:
         if self._open is not None:
@@ -401,7 +397,7 @@ class WeightReceiver:
         self._end()
         # The trainer may be dead: its memory would live as long as the mapping does.
         self._unmap()
-        self._broadcast.trim()
+        self._trim()
         return self._ack(ok=not problem, error=problem, touched=touched)
 
     def _end(self) -> None:
@@ -414,6 +410,10 @@ class WeightReceiver:
         # A bucket that failed half way may have left work on the streams that read it.
         wait_for_streams(self.device, *self._memory.devices)
         self._memory.close()
+
+    def _trim(self) -> None:
+        self._broadcast.trim()
+        self._shares.trim()
 
     def _measured(self) -> None:
         if self._peak is not None and self._measuring:

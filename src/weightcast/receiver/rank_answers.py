@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from weightcast.digest.definition import finish_all, key_of, unequal
+from weightcast.digest.definition import key_of
+from weightcast.digest.table import EMPTY, DigestTable
+from weightcast.wire.answers import RankAck
 from weightcast.wire.box import Box, are_disjoint
 from weightcast.wire.held import HeldPart, HeldTable
-from weightcast.wire.messages import RankAck
+from weightcast.wire.layout import TensorSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
     """The tensors that all ranks keep together.
 
     Attributes:
-        digests: Finished digest of each source tensor that is kept whole, by name.
         broken: Names whose parts do not make up the tensor, or differ between ranks that keep the same part.
     """
 
-    digests: dict[str, str] = field(default_factory=dict[str, str])
-    broken: tuple[str, ...] = ()
+    def __init__(self, table: DigestTable, sums: torch.Tensor, broken: Sequence[str] = ()) -> None:
+        """Takes the sums.
 
-    def unmatched(self, expected: Mapping[str, str]) -> list[str]:
-        """Names whose digest is another than expected, or missing."""
-        return unequal(expected, self.digests)
+        Args:
+            table: The source tensors whose parts make up a whole.
+            sums: Sum of each, int64 ``[tensors]``.
+            broken: As the attribute.
+        """
+        self._table = table
+        self._sums = sums
+        self.broken = tuple(broken)
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Finished digest of each source tensor that is kept whole, by name."""
+        found = self._table.by_name(self._sums)
+        for name in self.broken:
+            found.pop(name, None)
+        return found
+
+    def digest_of(self, specs: Sequence[TensorSpec], without: Collection[str]) -> str:
+        """``model_digest`` of some tensors, as ``DigestTable.of_some``; empty if one of them is not kept whole."""
+        if self.broken and any(spec.name in self.broken and spec.name not in without for spec in specs):
+            return ""
+        return self._table.of_some(self._sums, specs, without)
 
 
 class ResidentFold:
@@ -61,7 +80,7 @@ class _Folding:
         by_name: dict[str, list[int]] = {}
         for number, part in enumerate(parts):
             by_name.setdefault(part.spec.name, []).append(number)
-        self._names: list[str] = []
+        names: list[str] = []
         self._broken: list[str] = []
         keys: list[int] = []
         firsts: list[int] = []  # of each group, the number of the first part
@@ -79,26 +98,22 @@ class _Folding:
             place = {box: len(firsts) + index for index, box in enumerate(groups)}
             members += [(number, place[parts[number].box]) for number in numbers]
             firsts += groups.values()
-            tensors += [len(self._names)] * len(groups)
-            self._names.append(name)
+            tensors += [len(names)] * len(groups)
+            names.append(name)
             keys.append(key_of(spec.torch_dtype, spec.shape))
-        self._keys, self._firsts, self._tensors = (
-            torch.tensor(some, dtype=torch.int64) for some in (keys, firsts, tensors)
-        )
+        self._table = DigestTable(names, torch.tensor(keys, dtype=torch.int64))
+        self._firsts, self._tensors = (torch.tensor(some, dtype=torch.int64) for some in (firsts, tensors))
         self._members = torch.tensor(members, dtype=torch.int64).view(-1, 2)
 
     def fold(self, totals: Sequence[torch.Tensor]) -> Resident:
-        if not self._names:
-            return Resident(broken=tuple(self._broken))
+        if not self._table.names:
+            return Resident(EMPTY, EMPTY.keys, self._broken)
         values = torch.cat(list(totals))
         numbers, groups = self._members.unbind(1)
         differing = self._tensors[groups[values[numbers] != values[self._firsts[groups]]]].unique().tolist()
-        sums = torch.zeros_like(self._keys).index_add_(0, self._tensors, values[self._firsts])
-        digests = dict(zip(self._names, finish_all(sums, self._keys), strict=True))
-        wrong = [self._names[number] for number in differing]
-        for name in wrong:
-            del digests[name]
-        return Resident(digests=digests, broken=(*self._broken, *wrong))
+        sums = torch.zeros_like(self._table.keys).index_add_(0, self._tensors, values[self._firsts])
+        wrong = [self._table.names[number] for number in differing]
+        return Resident(self._table, sums, (*self._broken, *wrong))
 
 
 def fold_resident(acks: Sequence[RankAck]) -> Resident:

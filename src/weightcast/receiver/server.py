@@ -16,27 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.receiver.schemas import json_content
+from weightcast.wire.answers import GROUP_FAILED, UNKNOWN_PLAN, Ack
+from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, decode, encode
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import (
-    ANNOUNCE_SCHEMA,
-    GROUP_FAILED,
-    MAX_MESSAGE_BYTES,
-    OPEN_SCHEMA,
-    UNKNOWN_PLAN,
-    Abort,
-    Ack,
-    Close,
-    Commit,
-    EngineInfo,
-    Join,
-    Leave,
-    Message,
-    Open,
-    Readback,
-    Revert,
-    decode,
-    encode,
-)
+from weightcast.wire.messages import Abort, Close, Commit, Join, Leave, Message, Open, Readback, Revert
 from weightcast.wire.plans import UnknownPlan
 from weightcast.wire.status import EngineStatus
 
@@ -128,14 +112,14 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
     limit = _MessageLimit(engine)
 
     @router.get("/info", summary="The engine's description and state", responses={200: _INFO}, response_class=Response)
-    async def info() -> Response:
-        return _json(engine.info())
+    async def info(specs: str = "") -> Response:
+        return Response(encode(engine.info(), known_specs=specs), media_type="application/json")
 
     @router.get(
         "/status", summary="State, version and last update, in short", responses={200: _STATUS}, response_class=Response
     )
     async def status() -> Response:
-        return _json(engine.status())
+        return reply(engine.status())
 
     @router.post(
         "/apply",
@@ -149,7 +133,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
         if isinstance(message, Response):
             return message
         if isinstance(message, Open):
-            return _refusal(400, "Open goes to /weightcast/open, whose answer stays open as the session's lease")
+            return refusal(400, "Open goes to /weightcast/open, whose answer stays open as the session's lease")
         return _answer(await run_in_threadpool(engine.apply, message))
 
     @router.post(
@@ -164,7 +148,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
         if isinstance(message, Response):
             return message
         if not isinstance(message, Open):
-            return _refusal(400, "this route takes only Open; other messages go to /weightcast/apply")
+            return refusal(400, "this route takes only Open; other messages go to /weightcast/apply")
         ack = await run_in_threadpool(engine.apply, message)
         if not ack.ok:
             return _answer(ack)
@@ -188,21 +172,21 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
     )
     async def score_(request: Request) -> Response:
         if score is None:
-            return _refusal(404, "this engine cannot score")
-        body = await _body(request, MAX_SCORE_BYTES)
+            return refusal(404, "this engine cannot score")
+        body = await read_body(request, MAX_SCORE_BYTES)
         if isinstance(body, Response):
             return body
         try:
             tokens = msgspec.json.decode(body, type=Scored).token_ids
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-            return _refusal(400, f"expected {{'token_ids': [...]}} with 2 to {MAX_SCORED_TOKENS} tokens: {error}")
+            return refusal(400, f"expected {{'token_ids': [...]}} with 2 to {MAX_SCORED_TOKENS} tokens: {error}")
         try:
             values = await run_in_threadpool(score, tokens)
         except ConfigError as error:
-            return _refusal(400, str(error))
+            return refusal(400, str(error))
         except WeightcastError as error:
-            return _refusal(409, str(error))
-        return _json(Logprobs(logprobs=tuple(values)))
+            return refusal(409, str(error))
+        return reply(Logprobs(logprobs=tuple(values)))
 
     return router
 
@@ -254,7 +238,7 @@ class _MessageLimit:
 
 
 async def _message(request: Request, limit: _MessageLimit) -> Message | Response:
-    body = await _body(request, limit())
+    body = await read_body(request, limit())
     if isinstance(body, Response):
         return body
     try:
@@ -262,14 +246,14 @@ async def _message(request: Request, limit: _MessageLimit) -> Message | Response
             return decode(body)
         return await run_in_threadpool(decode, body)
     except UnknownPlan as error:
-        return _refusal(UNKNOWN_PLAN, str(error))
+        return refusal(UNKNOWN_PLAN, str(error))
     except WireError as error:
-        return _refusal(400, str(error))
+        return refusal(400, str(error))
 
 
-async def _body(request: Request, limit_bytes: int) -> bytes | Response:
+async def read_body(request: Request, limit_bytes: int) -> bytes | Response:
     """Returns the body, or a refusal as soon as its header or the bytes so far show that it is too large."""
-    too_large = _refusal(413, f"the body has more than {limit_bytes} bytes, the limit for this engine")
+    too_large = refusal(413, f"the body has more than {limit_bytes} bytes, the limit for this engine")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit_bytes:
         return too_large
@@ -280,21 +264,23 @@ async def _body(request: Request, limit_bytes: int) -> bytes | Response:
                 return too_large
             body += chunk
     except ClientDisconnect:
-        return _refusal(400, "the message ended early")
+        return refusal(400, "the message ended early")
     return bytes(body)
 
 
-def _json(body: msgspec.Struct, status: int = 200) -> Response:
+def reply(body: msgspec.Struct, status: int = 200) -> Response:
+    """Returns a message as the body of an answer."""
     return Response(encode(body), status_code=status, media_type="application/json")
 
 
 def _answer(ack: Ack) -> Response:
     status = 200 if ack.ok else 500 if ack.failed_ranks else GROUP_FAILED if ack.group_failed else 409
-    return _json(ack, status)
+    return reply(ack, status)
 
 
-def _refusal(status: int, text: str) -> Response:
-    return _json(Refusal(error=Words(message=text)), status)
+def refusal(status: int, text: str) -> Response:
+    """Returns an answer that is no ``Ack``, with the reason."""
+    return reply(Refusal(error=Words(message=text)), status)
 
 
 _INFO = json_content("The engine's description, with every tensor that an update must contain", EngineInfo)

@@ -9,41 +9,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import assert_never
 
 import msgspec
 
-from weightcast.digest.definition import model_digest
+from weightcast.digest.definition import unequal
 from weightcast.errors import EngineFailure, Refused, WeightcastError
 from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState, error_words
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner
-from weightcast.receiver.rank_answers import ResidentFold, costs, failures, fold_received, group_failed, union
+from weightcast.receiver.rank_answers import Resident, ResidentFold, costs, failures, fold_received, group_failed, union
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
-from weightcast.wire.messages import (
-    Abort,
-    Ack,
-    Announce,
-    BroadcastSource,
-    Close,
-    Commit,
-    EngineInfo,
-    Join,
-    Leave,
-    Message,
-    Open,
-    RankAck,
-    Readback,
-    Revert,
-    State,
-    shown,
-)
+from weightcast.wire.answers import Ack, RankAck, State
+from weightcast.wire.bucket_sources import BroadcastSource, ExchangeSource
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.fields import shown
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Message, Open, Readback, Revert
 from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.receiver")
@@ -202,8 +189,11 @@ class SessionHandler:
             case Abort():
                 return self._abort(message)
             case Readback():
-                resident = self._fold.fold(self._ranks(message, timeout_s=300.0))
-                return self._engine.ack(resident=resident.digests, mismatched=resident.broken)
+                acks = self._ranks(message, timeout_s=300.0)
+                # What one rank's loader computes is not proven by the ranks that keep a copy of it.
+                resident, unproven = self._fold.fold(acks), union(ack.unproven for ack in acks)
+                proven = {name: digest for name, digest in resident.digests.items() if name not in unproven}
+                return self._engine.ack(resident=proven, mismatched=resident.broken)
             case _:
                 assert_never(message)
 
@@ -261,7 +251,7 @@ class SessionHandler:
         if self._announced.specs is not session.open.specs:
             self._announced = Announced(session.open.specs)
         self._announced.check(message.layout)
-        if isinstance(message.source, BroadcastSource):
+        if isinstance(message.source, BroadcastSource | ExchangeSource):
             session.groups.add(message.source.group)
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)
         session.buckets += 1
@@ -302,6 +292,7 @@ class SessionHandler:
             received, differing = written.digests, written.broken
         unproven = union(ack.unproven for ack in acks)
         session.unproven = frozenset(unproven)
+        session.received = received
         return self._engine.ack(
             received_all=acks[0].received_all,
             received=received,
@@ -320,19 +311,16 @@ class SessionHandler:
         if not session.closed:
             raise Refused("the session was not closed: send Close first, which says whether everything arrived")
         self._pause(session)
-        # Ranks are not sent the expected digests, which may be tens of thousands: they are compared here.
-        told = Commit(session=message.session, as_received=message.as_received)
         try:
-            acks = self._ranks(told, timeout_s=session.open.timeout_s)
+            acks = self._ranks(Commit(session=message.session), timeout_s=session.open.timeout_s)
         except Refused as error:
             # Some ranks may have switched, or one half way.  They go back now: the trainer may never send an Abort.
             self._abort(Abort(session=message.session, reason=error_words(error)[:_REASON_CHARS]))
             raise
         resident = self._fold.fold(acks)
-        expected = self._expected(message, session, acks[0].received)
-        wrong = list(dict.fromkeys((*resident.broken, *resident.unmatched(expected))))
-        if expected and wrong:
-            text = f"what is kept differs from what was sent: {shown(', '.join(wrong[:8]))}"
+        kept = resident.digest_of(self._engine.facts.specs, session.unproven) if message.digest else ""
+        if kept != message.digest:
+            text = f"what is kept differs from what was sent: {self._differing(session, resident)}"
             # With a second set of weights this brings the old version back.
             self._abort(Abort(session=message.session, reason=text[:_REASON_CHARS]))
             raise Refused(text)
@@ -351,12 +339,9 @@ class SessionHandler:
                 f"version {session.open.version} is in, but not what depends on it: {error_words(error)}"
             )
             raise
-        if expected:
-            self._engine.digest = model_digest(
-                resident.digests
-            )  # after the resume, so that the engine does not wait for it
+        self._engine.digest = kept or None
         answer = self._engine.ack(
-            resident=resident.digests,
+            digest=kept,
             resident_ranks=len(acks),
             not_updated=session.not_updated,
             unproven=union(ack.unproven for ack in acks),
@@ -374,16 +359,20 @@ class SessionHandler:
             raise Refused("this session is not the one that was committed last, or another has been opened since")
         return last.revert(message, self._executor, self._engine)
 
-    def _expected(self, message: Commit, session: OpenSession, received: Mapping[str, str]) -> Mapping[str, str]:
-        """The digest that each resident tensor must have; empty, which never matches, if it did not arrive."""
-        if not message.as_received:
-            return message.expected
-        if not session.unproven and len(received) == len(
-            self._engine.facts.specs
-        ):  # the names are the same: Open was checked
-            return {**received, **message.expected} if message.expected else received
-        kept = (spec.name for spec in self._engine.facts.specs if spec.name not in session.unproven)
-        return {name: received.get(name, "") for name in kept} | message.expected
+    def _differing(self, session: OpenSession, resident: Resident) -> str:
+        """Names of tensors that are kept otherwise than they were received, in words."""
+        received = session.received
+        if not received:
+            told = Close(session=session.open.session, buckets=session.buckets, by_name=True)
+            try:
+                received = self._ranks(told, timeout_s=session.open.timeout_s)[0].received
+            except Refused as error:
+                log.warning("the tensors that differ could not be named: %s", error)
+        dtypes = {spec.name: spec.dtype for spec in session.open.specs}
+        cast = {spec.name for spec in self._engine.facts.specs if dtypes.get(spec.name) != spec.dtype}
+        own = {name: digest for name, digest in received.items() if name in resident.digests and name not in cast}
+        names = list(dict.fromkeys((*resident.broken, *unequal(own, resident.digests))))
+        return shown(", ".join(names[:8])) or "its digest is not that of what the trainer sent"
 
     def _abort(self, message: Abort) -> Ack:
         session = self._session

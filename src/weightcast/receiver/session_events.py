@@ -12,7 +12,9 @@ from weightcast.receiver.last_update import LastUpdate
 from weightcast.receiver.open_session import OpenSession, owner
 from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, short
 from weightcast.watch.listeners import Events
-from weightcast.wire.messages import Ack, Announce, BroadcastSource, Message, shown
+from weightcast.wire.answers import Ack
+from weightcast.wire.fields import shown
+from weightcast.wire.messages import Announce, Message
 from weightcast.wire.status import EngineStatus
 
 
@@ -79,13 +81,12 @@ class SessionEvents:
     def refused(self, message: Message, ack: Ack, heard: float) -> None:
         """Emits ``Answered`` alone, for a message that has changed nothing."""
         bucket = message if isinstance(message, Announce) else None
-        by_group = bucket is not None and isinstance(bucket.source, BroadcastSource)
         self._events.emit(
             Answered(
                 session=short(getattr(message, "session", "")),
                 message="bucket" if bucket is not None else type(message).__name__.lower(),
                 bucket=bucket.layout.index if bucket is not None else None,
-                transport="" if bucket is None else "broadcast" if by_group else "ipc",
+                transport="" if bucket is None else bucket.source.transport,
                 bytes=bucket.layout.size_bytes if bucket is not None else 0,
                 began=heard,
                 ended=ack.answered if ack.answered is not None else time.monotonic(),

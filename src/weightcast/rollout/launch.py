@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -42,14 +43,14 @@ from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.scheduler import Scheduler
 from weightcast.rollout.server import ExtraRoutes, build_app
 from weightcast.rollout.text import Text
-from weightcast.rollout.worker import WorkerSettings, make_worker
+from weightcast.rollout.worker import WorkerSettings, import_for_ranks, make_worker
 from weightcast.runtime.gc_pause import spare_what_lives
 from weightcast.version import __version__
 from weightcast.watch.engine_metrics import EngineMetrics
 from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import EngineSpans
-from weightcast.wire.messages import RankInfo
+from weightcast.wire.engine_info import RankInfo
 
 log = logging.getLogger("weightcast.rollout")
 
@@ -194,7 +195,10 @@ def _start(
             raise ConfigError("executor ray needs make_executor", hint="use `weightcast serve --executor ray`")
         executor = make_executor(settings, config.tp)
     elif config.executor == "mp" or config.tp > 1:
-        executor: Executor = MpExecutor(make_worker, config.tp, {"settings": settings})
+        on_cpu = settings.device == "cpu"
+        if on_cpu:
+            import_for_ranks(model_config, Path(config.model_dir))
+        executor: Executor = MpExecutor(make_worker, config.tp, {"settings": settings}, fork=on_cpu)
     else:
         executor = LocalExecutor(make_worker(0, 1, "", settings=settings))
     stack.callback(executor.close)
@@ -295,6 +299,7 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror or error}",
             hint="choose another port, or 0 for any free one",
         ) from error
+    os.register_at_fork(after_in_child=listener.close)  # a rank must not keep the port
     return listener
 
 

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from weightcast.comm.ipc import device_uuid, host_id
+from weightcast.digest.on_cpu import prepare
 from weightcast.errors import ConfigError
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
 from weightcast.receiver.staging import Place, choose_place
 from weightcast.rollout import commands
 from weightcast.rollout.all_reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
-from weightcast.rollout.checkpoint import parse_dtype
+from weightcast.rollout.checkpoint import parse_dtype, weight_files
+from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import dtype_name
-from weightcast.wire.messages import Message, RankAck
+from weightcast.wire.messages import Message
 
 _LEAST_FIRST: tuple[Place, ...] = ("none", "host", "device")
 
@@ -159,6 +162,16 @@ class RolloutWorker:
         self._receiver.close()
         if self._reduce is not None:
             self._reduce.close()
+
+
+def import_for_ranks(config: PretrainedConfig, folder: Path) -> None:
+    """Imports everything that a rank on a CPU needs for this model, so that ranks forked from this process have it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from weightcast.rollout import runner
+
+    _ = runner, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the mapping imports the model's module
+    prepare(sum(file.stat().st_size for file in weight_files(folder) if file.is_file()))
 
 
 def make_worker(rank: int, tp_size: int, rendezvous: str, *, settings: WorkerSettings) -> RolloutWorker:

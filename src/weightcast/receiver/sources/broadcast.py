@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from weightcast.comm.group_moves import Move
 from weightcast.comm.update_group import UpdateGroup, backend_for
 from weightcast.errors import ConfigError, Refused
 from weightcast.wire.bucket import Bucket
@@ -54,8 +56,8 @@ class BroadcastSource:
         self._turn = 0
         self._entered: _Entered | None = None
 
-    def join(self, message: Join, *, rank: int) -> None:
-        """Join a group as rank ``first_rank + rank``.
+    def join(self, message: Join, *, rank: int, tells: bytes | None = None) -> None:
+        """Join a group as rank ``first_rank + rank``; ``tells`` as for ``UpdateGroup``.
 
         Raises:
             Refused: The group has no such rank, or a living group has that name: whoever joins another under it would
@@ -83,6 +85,7 @@ class BroadcastSource:
             device=self._device,
             timeout_s=message.timeout_s,
             cancelled=self._interrupted,
+            tells=tells,
         )
         with self._lock:
             self._groups[message.group] = group
@@ -126,16 +129,7 @@ class BroadcastSource:
             Refused: No such group here.
             DeadlineExceeded, GroupFailed: The trainer fell silent, died or aborted.
         """
-        with self._lock:
-            group = self._groups.pop(name, None)
-            if group is not None:
-                self._groups[name] = group  # the one used last comes last
-            self._reading = group
-        if group is None or not group.alive:
-            raise Refused(f"not in group {name}", hint="the trainer joins again before its next update")
-        try:
-            if self._interrupted.is_set():
-                raise Refused("interrupted")
+        with self._reading_from(name) as group:
             expected = tuple(runs) or (layout.size_bytes,)
             if sum(expected) != layout.size_bytes:
                 raise Refused(f"bucket {layout.index} has {layout.size_bytes} bytes; {sum(expected)} were announced")
@@ -153,9 +147,21 @@ class BroadcastSource:
             if 0 < sum(next_runs) <= entered.buffer.numel():
                 self._entered = self._enter(group, tuple(next_runs), {})
             return Bucket(layout, entered.buffer, lent=places)
-        finally:
-            with self._lock:
-                self._reading = None
+
+    def receive(self, name: str, receives: Sequence[Move], *, what: str, timeout_s: float) -> None:
+        """Receives messages from other members.
+
+        Args:
+            name: Name of the group.
+            receives: The messages.
+            what: Name of the messages, for the error.
+            timeout_s: Deadline in seconds.
+
+        Raises:
+            Refused, DeadlineExceeded, GroupFailed: As ``read``.
+        """
+        with self._reading_from(name) as group:
+            group.finish_moves(group.start_moves((), receives), what=what, timeout_s=timeout_s)
 
     @property
     def entered(self) -> bool:
@@ -197,6 +203,24 @@ class BroadcastSource:
         for name in list(self._groups):
             self.leave(name)
         self.trim()
+
+    @contextmanager
+    def _reading_from(self, name: str) -> Generator[UpdateGroup]:
+        """The group, which ``interrupt`` aborts meanwhile."""
+        with self._lock:
+            group = self._groups.pop(name, None)
+            if group is not None:
+                self._groups[name] = group  # the one used last comes last
+            self._reading = group
+        if group is None or not group.alive:
+            raise Refused(f"not in group {name}", hint="the trainer joins again before its next update")
+        try:
+            if self._interrupted.is_set():
+                raise Refused("interrupted")
+            yield group
+        finally:
+            with self._lock:
+                self._reading = None
 
     def _drop_dead(self) -> None:
         for name, group in list(self._groups.items()):

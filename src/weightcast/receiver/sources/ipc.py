@@ -12,8 +12,8 @@ import torch
 
 from weightcast.comm.ipc import Mapping, MappingFailed, device_of, device_uuid
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import MemoryHandle, PartialBuffer
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import MemoryHandle, PartialBuffer
 
 _MAX_MAPPINGS = 8  # two buffers for each of a few trainers; beyond that the oldest is unmapped
 
@@ -24,6 +24,24 @@ class SharedMemorySource:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mappings: dict[MemoryHandle, Mapping] = {}
+
+    def read_memories(self, handles: Sequence[MemoryHandle]) -> list[torch.Tensor]:
+        """Trainer ranks' own memory, flat uint8; no copy.  Mappings that are not named again are closed first.
+
+        Raises:
+            MappingFailed: Memory cannot be mapped here, or its owner has released it.
+        """
+        named = frozenset(handles)
+        for handle in [known for known in self._mappings if known not in named]:
+            self._mappings.pop(handle).close()
+        found: list[torch.Tensor] = []
+        for handle in handles:
+            mapping = self._mappings.get(handle)
+            if mapping is None:
+                mapping = self._mappings[handle] = Mapping(handle)
+            mapping.wait()
+            found.append(mapping.data)
+        return found
 
     @property
     def devices(self) -> set[torch.device]:

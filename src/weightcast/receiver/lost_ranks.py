@@ -1,0 +1,99 @@
+"""Waits for ranks in other processes, and names the rank that is dead or silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from weightcast.errors import EngineFailure
+from weightcast.receiver.rank_replies import failures_in
+from weightcast.wire.answers import RankAck
+from weightcast.wire.codec import decode_rank_ack, encode
+from weightcast.wire.held import HeldTable
+from weightcast.wire.messages import Close, Commit, Message, Open, Readback, Revert
+from weightcast.wire.plans import UpdatePlan
+
+GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
+_LOOK_S = 1.0  # longest single wait for answers, short enough to notice that this process itself was stopped
+_STOOD_STILL_S = 0.5  # a wait that ends this much too late: longer than a busy machine explains
+
+Receive = Callable[[set[int], float], dict[int, bytes]]
+
+
+class FarRanks:
+    """The part that executors with ranks in other processes share.  An executor that broke stays broken."""
+
+    def __init__(self) -> None:
+        self._broken: EngineFailure | None = None
+        self._closed = False
+        self._told: UpdatePlan | None = None  # the plan that every rank was sent last
+        self._tables: dict[str, HeldTable] = {}  # of the ranks' parts, which stay the same
+
+    def _encode(self, message: Message) -> bytes:
+        """Encodes a message for the ranks.  Each keeps at least the plan that it was sent last."""
+        if isinstance(message, Close | Commit | Revert | Readback):
+            message = msgspec.structs.replace(message, known_tables=tuple(self._tables))
+        if not isinstance(message, Open) or message.plan is None:
+            return encode(message)
+        known, self._told = self._told, message.plan
+        return encode(message, named=message.plan == known)
+
+    def _decode(self, reply: bytes) -> RankAck:
+        """Decodes a rank's answer; its table of parts comes once."""
+        return decode_rank_ack(reply, self._tables)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise EngineFailure("the engine is shutting down")
+        if self._broken is not None:
+            raise EngineFailure(str(self._broken), ranks=self._broken.ranks, hint=self._broken.hint)
+
+    def _break(self, words: str, ranks: list[int]) -> EngineFailure:
+        """Marks the executor as broken: a late answer would be taken for the answer to another message."""
+        if self._broken is None:
+            self._broken = EngineFailure(words, ranks=ranks, hint="restart the engine")
+        return EngineFailure(words, ranks=ranks, hint="restart the engine")
+
+    def _gather(self, count: int, receive: Receive, timeout_s: float, what: str, *, work: bool) -> list[bytes]:
+        """Waits for one reply from each rank and returns them in order.
+
+        On the work lane a failure is a reply too, unless the other ranks hang because of it.
+
+        Args:
+            count: Number of ranks.
+            receive: Waits for any of the given ranks, up to a limit in seconds; raises for a lost rank.
+            timeout_s: Deadline of the whole wait, in seconds.
+            what: Name of the reply for the error, e.g. ``"a step"``.
+            work: True on the work lane.
+        """
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, bytes] = {}
+        while len(replies) < count:
+            waiting = {rank for rank in range(count) if rank not in replies}
+            began = time.monotonic()
+            limit_s = min(max(0.0, deadline - began), _LOOK_S)
+            came = receive(waiting, limit_s)
+            replies |= came
+            now = time.monotonic()
+            if not came and now - began > limit_s + _STOOD_STILL_S:
+                # This process was stopped and continued.  Its ranks may have been stopped too and need a moment.
+                deadline = max(deadline, now + GRACE_S)
+            elif not came and now >= deadline:
+                for rank, words in failures_in(replies).items() if work else ():
+                    raise self._break(f"rank {rank} failed in {what}: {words}", [rank])
+                late = sorted(waiting)
+                raise self._break(f"rank {late[0]} did not give {what} within {timeout_s:g} s", late)
+            if work and failures_in(came):
+                # The other ranks may wait for this one in a collective that it will never enter.
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        return [replies[rank] for rank in range(count)]
+
+    @staticmethod
+    def _first(replies: list[bytes], what: str) -> bytes:
+        """Rank 0's answer on the work lane; raises if any rank failed."""
+        failed = failures_in(dict(enumerate(replies)))
+        for rank, words in failed.items():
+            raise EngineFailure(f"rank {rank} failed in {what}: {words}", ranks=list(failed))
+        return replies[0][1:]
