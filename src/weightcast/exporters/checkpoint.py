@@ -16,8 +16,8 @@ import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.bucket_sums import sums_of_slots
-from weightcast.digest.definition import RepeatedSums
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
+from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import ConfigError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names

@@ -31,6 +31,7 @@ from weightcast.exporters.local_shard import ShardOf
 from weightcast.exporters.mapping import Family, arrange, wire_dtype_of
 from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import check_names, is_wrapper
+from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.ownership import SharedParts
 from weightcast.exporters.quantise import Fp8Blocks, Quantiser, quantised_specs
 from weightcast.protocols import Shard
@@ -39,24 +40,16 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
 
-class ModuleExporter:
-    """Parameters and persistent buffers of a module, in the order of its ``state_dict``, as a checkpoint has them.
-
-    Names and layouts are those of a Hugging Face checkpoint; ``model.config.model_type`` chooses their table.  Tied
-    weights are listed once, under the first of their names.  Non-persistent buffers are not listed.  PEFT's LoRA
-    adapters are merged into the bytes that are sent; the model itself is not changed.  Every trainer rank builds an
-    exporter from its own part of the same model.
+class WeightsExporter:
+    """The tensors of a module, under the names and in the layouts of a checkpoint.
 
     Args:
-        model: Plain, ``fully_shard``-ed, tensor or expert parallel (DTensor parameters), also inside a
-            ``torch.compile``, DDP or activation-checkpointing wrapper.  Its values may change later, its structure not.
-        wire_dtype: Floating-point tensors of 16 bits or more travel in this dtype; None keeps each tensor's own.
-            Integers, bools, 8-bit floats and tensors that the family protects keep theirs.
-        names: Function from a name to the one that engines know; applied last.
-        family: A table of names and layouts, or its name (``"plain"``: names as they are); None finds the table.
-        shard_of: Place of a plain (not DTensor) parameter in the whole tensor, for trainers that shard without DTensor;
-            see ``weightcast.exporters.local_shard``.
-        quantise: The weights that travel as 8-bit floats with scales; None for none.
+        model: The whole model, which has the names.
+        tensors: This rank's tensors of it.
+        wire_dtype: The same as for ``ModuleExporter``.
+        names: The same as for ``ModuleExporter``.
+        family: The same as for ``ModuleExporter``.
+        quantise: The same as for ``ModuleExporter``.
 
     Attributes:
         family: The table in use.
@@ -68,16 +61,16 @@ class ModuleExporter:
     def __init__(
         self,
         model: nn.Module,
+        tensors: PlacedTensors,
         *,
         wire_dtype: torch.dtype | None = None,
         names: Callable[[str], str] | None = None,
         family: Family | str | None = None,
-        shard_of: ShardOf | None = None,
         quantise: Fp8Blocks | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self._model = model
-        self._tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.names_without_adapters(model))
+        self._tensors = tensors
         self._merger = lora.Merger(model, self._tensors)
         config = _config_of(model)
         if isinstance(family, str):
@@ -87,7 +80,7 @@ class ModuleExporter:
         else:
             places = self._tensors.places
             stored = [Stored(name=place.name, shape=place.shape, dtype=place.dtype) for place in places]
-            numbers = {id(self._tensors.tensor(number)): number for number in range(len(places))}
+            numbers = {id(self._tensors.model_tensor(number)): number for number in range(len(places))}
             self.family, self._arranged = arrange_as_saved(model, stored, numbers, config)
         specs: list[TensorSpec] = []
         for tensor in self._arranged:
@@ -179,13 +172,30 @@ class ModuleExporter:
         """Implements ``Scattering.serves``."""
         return self._gatherer.serves(layout, group)
 
+    def unmappable(self, group: TrainerGroup) -> Collection[str]:
+        """Implements ``Mappable.unmappable``."""
+        with self._tensors.looking():
+            self._prepare(group)
+            return self._gatherer.unmappable(group)
+
+    def own_memory(self, layout: BucketLayout, group: TrainerGroup) -> OwnMemory:
+        """Implements ``Mappable.own_memory``."""
+        with self._tensors.looking():
+            self._prepare(group)
+            return self._gatherer.own_memory(layout, group)
+
+    def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
+        """Implements ``Mappable.sum_own``."""
+        with self._tensors.looking():
+            self._gatherer.sum_own(layout, group, sources)
+
     @contextmanager
     def _filling(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None) -> Generator[None]:
         """Prepares adapters and scales for one bucket, and frees them."""
         with self._tensors.looking():
             self._prepare(group)
             try:
-                self._merger.begin(layout, self._sources(layout), group, sources)
+                self._merger.begin(layout, self.sources(layout) if self._merger else [], group, sources)
                 if self._quantiser is not None:
                     self._quantiser.begin(layout, group)
                 yield
@@ -199,14 +209,14 @@ class ModuleExporter:
 
     def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
         """Implements ``Summing.source_counts``."""
-        adapters = self._merger.source_counts(layout, self._sources(layout), group) if self._merger else repeat(0)
+        adapters = self._merger.source_counts(layout, self.sources(layout), group) if self._merger else repeat(0)
         return [a + b for a, b in zip(adapters, self._gatherer.source_counts(layout, group), strict=False)]
 
     def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
         """Implements ``Summing.fold``."""
         if not self._merger:
             return self._gatherer.fold(layout, group, answers)
-        numbers = self._sources(layout)
+        numbers = self.sources(layout)
         counts = self._merger.source_counts(layout, numbers, group)
         pairs = [answer.tensor_split([count]) for answer, count in zip(answers, counts, strict=True)]
         folded = self._gatherer.fold(layout, group, [weights for _, weights in pairs])
@@ -222,6 +232,63 @@ class ModuleExporter:
         with self._tensors.looking():
             self._prepare(group)
             return [self._gatherer.lend(layout, group) for layout in layouts]
+
+    def _local(self, number: int) -> list[Held]:
+        """This rank's parts of a tensor, before quantisation."""
+        found: list[Held] = []
+        for segment in self._arranged[number].segments:
+            part = self._tensors.part(segment.source)
+            box = segment.target_box(part[0]) if part is not None else None
+            if part is not None and box is not None:
+                found.append(self._merger.held(segment.source, segment, box, part))
+        return found
+
+    def sources(self, layout: BucketLayout) -> list[int]:
+        """Numbers of the module's tensors that the values of a bucket come from."""
+        numbers = [self._number[slot.spec.name] for slot in layout.slots if slot.spec.name in self._number]
+        if self._quantiser is not None:
+            numbers = [self._quantiser.source(number) for number in numbers]
+        return sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
+
+
+class ModuleExporter(WeightsExporter):
+    """Parameters and persistent buffers of a module, in the order of its ``state_dict``, as a checkpoint has them.
+
+    Names and layouts are those of a Hugging Face checkpoint; ``model.config.model_type`` chooses their table.  Tied
+    weights are listed once, under the first of their names.  Non-persistent buffers are not listed.  PEFT's LoRA
+    adapters are merged into the bytes that are sent; the model itself is not changed.  Every trainer rank builds an
+    exporter from its own part of the same model.
+
+    Args:
+        model: Plain, ``fully_shard``-ed, tensor or expert parallel (DTensor parameters), also inside a
+            ``torch.compile``, DDP or activation-checkpointing wrapper.  Its values may change later, its structure not.
+        wire_dtype: Floating-point tensors of 16 bits or more travel in this dtype; None keeps each tensor's own.
+            Integers, bools, 8-bit floats and tensors that the family protects keep theirs.
+        names: Function from a name to the one that engines know; applied last.
+        family: A table of names and layouts, or its name (``"plain"``: names as they are); None finds the table.
+        shard_of: Place of a plain (not DTensor) parameter in the whole tensor, for trainers that shard without DTensor;
+            see ``weightcast.exporters.local_shard``.
+        quantise: The weights that travel as 8-bit floats with scales; None for none.
+
+    Attributes:
+        family: The table in use.
+
+    Raises:
+        ConfigError: The model has tensors that cannot be sent as they are; nothing has moved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        names: Callable[[str], str] | None = None,
+        family: Family | str | None = None,
+        shard_of: ShardOf | None = None,
+        quantise: Fp8Blocks | None = None,
+    ) -> None:
+        tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.names_without_adapters(model))
+        super().__init__(model, tensors, wire_dtype=wire_dtype, names=names, family=family, quantise=quantise)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first given those before it, by the model's own forward pass.
@@ -252,25 +319,6 @@ class ModuleExporter:
             chosen = log_p.gather(-1, tokens[0, 1:, None].to(log_p.device))[:, 0]
         self._tensors.reshard()
         return chosen.tolist()
-
-    def _local(self, number: int) -> list[Held]:
-        """This rank's parts of a tensor, before quantisation."""
-        found: list[Held] = []
-        for segment in self._arranged[number].segments:
-            part = self._tensors.part(segment.source)
-            box = segment.target_box(part[0]) if part is not None else None
-            if part is not None and box is not None:
-                found.append(self._merger.held(segment.source, segment, box, part))
-        return found
-
-    def _sources(self, layout: BucketLayout) -> list[int]:
-        """Numbers of the stored tensors in a bucket; empty if the model has no adapter to merge."""
-        if not self._merger:
-            return []
-        numbers = [self._number[slot.spec.name] for slot in layout.slots if slot.spec.name in self._number]
-        if self._quantiser is not None:
-            numbers = [self._quantiser.source(number) for number in numbers]
-        return sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
 
     def _forward_device(self) -> torch.device:
         """Device for inputs: FSDP2 computes on the mesh's device even if parameters are offloaded to the host."""

@@ -74,33 +74,33 @@ class PlacedTensors:
         self._parts: dict[int, tuple[Box, torch.Tensor] | None] = {}
         self.reshard()
         self.places: list[Place] = []
-        self.device = torch.device("cpu")
         seen: set[int] = set()
-        device_bytes: Counter[torch.device] = Counter()
-        for path, module in model.named_modules():
-            if isinstance(module, FullyShardedDataParallel):
-                raise ConfigError("the model is sharded with FSDP1", hint="shard it with torch's fully_shard (FSDP2)")
-            prefix = strip_wrappers(model, path)
-            for attribute, tensor in _own_tensors(module):
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                if name_of is not None:
-                    name = name_of(module, prefix, attribute)
-                if name is None or id(tensor) in seen:
-                    continue
+        for place, tensor in places_of(model, shard_of=shard_of, name_of=name_of):
+            if id(tensor) not in seen:
                 seen.add(id(tensor))
-                _check_tensor(name, tensor)
-                part = stored_part(name, tensor, shard_of)
-                if part is not None:
-                    device_bytes[part[1].device] += part[1].nbytes
-                shape = whole_shape(name, tensor, shard_of)
-                self.places.append(
-                    Place(module=module, attribute=attribute, name=name, shape=shape, dtype=tensor.dtype)
-                )
-        self._attributes = [(place.module, place.attribute) for place in self.places]
+                check_tensor(place.name, tensor)
+                self.places.append(place)
         if not self.places:
             raise ConfigError("the model has no parameters and no persistent buffers")
-        if device_bytes:
-            self.device = device_bytes.most_common(1)[0][0]
+        self._settle()
+
+    def _settle(self) -> None:
+        """Notes what follows from the places."""
+        self._attributes = [(place.module, place.attribute) for place in self.places]
+        device_bytes: Counter[torch.device] = Counter()
+        for number, place in enumerate(self.places):
+            part = stored_part(place.name, self.tensor(number), self._shard_of) if self.holds(number) else None
+            if part is not None:
+                device_bytes[part[1].device] += part[1].nbytes
+        self.device = device_bytes.most_common(1)[0][0] if device_bytes else torch.device("cpu")
+
+    def holds(self, number: int) -> bool:
+        """False for a tensor that is in another rank's module only."""
+        return True
+
+    def model_tensor(self, number: int) -> torch.Tensor:
+        """The tensor as the whole model has it; only its identity means something."""
+        return self.tensor(number)
 
     @property
     def stored(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -155,6 +155,10 @@ class PlacedTensors:
             with torch.no_grad():
                 tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         marks += [list(map(read, tensors)) for read in _LAYOUT]
+        whole = list(map(torch.Tensor.is_contiguous, tensors))
+        marks.append(whole)
+        if not all(whole):
+            marks.append(list(map(torch.Tensor.stride, tensors)))
         return Seen(tensors, marks)
 
     @contextmanager
@@ -173,11 +177,37 @@ class PlacedTensors:
             module.reshard()
 
 
-_LAYOUT = attrgetter("shape"), attrgetter("dtype"), attrgetter("device"), torch.Tensor.stride
+_LAYOUT = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
 
 def _placing(tensor: torch.Tensor) -> object:
     return (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else None
+
+
+def places_of(
+    model: nn.Module,
+    *,
+    shard_of: ShardOf | None = None,
+    name_of: Callable[[nn.Module, str, str], str | None] | None = None,
+) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Every tensor of a module, once for each of its names, in the order of the ``state_dict``.
+
+    Raises:
+        ConfigError: The module is sharded in a way that cannot be sent, or has a parameter without a shape.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ConfigError("the model is sharded with FSDP1", hint="shard it with torch's fully_shard (FSDP2)")
+        prefix = strip_wrappers(model, path)
+        for attribute, tensor in _own_tensors(module):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if name_of is not None:
+                name = name_of(module, prefix, attribute)
+            if name is not None and is_lazy(tensor):
+                raise ConfigError(f"{name} is a lazy parameter without a shape", hint="run one forward pass first")
+            if name is not None:
+                shape = whole_shape(name, tensor, shard_of)
+                yield Place(module=module, attribute=attribute, name=name, shape=shape, dtype=tensor.dtype), tensor
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -190,11 +220,14 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield attribute, tensor
 
 
-def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor whose values cannot be sent as they are.
+
+    Raises:
+        ConfigError: The tensor has no memory, or bytes that are not its values.
+    """
     if tensor.is_meta:
         raise ConfigError(f"{name} is on the meta device", hint="give the model its weights before exporting them")
-    if is_lazy(tensor):
-        raise ConfigError(f"{name} is a lazy parameter without a shape", hint="run one forward pass first")
     if tensor.layout != torch.strided:
         raise ConfigError(f"{name} is {tensor.layout}, and only dense tensors can be sent")
     if tensor.dim() > MAX_DIMS:

@@ -118,6 +118,27 @@ def why_no_product(layer: Any) -> list[str]:
     return found
 
 
+def why_not_by_itself(model: nn.Module, adapter: str) -> str:
+    """The part of an adapter that is neither A nor B, in words; empty if it has no other parts."""
+    for path, module in model.named_modules():
+        layer: Any = module
+        for part in ("lora_embedding_A", "lora_magnitude_vector", "modules_to_save", "trainable_tokens_delta"):
+            holder = getattr(layer, part, None)
+            if isinstance(holder, nn.ModuleDict | nn.ParameterDict) and adapter in holder:
+                return f"{path} has {part}"
+        if adapter in (getattr(layer, "lora_variant", None) or ()):
+            return f"{path} has the variant {type(layer.lora_variant[adapter]).__name__}"
+        for part in ("lora_A", "lora_B"):
+            holder = getattr(layer, part, None)
+            if (
+                isinstance(holder, nn.ModuleDict)
+                and adapter in holder
+                and getattr(holder[adapter], "bias", None) is not None
+            ):
+                return f"{path}.{part} has a bias"
+    return ""
+
+
 def check_adapters(model: nn.Module) -> None:
     """Refuses PEFT adapters that have no merged weights, because a checkpoint has no place for their tensors.
 
