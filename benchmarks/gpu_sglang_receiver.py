@@ -39,11 +39,12 @@ from typing import Any
 
 import torch
 from benchmarks import sglang_servers
+from benchmarks.engine_streams import gaps, load
 from benchmarks.sglang_servers import Late, Server
-from benchmarks.sglang_streams import gaps, load
 
 from weightcast import WeightUpdater
 from weightcast.lab.bench.machine import facts
+from weightcast.timeline.tracks import Timeline
 
 QWEN3: dict[str, Any] = {
     "num_attention_heads": 32,
@@ -145,8 +146,8 @@ class Case:
         if not held:
             self.wrong.append(words)
 
-    def push(self, pause: str, *, proof: str, rounds: int = 1) -> list[dict[str, Any]]:
-        """Pushes other weights each time; the reports."""
+    def push(self, pause: str, *, proof: str, rounds: int = 1, **options: Any) -> list[dict[str, Any]]:
+        """Pushes other weights each time; the reports, and what each rank did in the last of them."""
         found: list[dict[str, Any]] = self.found.setdefault("pushes", [])
         began = time.monotonic()
         with WeightUpdater.connect(
@@ -155,6 +156,7 @@ class Case:
             transport="ipc",
             pause=pause,  # pyright: ignore[reportArgumentType]
             timeout_s=120.0,
+            **options,
         ) as updater:
             connected = time.monotonic() - began
             for _ in range(rounds):
@@ -177,8 +179,16 @@ class Case:
                         "message": row.message,
                         "connect_s": round(connected, 3),
                         "span": (at, time.monotonic()),
+                        "steps_ms": steps_of(report.timeline),
                     }
                 )
+        self.found["timeline_of_the_last"] = {
+            f"{track.side}, {track.name}": [
+                f"{span.name}{'' if span.bucket is None else f' {span.bucket}'}: {span.us} us from {span.start_us}"
+                for span in track.spans
+            ]
+            for track in report.timeline.tracks
+        }
         return found
 
     def compare(self) -> dict[str, Any]:
@@ -198,9 +208,9 @@ class Case:
             "nats_of_the_tokens_before": old,
         }
 
-    def idle(self, proof: str) -> None:
+    def idle(self, proof: str, **options: Any) -> None:
         """Pushes with nobody asking."""
-        self.push("in_place" if proof == "resident" else "abort", proof=proof, rounds=self.args.rounds)
+        self.push("in_place" if self.server.receiver else "abort", proof=proof, rounds=self.args.rounds, **options)
         self.found |= self.compare()
 
     def streamed(self, pause: str) -> None:
@@ -264,6 +274,16 @@ class Case:
             torch.cuda.synchronize()
 
 
+def steps_of(timeline: Timeline) -> dict[str, dict[str, float]]:
+    """Milliseconds of each phase on each row of a timeline, all buckets together; phases of a row may overlap."""
+    found: dict[str, dict[str, float]] = {}
+    for track in timeline.tracks:
+        row = found.setdefault(f"{track.side}, {track.name}", {})
+        for span in track.spans:
+            row[span.name] = round(row.get(span.name, 0.0) + span.us / 1e3, 3)
+    return found
+
+
 def copy_rate(device: torch.device) -> float:
     """Bytes a second that the device copies, read and written counted once each."""
     on_gpu = device.type == "cuda"
@@ -290,7 +310,7 @@ def play(args: argparse.Namespace, name: str, result: dict[str, Any], deadline: 
             f"[{args.limit - (deadline - time.monotonic()):6.1f}] {name}: {what}: {found}", file=sys.stderr, flush=True
         )
 
-    def one(what: str, server: Server, *calls: Any) -> None:
+    def one(what: str, server: Server, *calls: Any, **options: Any) -> None:
         if deadline - time.monotonic() < 20:
             cases[what] = {"wrong": ["no time was left"]}
             return
@@ -299,7 +319,7 @@ def play(args: argparse.Namespace, name: str, result: dict[str, Any], deadline: 
         try:
             case = Case(trainer, server, args)
             method, *rest = calls
-            getattr(case, method)(*rest)
+            getattr(case, method)(*rest, **options)
             found = case.found | {"wrong": case.wrong}
         except BaseException as error:  # what was found is kept, and the other cases are worth knowing too
             traceback.print_exc()
@@ -344,6 +364,10 @@ def play(args: argparse.Namespace, name: str, result: dict[str, Any], deadline: 
                     result["gpu_free_bytes"] = torch.cuda.mem_get_info()[0]
                 if "receiver" in group and "receiver" in servers:
                     one("receiver, idle", servers["receiver"], "idle", "resident")
+                    for mib in filter(None, args.more_buckets.split(",")):
+                        what = f"receiver, idle, buckets of {mib} MiB"
+                        one(what, servers["receiver"], "idle", "resident", bucket_bytes=int(mib) << 20)
+                    one("receiver, idle, without proof", servers["receiver"], "idle", "none", verify="none")
                     for mode in filter(None, args.modes.split(",")):
                         one(f"receiver, {mode}, streams", servers["receiver"], "streamed", mode)
                     if args.sleep:
@@ -369,6 +393,7 @@ def main() -> int:
     parser.add_argument("--stream-tokens", type=int, default=256)
     parser.add_argument("--usual", type=float, default=2.0, help="seconds of streams before an update")
     parser.add_argument("--rounds", type=int, default=4, help="pushes of an idle server")
+    parser.add_argument("--more-buckets", default="2048", help="further sizes of buckets for an idle server, in MiB")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, SGLang on this CPU")
     parser.add_argument("--version", default="0.5.23", help="of SGLang, with --tiny")
     parser.add_argument("--folder", type=Path, help="for models and logs")

@@ -41,6 +41,7 @@ class Server:
 
     Attributes:
         first_answers: Set by the caller: what it answered on the weights that it was started with.
+        receiver: True if it has our receiver.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path, log: Path, port: int) -> None:
@@ -48,6 +49,7 @@ class Server:
         self.folder, self.log = folder, log
         self.url = f"http://127.0.0.1:{port}"
         self.first_answers: list[list[int]] = []
+        self.receiver = "SGLANG_PLUGINS" in environment
         self._python, self._environment = command[0], environment
         self._started = time.monotonic()
         with log.open("wb") as output:

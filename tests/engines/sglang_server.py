@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -83,7 +84,8 @@ def sglang_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command and the environment of a server; the arguments are those of ``sglang``."""
     python = engine_python("sglang-0.5.23-cpu")
-    stages = next((int(option.partition("=")[2]) for option in options if option.startswith("--pp-size=")), 1)
+    beside = [int(option.partition("=")[2]) for option in options if option.startswith(("--pp-size=", "--dp-size="))]
+    ranks = tp if version in OVERLAYS else math.prod((tp, *beside))  # the older version counts those of one engine
     path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
     path += [str(STANDINS), _package() if receiver else str(QUICK)]
     environment = {
@@ -92,7 +94,7 @@ def sglang_command(
         **({"SGLANG_PLUGINS": "weightcast"} if receiver else {}),
         "SGLANG_USE_CPU_ENGINE": "1",
         # Without it every rank binds itself to cores of a NUMA node of its own.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp * stages)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks)),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # nothing is compiled here: no tries with a compiler

@@ -417,6 +417,28 @@ class TestMore:
                 assert running.ended().finish in ("length", "abort"), running.failure
                 assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model)
 
+    @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+    def test_data_parallel_engines_switch_in_one_session(
+        self, folders: dict[str, Path], tmp_path: Path, version: str
+    ) -> None:
+        settings = (folders["dense"], 1, ("--dp-size=2",))
+        with sglang(tmp_path, settings, receiver=True, version=version) as (engine,):
+            served = Served(engine, tiny_model(folders["dense"], max_position_embeddings=CONTEXT, **DENSE))
+            assert len({rank["pid"] for rank in served.info()["ranks"]}) == 2
+            sampling = {"temperature": 0, "max_new_tokens": SHORT, "ignore_eos": True}
+            for mode in MODES:
+                # SGLang gives requests to its engines in turn.
+                _, running = served.step_under(lambda: [stream_of(engine), stream_of(engine)], mode, "ipc")
+                for stream in running:
+                    assert stream.ended().finish in ("length", "abort"), stream.failure
+                for number in range(2):
+                    answer = engine.post(
+                        "/generate", input_ids=PROMPTS[0], sampling_params=sampling, routed_dp_rank=number
+                    )
+                    assert answer["meta_info"]["dp_rank"] == number
+                    assert follows(served.model, PROMPTS[0], answer["output_ids"])
+                    assert answer["meta_info"]["weight_version"] == str(served.version)
+
     @pytest.mark.parametrize("family", ["qwen3", "llama"])
     def test_a_tied_head_over_a_padded_vocabulary(self, tmp_path: Path, family: str) -> None:
         settings = DENSE | {"vocab_size": 500, "tie_word_embeddings": True}

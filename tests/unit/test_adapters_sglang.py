@@ -21,8 +21,9 @@ from weightcast.comm.run_steps import EngineRequest
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.protocols import Invitation
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DTYPES, BucketLayout, TensorSlot, TensorSpec, plan_buckets
-from weightcast.wire.messages import Commit, EngineInfo, Open, Owner
+from weightcast.wire.messages import Commit, Open, Owner
 
 URL = "http://127.0.0.1:30000"
 SERVER = {"version": "0.5.23", "tp_size": 2, "dp_size": 1, "pp_size": 1, "device": "cpu", "random_seed": 7}

@@ -7,12 +7,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from tests.torn import OUT_OF_MEMORY, FailingCopy
 from tests.unit.models import FusedModel, ScalingModel, weights_of
@@ -29,7 +31,8 @@ from weightcast.plugins.staged_receiver import staging_setting
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
-from weightcast.wire.messages import Ack, Message, Revert
+from weightcast.wire.answers import Ack
+from weightcast.wire.messages import Message, Revert
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,9 +63,14 @@ class Scheduler:
         self._request_dispatcher = Dispatcher([])
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.idle_sleeper = None
+        self.idle = True
+        self.request_receiver = SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None)
         self.running_batch = SimpleNamespace(reqs=[])
         self.tree_cache = None
         self.waiting_queue: list[Any] = []
+
+    def is_fully_idle(self) -> bool:
+        return self.idle
 
     def pause_generation(self, message: Any) -> None:
         self._engine_paused = True
@@ -103,10 +111,18 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
 
 
-def runner(rank: int, world: int, model_class: type[FusedModel] = FusedModel, *, stages: int = 1) -> Any:
+def runner(
+    rank: int, world: int, model_class: type[FusedModel] = FusedModel, *, stages: int = 1, replicas: int = 1
+) -> Any:
     """SGLang's model runner with the weights of version 0 loaded."""
-    across, along = (world // stages, stages) if stages > 1 else (world, 1)
-    PARALLEL[0] = SimpleNamespace(tp_rank=rank % across, tp_size=across, pp_rank=rank // across, pp_size=along)
+    across, along = (world // stages, stages) if stages > 1 else (world // replicas, 1)
+    PARALLEL[0] = SimpleNamespace(
+        tp_rank=rank % across,
+        tp_size=across,
+        pp_rank=rank // across if stages > 1 else 0,
+        pp_size=along,
+        dp_rank=rank // across if replicas > 1 else None,
+    )
     weights = weights_of(0)
     model = model_class(tp_rank=rank % across, tp_size=across)
     with torch.no_grad():
@@ -115,7 +131,7 @@ def runner(rank: int, world: int, model_class: type[FusedModel] = FusedModel, *,
         model=model,
         device="cpu",
         gpu_id=0,
-        server_args=SimpleNamespace(weight_version="base"),
+        server_args=SimpleNamespace(weight_version="base", dp_size=replicas, tp_size=across, pp_size=along),
         model_config=SimpleNamespace(quantization=None, is_multimodal=False),
         load_config=SimpleNamespace(load_format="auto"),
         loader=SimpleNamespace(_get_all_weights=lambda config, model: iter(weights.items())),
@@ -125,8 +141,9 @@ def runner(rank: int, world: int, model_class: type[FusedModel] = FusedModel, *,
 class Server:
     """Two ranks, the loop that plays both schedulers' passes, and the API server's half."""
 
-    def __init__(self, *, stages: int = 1) -> None:
-        self.ranks = [SglangRank(runner(rank, 2, stages=stages)) for rank in range(2)]
+    def __init__(self, *, stages: int = 1, replicas: int = 1) -> None:
+        self.replicas = replicas
+        self.ranks = [SglangRank(runner(rank, 2, stages=stages, replicas=replicas)) for rank in range(2)]
         self.schedulers = [Scheduler() for _ in self.ranks]
         for rank, scheduler in zip(self.ranks, self.schedulers, strict=True):
             rank.attach(scheduler)
@@ -151,15 +168,14 @@ class Server:
 
     def _loop(self) -> None:
         while not self._stop.wait(0.002):
-            requests: list[Any] = []
-            self.ranks[0].requests_pulled(requests)
-            for request in requests:
-                for scheduler, around in zip(self.schedulers, self.around, strict=True):
-                    if around is None:
-                        scheduler._request_dispatcher(request)
-                    else:
-                        with around:
-                            scheduler._request_dispatcher(request)
+            size = len(self.ranks) // self.replicas
+            for first in range(0, len(self.ranks), size):
+                requests: list[Any] = []
+                self.ranks[first].requests_pulled(requests)
+                for request in requests:
+                    for number in range(first, first + size):
+                        with self.around[number] or nullcontext():
+                            self.schedulers[number]._request_dispatcher(request)
 
     def close(self) -> None:
         self.engine.close()
@@ -182,7 +198,8 @@ class Server:
     def serves(self, version: int) -> bool:
         for rank in self.ranks:
             live = rank.receiver.loader.residents
-            wanted = FusedModel(tp_rank=rank.rank % 2, tp_size=2)
+            across = len(self.ranks) // self.replicas
+            wanted = FusedModel(tp_rank=rank.rank % across, tp_size=across)
             with torch.no_grad():
                 wanted.load_weights(weights_of(version).items())
             if not all(torch.equal(live[name], tensor) for name, tensor in wanted.named_parameters()):
@@ -243,7 +260,7 @@ def test_a_rank_that_refuses_the_commit_keeps_all_from_switching(server: Server,
     sender = server.ready(1)
     server.ranks[rank].receiver._committed = sender.session  # it says that it has switched already
     server.ranks[rank]._committed = ""
-    ack = server.engine.apply(sender.commit(as_received=True))
+    ack = server.engine.apply(sender.commit(proven=True))
     assert not ack.ok
     assert "committed before" in ack.error
     assert "not all ranks were ready" in ack.error or rank == 0
@@ -257,7 +274,7 @@ def test_a_switch_that_fails_on_one_rank_is_undone_on_both(server: Server, rank:
     server.tell(first.commit(first.digests()[1]))
     sender = server.ready(2)
     server.around[rank] = FailingCopy(at=1)
-    ack = server.engine.apply(sender.commit(as_received=True))
+    ack = server.engine.apply(sender.commit(proven=True))
     server.around[rank] = None
     assert not ack.ok
     assert OUT_OF_MEMORY in ack.error
@@ -267,6 +284,52 @@ def test_a_switch_that_fails_on_one_rank_is_undone_on_both(server: Server, rank:
     again = server.ready(3)
     server.tell(again.commit(again.digests()[1]))
     assert server.serves(3)
+
+
+@pytest.fixture
+def replicas() -> Iterator[Server]:
+    made = Server(replicas=2)
+    yield made
+    made.close()
+
+
+def test_data_parallel_engines_switch_together_each_at_a_mark_of_its_own(replicas: Server) -> None:
+    assert [hello.rank for hello in replicas.executor.hellos] == [0, 1]
+    sender = replicas.ready(1)
+    assert replicas.serves(0)
+    ack = replicas.tell(sender.commit(sender.digests()[1]))
+    assert (ack.state, ack.version, ack.resident_ranks) == ("serving", 1, 2)
+    assert replicas.serves(1)
+    for scheduler in replicas.schedulers:
+        assert scheduler.log == ["pause retract", "flush", "continue"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_switch_that_fails_on_one_data_parallel_engine_is_undone_on_both(replicas: Server, rank: int) -> None:
+    first = replicas.ready(1)
+    replicas.tell(first.commit(first.digests()[1]))
+    sender = replicas.ready(2)
+    replicas.around[rank] = FailingCopy(at=1)
+    ack = replicas.engine.apply(sender.commit())
+    replicas.around[rank] = None
+    assert not ack.ok
+    assert OUT_OF_MEMORY in ack.error
+    assert replicas.serves(1)
+    assert replicas.engine.info().version == 1
+
+
+def test_a_data_parallel_engine_that_does_not_know_its_number_is_refused() -> None:
+    made = runner(0, 2, replicas=2)
+    PARALLEL[0].dp_rank = None
+    with pytest.raises(ConfigError, match="which data-parallel engine this process belongs to"):
+        SglangRank(made)
+
+
+def test_version_0_5_17_tells_the_number_beside_the_runners_other_ranks() -> None:
+    made = runner(0, 2, replicas=2)
+    del PARALLEL[0].dp_rank
+    made.ps = SimpleNamespace(dp_rank=1)
+    assert SglangRank(made).rank == 1
 
 
 def test_with_stages_a_retraction_is_refused_before_anything_moves() -> None:
@@ -312,6 +375,63 @@ def test_models_that_cannot_be_updated_are_refused(changes: dict[str, Any], word
 
 
 # -- one scheduler
+
+
+class IdleRank:
+    """The first rank, its scheduler with a real socket, and a thread that is in one pass of its loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("weightcast.plugins.sglang.boundary._REST_S", SOON_S)
+        self.rank, self.scheduler = SglangRank(runner(0, 1)), Scheduler()
+        self._context = zmq.Context()
+        requests, self.client = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self.client.connect(f"tcp://127.0.0.1:{requests.bind_to_random_port('tcp://127.0.0.1')}")
+        self.scheduler.request_receiver.recv_from_tokenizer = requests
+        self.rank.attach(self.scheduler)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def one_pass(self) -> tuple[threading.Thread, list[Any]]:
+        pulled: list[Any] = []
+        thread = threading.Thread(target=self.rank.requests_pulled, args=(pulled,), daemon=True)
+        thread.start()
+        return thread, pulled
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[IdleRank]:
+    made = IdleRank(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_an_idle_scheduler_rests_in_a_session_until_a_request_or_a_mark_comes(idle: IdleRank) -> None:
+    idle.rank.in_session = True
+    resting, pulled = idle.one_pass()
+    resting.join(0.2)
+    assert resting.is_alive()
+    idle.client.send(b"a request")
+    resting.join(SOON_S / 2)
+    assert (resting.is_alive(), pulled) == (False, [])
+    idle.scheduler.request_receiver.recv_from_tokenizer.recv()
+    resting, pulled = idle.one_pass()
+    idle.rank.told_to_switch()
+    resting.join(SOON_S / 2)
+    assert (resting.is_alive(), len(pulled)) == (False, 1)
+    resting, _ = idle.one_pass()
+    resting.join(0.2)
+    assert resting.is_alive()  # the mark has woken one pass, and no more
+    idle.rank.told_to_switch()
+    resting.join(SOON_S / 2)
+
+
+def test_a_scheduler_without_a_session_or_with_work_does_not_rest(idle: IdleRank) -> None:
+    for in_session, nothing_to_do in ((False, True), (True, False)):
+        idle.rank.in_session, idle.scheduler.idle = in_session, nothing_to_do
+        running, _ = idle.one_pass()
+        running.join(SOON_S / 2)
+        assert not running.is_alive()
 
 
 def request(key: str | None = None, *, holds: bool = False) -> Any:
@@ -370,7 +490,6 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"dp_size": 2}, "--dp-size"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"nnodes": 2}, "--nnodes"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
@@ -442,8 +561,9 @@ class Manager:
         self.aborts = 0
         self.version = ""
 
-    def abort_request(self, *, abort_all: bool) -> None:
-        assert abort_all
+    def _dispatch_to_scheduler(self, message: Any) -> None:
+        assert message.abort_all
+        assert not message.rid
         self.aborts += 1
         self.model_update_lock.readers = max(0, self.model_update_lock.readers - 1)
 

@@ -18,7 +18,8 @@ from weightcast.comm.same_host import host_id_of
 from weightcast.config import PauseMode
 from weightcast.errors import TargetRejected
 from weightcast.protocols import Adapter
-from weightcast.wire.messages import PROTOCOL, EngineInfo, RankInfo
+from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.messages import PROTOCOL
 
 # SGLang computes the scales of these formats when it starts; an update would leave the old scales.
 _ONLINE = frozenset({"fp8", "w8a8_int8", "w8a8_fp8", "mxfp4"})

@@ -22,21 +22,34 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from safetensors.torch import load_file
 from starlette.concurrency import run_in_threadpool
-from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.lab.dialects.faults import wants_half
 from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensors, cut, table
-from weightcast.lab.dialects.unpickled import Called, Named, read
-from weightcast.wire.layout import DTYPES, total_bytes
+from weightcast.lab.dialects.sglang_bodies import (
+    Begin,
+    Check,
+    Continue,
+    DestroyGroup,
+    End,
+    FromDisk,
+    FromDistributed,
+    FromTensor,
+    Generate,
+    InitGroup,
+    Pause,
+    SetVersion,
+    bucket_of,
+)
+from weightcast.lab.dialects.unpickled import read
+from weightcast.wire.layout import total_bytes
 from weightcast.wire.messages import Readback
 
 if TYPE_CHECKING:
@@ -54,103 +67,6 @@ _NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "
     "Retract or finish them, then call /flush_cache."
 )
-Selector = Literal["target", "draft", "all"]
-
-
-class Begin(msgspec.Struct, frozen=True):
-    """``POST /begin_weight_update``."""
-
-    selector: Selector = "all"
-
-
-class End(msgspec.Struct, frozen=True):
-    """``POST /end_weight_update``."""
-
-
-class InitGroup(msgspec.Struct, frozen=True):
-    """``POST /init_weights_update_group``."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str = "weight_update_group"
-    backend: str = "nccl"
-
-
-class DestroyGroup(msgspec.Struct, frozen=True):
-    """``POST /destroy_weights_update_group``."""
-
-    group_name: str = "weight_update_group"
-
-
-class FromDistributed(msgspec.Struct, frozen=True):
-    """``POST /update_weights_from_distributed``."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = "weight_update_group"
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    load_format: str | None = None
-    selector: Selector = "all"
-
-
-class FromTensor(msgspec.Struct, frozen=True):
-    """``POST /update_weights_from_tensor``."""
-
-    serialized_named_tensors: list[str]
-    load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    selector: Selector = "all"
-
-
-class FromDisk(msgspec.Struct, frozen=True):
-    """``POST /update_weights_from_disk``."""
-
-    model_path: str
-    load_format: str | None = None
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
-
-
-class Pause(msgspec.Struct, frozen=True):
-    """``POST /pause_generation``."""
-
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class Continue(msgspec.Struct, frozen=True):
-    """``POST /continue_generation``."""
-
-    torch_empty_cache: bool = True
-
-
-class SetVersion(msgspec.Struct, frozen=True):
-    """``POST /update_weight_version``."""
-
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class Check(msgspec.Struct, frozen=True):
-    """``POST /weights_checker``, restricted to the action that changes nothing."""
-
-    action: Literal["checksum"] = "checksum"
-
-
-class Generate(msgspec.Struct, frozen=True):
-    """``POST /generate``, restricted to scoring prompts."""
-
-    input_ids: list[int]
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    sampling_params: dict[str, Any] = {}
 
 
 class _Refused(Exception):
@@ -314,7 +230,7 @@ class Dialect:
                 self._die(f"{len(payloads)} payloads for {self._live.tp_size} ranks")
             try:
                 # Each rank has a payload of its own with the same content. All are opened, since opening counts.
-                opened = [_bucket(read(payload)) for payload in payloads[: self._live.tp_size]]
+                opened = [bucket_of(read(payload)) for payload in payloads[: self._live.tp_size]]
                 self._load(opened[0], half=half)
             except (WireError, ValueError) as error:
                 self._die(str(error))
@@ -496,52 +412,6 @@ async def _parsed(request: Request, kind: type[Any], do: Callable[[Any, Request]
         return _json(200, await run_in_threadpool(do, body, request))
     except _Refused as error:
         return _json(400, {"success": False, "message": str(error)})
-
-
-def _bucket(described: Any) -> NamedTensors:
-    """Opens the tensors that a payload describes.
-
-    Raises:
-        WireError: The payload is not a flattened bucket, or has names that SGLang's decoder refuses.
-    """
-    if not isinstance(described, dict):
-        raise WireError("not a flattened bucket")
-    found = cast(dict[str, Any], described)
-    flat = _open(found.get("flattened_tensor"))
-    named: list[tuple[str, torch.Tensor]] = []
-    for entry in cast(list[Any], found.get("metadata")):
-        if not isinstance(entry, Called) or str(entry.function) != "types.SimpleNamespace":
-            raise WireError(f"Blocked unsafe global ({entry}) during pickle deserialization")
-        meta = entry.state
-        part = flat[meta["start_idx"] : meta["end_idx"]]
-        named.append((meta["name"], part.clone().view(_dtype(meta["dtype"])).view(meta["shape"])))
-    return named
-
-
-def _open(described: Any) -> torch.Tensor:
-    """Opens host memory that ``torch.multiprocessing`` shares by name."""
-    function, (_, typed, seen) = _call(described, "rebuild_tensor", 3)
-    _, (untyped, dtype) = _call(typed, "rebuild_typed_storage", 2)
-    _, (_, manager, name, size_bytes) = _call(untyped, "rebuild_storage_filename", 4)
-    offset, size, stride, _ = seen
-    if _dtype(dtype) != torch.uint8:
-        raise WireError(f"{function}: the dtype of a bucket must be uint8")
-    storage: Any = rebuild_storage_filename(torch.UntypedStorage, manager, name, size_bytes)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, size, stride)
-
-
-def _call(described: Any, name: str, count: int) -> tuple[Named, tuple[Any, ...]]:
-    if not isinstance(described, Called) or str(described.function) != f"torch.multiprocessing.reductions.{name}":
-        raise WireError(f"Blocked unsafe global ({described}) during pickle deserialization")
-    if len(described.arguments) != count:
-        raise WireError(f"{name} needs {count} arguments")
-    return described.function, described.arguments
-
-
-def _dtype(name: Any) -> torch.dtype:
-    if not isinstance(name, Named) or name.module != "torch" or name.name not in DTYPES:
-        raise WireError(f"{name} is not a dtype")
-    return DTYPES[name.name]
 
 
 def _json(status: int, body: dict[str, Any]) -> Response:

@@ -2,6 +2,9 @@
 
 SGLang's first rank broadcasts its requests to all ranks at the top of every pass of every event loop.  It adds a
 ``Step`` to them, and each rank carries out what waits when the ``Step`` comes to it (``plugins.switch_rank``).
+
+An idle scheduler passes thousands of times a second and keeps Python's interpreter from our threads.  During a session
+it rests until a request or a mark comes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from weightcast.plugins.sglang.hook_points import REQUEST_RECEIVER_ATTRIBUTES, check_attributes
+
+_REST_S = 0.02  # bounds what else an idle scheduler does in a pass, such as its metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,7 @@ class Step:
 class Boundary:
     """Sends such marks from the first rank, and takes them on every rank."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
+    def __init__(self, step: Callable[[], object]) -> None:
         """Makes a boundary without marks.
 
         Args:
@@ -34,17 +41,35 @@ class Boundary:
         self._steps: deque[Step] = deque()
         self._count = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._scheduler: Any = None
+        self._news: Any = None
 
     def attach(self, scheduler: Any) -> None:
         """Adds our type to a scheduler's dispatcher, and our wake-up to what an idle scheduler waits for."""
-        # SGLang is not installed where this is checked.
+        # Neither is installed where this is checked.
+        import zmq  # pyright: ignore[reportMissingImports]
         from sglang.utils import TypeBasedDispatcher  # pyright: ignore[reportMissingImports]
 
         scheduler._request_dispatcher += TypeBasedDispatcher([(Step, self._take)])
         if scheduler.idle_sleeper is not None:  # --sleep-on-idle: the first rank waits for its sockets up to a second
-            import zmq
-
             scheduler.idle_sleeper.poller.register(self._wake, zmq.POLLIN)
+        self._scheduler = scheduler
+        receiver = scheduler.request_receiver
+        check_attributes(receiver, REQUEST_RECEIVER_ATTRIBUTES)
+        self._news = zmq.Poller()
+        for source in (receiver.recv_from_tokenizer, receiver.recv_from_rpc, self._wake):
+            if source is not None:  # ranks after the first have no sockets, and wait for its broadcast
+                self._news.register(source, zmq.POLLIN)
+
+    def rest(self) -> bool:
+        """First rank only: waits until a request or a mark comes, if SGLang has nothing to do; True if it had not."""
+        scheduler = self._scheduler
+        if not (scheduler._engine_paused or scheduler.is_fully_idle()):
+            return False
+        self._news.poll(1e3 * _REST_S)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        return True
 
     def inject(self) -> None:
         """First rank only: adds a ``Step`` to the next requests."""

@@ -18,7 +18,7 @@ from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER
-from weightcast.plugins.sglang.settings import check_settings
+from weightcast.plugins.sglang.settings import check_settings, ranks_of
 from weightcast.plugins.sglang.sleep import SleepingSessions, guard_sleep, loses_weights
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
@@ -46,10 +46,12 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     from sglang.srt.utils.auth import AuthLevel
 
     check_settings(server_args)
-    executor = SwitchExecutor(server_args.tp_size * server_args.pp_size, os.environ[FOLDER])
+    executor = SwitchExecutor(ranks_of(server_args), os.environ[FOLDER])
     hooks = SglangHooks(tokenizer_manager)
     specs, optional = tables_of(executor.hellos)
     notes = notes_of(executor.hellos, optional)
+    if server_args.dp_size > 1:
+        notes.append(f"{server_args.dp_size} data-parallel engines, updated together")
     for note in notes:
         log.info("%s", note)
     facts = EngineFacts(

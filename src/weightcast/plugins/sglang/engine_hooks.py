@@ -4,6 +4,8 @@ Threads of the server call these methods; SGLang's tokenizer manager lives on th
 ``in_place`` and ``retract`` are part of the switch itself, in the ranks (``requests_at_switch``).
 """
 
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
@@ -120,13 +122,16 @@ class SglangHooks:
         self._run(self._stamp(str(version)), "the new version to be noted")
 
     async def _drain(self, *, abort: bool) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
         manager = self._manager
         async with manager.is_pause_cond:
             manager.is_pause = True
         while True:
             if abort:
-                # Again in each round: a request that was being tokenized reaches the scheduler after the first.
-                manager.abort_request(abort_all=True)
+                # Again in each round: a request that was being tokenized reaches the scheduler after the first.  The
+                # manager's own abort_request would, in 0.5.17, also end requests that wait for the pause to end.
+                manager._dispatch_to_scheduler(AbortReq(rid="", abort_all=True))
             if not await manager.model_update_lock.is_locked():
                 return
             await asyncio.sleep(_LOOK_S)

@@ -45,11 +45,11 @@ _IN_RANKS: dict[str, tuple[str, ...]] = {
     "sglang.utils:TypeBasedDispatcher": ("mapping",),
     f"{_MESSAGES}PauseGenerationReqInput": ("mode",),
     f"{_MESSAGES}ContinueGenerationReqInput": ("torch_empty_cache",),
-    f"{_MESSAGES}AbortReq": ("abort_all",),
+    f"{_MESSAGES}AbortReq": ("rid", "abort_all"),
 }
 _IN_MAIN: dict[str, tuple[str, ...]] = {
     f"{_HTTP}_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
-    f"{_MANAGER}.abort_request": ("self", "abort_all"),
+    f"{_MANAGER}._dispatch_to_scheduler": ("self", "obj"),
     f"{_MANAGER}.release_memory_occupation": ("self", "obj"),
     f"{_MANAGER}.resume_memory_occupation": ("self", "obj"),
     f"{_MANAGER}._update_weight_version_if_provided": ("self", "weight_version"),
@@ -61,10 +61,13 @@ SCHEDULER_ATTRIBUTES = (
     "_request_dispatcher",
     "grammar_manager",
     "idle_sleeper",
+    "is_fully_idle",
+    "request_receiver",
     "running_batch",
     "tree_cache",
     "waiting_queue",
 )
+REQUEST_RECEIVER_ATTRIBUTES = ("recv_from_rpc", "recv_from_tokenizer")
 MANAGER_ATTRIBUTES = ("is_pause", "is_pause_cond", "model_update_lock")
 
 

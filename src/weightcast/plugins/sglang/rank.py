@@ -18,7 +18,7 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.sglang.boundary import Boundary
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
-from weightcast.plugins.sglang.settings import check_settings
+from weightcast.plugins.sglang.settings import check_settings, ranks_of
 from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
@@ -49,8 +49,11 @@ class SglangRank(SwitchRank):
         check_settings(runner.server_args)
         parallel = get_parallel()
         self._stages = int(parallel.pp_size)
+        ranks, within = ranks_of(runner.server_args), int(parallel.tp_size * parallel.pp_rank + parallel.tp_rank)
+        # Each data-parallel engine has a scheduler of its own that broadcasts requests.
+        self._broadcasts = within == 0
         super().__init__(
-            int(parallel.tp_size * parallel.pp_rank + parallel.tp_rank),
+            within + replica_of(runner, parallel) * int(parallel.tp_size) * self._stages,
             torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu"),
         )
         self._loses_weights = loses_weights(runner.server_args)
@@ -59,7 +62,7 @@ class SglangRank(SwitchRank):
         self._requests: RequestsAtSwitch | None = None
         # Stamps of what is served, and of what the staging set has.
         self._version = self._other = str(getattr(runner.server_args, "weight_version", None) or "default")
-        self.receiver = self._make_receiver(runner, int(parallel.tp_size) * self._stages)
+        self.receiver = self._make_receiver(runner, ranks)
 
     def attach(self, scheduler: Any) -> None:
         """Adds the switch to a scheduler and listens for the API server."""
@@ -69,9 +72,10 @@ class SglangRank(SwitchRank):
 
     def requests_pulled(self, requests: list[Any] | None) -> None:
         """Called in each pass with the requests that the first rank is about to broadcast; the others wait for them."""
-        if self.rank == 0:
+        if self._broadcasts:
+            if self.in_session and (requests or not self._boundary.rest()):
+                self.yield_interpreter()
             self._boundary.pulled(requests)
-            self.yield_interpreter()
 
     def request_made(self, request: Any) -> None:
         """Called with every new request."""
@@ -125,7 +129,7 @@ class SglangRank(SwitchRank):
 
     def told_to_switch(self) -> None:
         """Implements ``SwitchRank.told_to_switch``."""
-        if self.rank == 0:
+        if self._broadcasts:
             self._boundary.inject()
 
     # -- once, when the model is loaded
@@ -163,6 +167,23 @@ class SglangRank(SwitchRank):
             engine=self.engine,
             without=_WITHOUT,
         )
+
+
+def replica_of(runner: Any, parallel: Any) -> int:
+    """Number of the data-parallel engine that a scheduler process belongs to.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+        parallel: SGLang's description of parallel ranks.
+
+    Raises:
+        ConfigError: There are several, and this version does not say which one it is.
+    """
+    # Version 0.5.17 has it beside the runner's other ranks.
+    number = getattr(getattr(runner, "ps", parallel), "dp_rank", None)
+    if number is None and (getattr(runner.server_args, "dp_size", None) or 1) > 1:
+        raise ConfigError("SGLang does not say which data-parallel engine this process belongs to", hint=_WITHOUT)
+    return int(number or 0)
 
 
 # SGLang calls plain functions, and each scheduler process has one model that is updated.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,6 @@ def _set(name: str, *off: object) -> Callable[[Any], bool]:
 
 
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (_set("dp_size", 1), "several data-parallel engines behind one URL (--dp-size)", "start one server for each"),
     (_set("enable_dp_attention"), "data-parallel attention (--enable-dp-attention)", "start SGLang without it"),
     (_set("ep_size", 1), "expert parallelism (--ep-size)", "start SGLang without it, with --tp-size alone"),
     (_set("nnodes", 1), "ranks on several hosts (--nnodes)", "keep the ranks of a server on one host"),
@@ -56,3 +56,9 @@ def check_settings(server_args: Any) -> None:
             f"not shown to be right with weightcast's receiver: {', '.join(what for what, _ in found)}",
             hint="; ".join(dict.fromkeys(hint for _, hint in found)) + "; or leave weightcast out of SGLANG_PLUGINS",
         )
+
+
+def ranks_of(server_args: Any) -> int:
+    """Number of scheduler processes, those of all data-parallel engines together."""
+    sizes = (getattr(server_args, name, None) or 1 for name in ("dp_size", "tp_size", "pp_size"))
+    return math.prod(int(size) for size in sizes)

@@ -16,7 +16,7 @@ import msgspec
 from weightcast.errors import Refused
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.receiver.session import SessionHandler
-from weightcast.wire.messages import EngineInfo
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.status import EngineStatus
 
 WEIGHTS = "weights"

@@ -1,0 +1,151 @@
+"""Bodies of SGLang's requests, and the tensors that a payload in one describes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+import torch
+from torch.multiprocessing.reductions import rebuild_storage_filename
+
+from weightcast.errors import WireError
+from weightcast.lab.dialects.live_weights import NamedTensors
+from weightcast.lab.dialects.unpickled import Called, Named, dtype_named
+
+Selector = Literal["target", "draft", "all"]
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """``POST /begin_weight_update``."""
+
+    selector: Selector = "all"
+
+
+class End(msgspec.Struct, frozen=True):
+    """``POST /end_weight_update``."""
+
+
+class InitGroup(msgspec.Struct, frozen=True):
+    """``POST /init_weights_update_group``."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class DestroyGroup(msgspec.Struct, frozen=True):
+    """``POST /destroy_weights_update_group``."""
+
+    group_name: str = "weight_update_group"
+
+
+class FromDistributed(msgspec.Struct, frozen=True):
+    """``POST /update_weights_from_distributed``."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: str | None = None
+    selector: Selector = "all"
+
+
+class FromTensor(msgspec.Struct, frozen=True):
+    """``POST /update_weights_from_tensor``."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    selector: Selector = "all"
+
+
+class FromDisk(msgspec.Struct, frozen=True):
+    """``POST /update_weights_from_disk``."""
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """``POST /pause_generation``."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class Continue(msgspec.Struct, frozen=True):
+    """``POST /continue_generation``."""
+
+    torch_empty_cache: bool = True
+
+
+class SetVersion(msgspec.Struct, frozen=True):
+    """``POST /update_weight_version``."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class Check(msgspec.Struct, frozen=True):
+    """``POST /weights_checker``, restricted to the action that changes nothing."""
+
+    action: Literal["checksum"] = "checksum"
+
+
+class Generate(msgspec.Struct, frozen=True):
+    """``POST /generate``, restricted to scoring prompts."""
+
+    input_ids: list[int]
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    sampling_params: dict[str, Any] = {}
+
+
+def bucket_of(described: Any) -> NamedTensors:
+    """Opens the tensors that a payload describes.
+
+    Raises:
+        WireError: The payload is not a flattened bucket, or has names that SGLang's decoder refuses.
+    """
+    if not isinstance(described, dict):
+        raise WireError("not a flattened bucket")
+    found = cast(dict[str, Any], described)
+    flat = _open(found.get("flattened_tensor"))
+    named: list[tuple[str, torch.Tensor]] = []
+    for entry in cast(list[Any], found.get("metadata")):
+        if not isinstance(entry, Called) or str(entry.function) != "types.SimpleNamespace":
+            raise WireError(f"Blocked unsafe global ({entry}) during pickle deserialization")
+        meta = entry.state
+        part = flat[meta["start_idx"] : meta["end_idx"]]
+        named.append((meta["name"], part.clone().view(dtype_named(meta["dtype"])).view(meta["shape"])))
+    return named
+
+
+def _open(described: Any) -> torch.Tensor:
+    """Opens host memory that ``torch.multiprocessing`` shares by name."""
+    function, (_, typed, seen) = _call(described, "rebuild_tensor", 3)
+    _, (untyped, dtype) = _call(typed, "rebuild_typed_storage", 2)
+    _, (_, manager, name, size_bytes) = _call(untyped, "rebuild_storage_filename", 4)
+    offset, size, stride, _ = seen
+    if dtype_named(dtype) != torch.uint8:
+        raise WireError(f"{function}: the dtype of a bucket must be uint8")
+    storage: Any = rebuild_storage_filename(torch.UntypedStorage, manager, name, size_bytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, size, stride)
+
+
+def _call(described: Any, name: str, count: int) -> tuple[Named, tuple[Any, ...]]:
+    if not isinstance(described, Called) or str(described.function) != f"torch.multiprocessing.reductions.{name}":
+        raise WireError(f"Blocked unsafe global ({described}) during pickle deserialization")
+    if len(described.arguments) != count:
+        raise WireError(f"{name} needs {count} arguments")
+    return described.function, described.arguments
