@@ -1,4 +1,4 @@
-"""LMDeploy's whole server with our receiver, on a CPU (``lmdeploy_cpu``), and requests that keep it busy."""
+"""LMDeploy's whole server on a CPU (``lmdeploy_cpu``), with or without our receiver, and requests that keep it busy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx
 import torch
 
 from tests.e2e.engines import Engine
-from tests.engines.environment import ROOT, engine_python
+from tests.engines.environment import LISTS, ROOT, engine_python
 from tests.engines.sglang_load import LIMIT_S, Stream
 from weightcast.comm.ports import quiet_port
 
@@ -77,15 +77,21 @@ def choices(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[in
     return scores.argmax(-1).tolist()
 
 
-def command(model: Path, options: Sequence[str], port: int) -> tuple[list[str], dict[str, str]]:
+def command(
+    model: Path, options: Sequence[str], port: int, *, receiver: bool = True
+) -> tuple[list[str], dict[str, str]]:
     """Returns the command and the environment of a server."""
     python = engine_python("lmdeploy-0.18.0-cpu")
-    words = [str(python), "-m", "weightcast.plugins.lmdeploy", "serve", "api_server", str(model), "--backend=pytorch"]
+    module = "weightcast.plugins.lmdeploy" if receiver else "lmdeploy"
+    words = [str(python), "-m", module, "serve", "api_server", str(model), "--backend=pytorch"]
     words += ["--server-name=127.0.0.1", f"--server-port={port}", f"--session-len={CONTEXT}", "--eager-mode"]
     words += ["--num-gpu-blocks=256", "--max-batch-size=8", "--max-prefill-token-num=256", "--disable-metrics"]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "LMDEPLOY_"))},
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests" / "engines" / "lmdeploy_cpu"))),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (*((ROOT / "src",) if receiver else ()), LISTS / "lmdeploy_cpu", LISTS))
+        ),
+        "WEIGHTS_FROM_HOST": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -96,7 +102,9 @@ def command(model: Path, options: Sequence[str], port: int) -> tuple[list[str], 
 
 
 @contextmanager
-def lmdeploy_with_receiver(model: Path, log: Path, *options: str, key: str = "") -> Iterator[Engine]:
+def lmdeploy(
+    model: Path, log: Path, *options: str, key: str = "", receiver: bool = True, tp: int = 1
+) -> Iterator[Engine]:
     """A server, ended on the way out.
 
     Args:
@@ -104,14 +112,16 @@ def lmdeploy_with_receiver(model: Path, log: Path, *options: str, key: str = "")
         log: File for its output.
         options: More options of LMDeploy.
         key: API key for our own questions.
+        receiver: False for the server as it ships.
+        tp: Number of ranks.
     """
     port = quiet_port()
-    words, environment = command(model, options, port)
+    words, environment = command(model, options, port, receiver=receiver)
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     client = httpx.Client(timeout=120.0, trust_env=False, headers=headers)
-    engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=1, client=client)
+    engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
     try:
         _wait(engine, log)
         yield engine

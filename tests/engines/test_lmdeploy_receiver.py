@@ -16,7 +16,7 @@ from tests.engines.lmdeploy_receiver_server import (
     choices,
     expected,
     fresh,
-    lmdeploy_with_receiver,
+    lmdeploy,
 )
 from tests.engines.test_sglang_cpu import nudge
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -66,7 +66,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("lmdeploy")
     model = model_in(folder)
     tiny_tokenizer(folder)
-    with lmdeploy_with_receiver(folder, folder / "server.log") as engine:
+    with lmdeploy(folder, folder / "server.log") as engine:
         yield Served(engine, model)
 
 

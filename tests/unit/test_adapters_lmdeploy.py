@@ -18,8 +18,10 @@ from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetRejected, WireError
 from weightcast.lab.dialects.unpickled import Named, read
 from weightcast.protocols import Invitation
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec, plan_buckets
-from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open, Owner
+from weightcast.wire.messages import Close, Commit, Open, Owner
 
 SPECS = [TensorSpec(name=f"w{index}", dtype="float32", shape=(4, 8)) for index in range(4)]
 SPECS += [TensorSpec(name="h", dtype="bfloat16", shape=(3,))]

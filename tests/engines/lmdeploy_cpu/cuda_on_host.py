@@ -53,6 +53,8 @@ class OnHost(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.record_stream:
             return None
+        if func is torch._C._nn._parse_to and args and isinstance(args[0], int):
+            args = ("cpu", *args[1:])  # the number of a GPU
         kwargs = {name: _on_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         return func(*(_on_host(value) for value in args), **kwargs)
 
@@ -84,6 +86,22 @@ def pretend_cuda() -> None:
     cuda.get_device_properties = lambda *args: types.SimpleNamespace(uuid="host", total_memory=_FREE)
     torch._C._cuda_clearCublasWorkspaces = lambda: None
     OnHost().__enter__()
+
+
+def move_to_other_memory() -> None:
+    """Makes a model that moves to a GPU move to other memory, one tensor after the other, as between two devices."""
+    move = torch.nn.Module.to
+
+    def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        move(self, *args, **kwargs)
+        if args and isinstance(args[0], int):
+            for module in self.modules():
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    if tensor is not None:
+                        tensor.data = tensor.data.clone()
+        return self
+
+    torch.nn.Module.to = moved
 
 
 class PagedAttention:
@@ -170,7 +188,19 @@ def keep_float32() -> None:
     config._update_torch_dtype = kept
 
 
+def take_weights_from_host() -> None:
+    """Lets LMDeploy's own routes take weights from segments of the host, as ``lmdeploy_rig`` does."""
+    import torch.multiprocessing.reductions as reductions
+    from host_memory import open_segment, receive_on_host
+
+    reductions.rebuild_cuda_tensor = open_segment(lambda _: None, own_device=0)
+    receive_on_host()
+
+
 torch.set_num_threads(1)
 pretend_cuda()
+if os.environ.get("WEIGHTS_FROM_HOST"):
+    take_weights_from_host()
 use_host_backend()
 keep_float32()
+move_to_other_memory()

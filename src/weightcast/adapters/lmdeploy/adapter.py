@@ -19,8 +19,10 @@ from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import ConfigError, TargetRejected, WireError
 from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
+from weightcast.wire.messages import Close, Commit, Open
 
 _FLAT = "flattened_bucket"
 _SLEEP = EngineRequest(path="/sleep?level=1")

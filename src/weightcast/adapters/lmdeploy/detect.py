@@ -17,7 +17,9 @@ from weightcast.comm.same_host import host_id_of
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, TargetRejected
 from weightcast.protocols import Adapter
-from weightcast.wire.messages import PROTOCOL, EngineInfo, RankInfo, shown
+from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.fields import shown
+from weightcast.wire.messages import PROTOCOL
 
 NO_GROUP = "weightcast-no-such-group"
 _STATUS = "/update_weights_from_ipc"

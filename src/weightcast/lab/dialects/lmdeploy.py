@@ -30,8 +30,8 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.lab.dialects.faults import wants_half
 from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensors, cut, table
-from weightcast.lab.dialects.unpickled import Called, Named, read
-from weightcast.wire.layout import DTYPES, total_bytes
+from weightcast.lab.dialects.unpickled import Called, dtype_named, read
+from weightcast.wire.layout import total_bytes
 
 if TYPE_CHECKING:
     from weightcast.rollout.engine import RolloutEngine
@@ -222,7 +222,7 @@ class Dialect:
         found: list[tuple[str, torch.Tensor]] = []
         for entry in metadata:
             fields = cast(Called, entry).state
-            if _dtype(fields["dtype"]) != flat.dtype:
+            if dtype_named(fields["dtype"]) != flat.dtype:
                 raise ValueError(f"{fields['name']} is {fields['dtype']}, but the buffer was opened as {flat.dtype}")
             part = flat[fields["start_idx"] : fields["end_idx"]].reshape(fields["shape"])
             found.append((fields["name"], part))
@@ -373,13 +373,7 @@ def _open(item: Any) -> torch.Tensor:
         raise WireError(f"this dialect cannot open memory for {function}")
     _, size, stride, offset, _, dtype, _, name, size_bytes, _, _, manager = arguments[:12]
     storage: Any = rebuild_storage_filename(torch.UntypedStorage, manager, name, size_bytes)
-    return torch.empty(0, dtype=_dtype(dtype)).set_(storage, offset, size, stride)
-
-
-def _dtype(name: Named) -> torch.dtype:
-    if name.module != "torch" or name.name not in DTYPES:
-        raise WireError(f"{name} is not a dtype")
-    return DTYPES[name.name]
+    return torch.empty(0, dtype=dtype_named(dtype)).set_(storage, offset, size, stride)
 
 
 def _error(words: str, code: int) -> dict[str, Any]:

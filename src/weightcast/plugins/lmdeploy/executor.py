@@ -7,7 +7,8 @@ import logging
 from weightcast.errors import WeightcastError
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.switch_executor import SwitchExecutor
-from weightcast.wire.messages import Message, Open, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Message, Open
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 

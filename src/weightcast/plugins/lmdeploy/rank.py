@@ -25,7 +25,8 @@ from weightcast.plugins.lmdeploy.settings import WITHOUT
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
 from weightcast.receiver.loader import residents_of
-from weightcast.wire.messages import Message, Open, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Message, Open
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
