@@ -1,21 +1,28 @@
-"""Our receiver inside vLLM on one GPU: times of updates, gaps that clients see, sleep, and proof by behaviour.
+"""Our receiver inside vLLM on one GPU: times of updates, gaps that clients see, and vLLM's own sender beside it.
 
     WEIGHTCAST_VLLM_SITE=/tmp/site_vllm PYTHONPATH=src:. python3 benchmarks/gpu_vllm_receiver.py --json OUT.json
 
-The trainer is this process: a transformers model with random weights on the same GPU, sent by ``ipc``.  Each case
-starts one vLLM server on the trainer's first weights and runs these steps:
+The trainer is this process: a transformers model with random weights on the same GPU, sent by ``ipc``.  Two servers
+start side by side on its first weights: one with our receiver, one as vLLM ships.  Each case runs these steps:
 
-1. The trainer sends other weights; the second update compares log-probabilities (``verify="behaviour"``).
+1. Answers at the start: both servers must give the same ones.
 2. Updates while the engine is idle, with the pauses ``in_place`` and ``retract``.
-3. The same with ``--streams`` streaming clients in a process of their own.  A gap is the time between two tokens that a
-   client gets; gaps around updates stand beside the others of the same streams.
+3. Updates in every pause mode while ``--streams`` clients in a process of their own stream.  A gap is the time between
+   two messages that one request gets.
 4. The first weights again: answers must equal those of the start, token for token.
-5. ``/sleep`` with level 1 and 2, ``/wake_up?tags=weights``, an update, ``/wake_up?tags=kv_cache``.
-6. The case ``dummy``: a server started with ``--load-format dummy`` gets the first weights.
+5. vLLM's own sender into the server as it ships, idle and with the same streams.
+6. Two more updates into ours; the second compares log-probabilities (``verify="behaviour"``).
+7. With ``--sleep``: levels 1 and 2, ``/wake_up?tags=weights``, an update, ``/wake_up?tags=kv_cache``.
 
-vLLM runs at its defaults except for what ``--options`` says: its default budget leaves no room for a trainer on the
-same GPU.  The file has versions, commands, the copy rate of the device in the same run, every step and every check.
-The exit code is 1 if a check failed.  Everything ends within ``--limit-s``.  ``--tiny`` is a dry run on a CPU.
+The cases ``8b-online`` and ``moe-online`` start vLLM with ``--quantization fp8``; ``8b-blocks`` starts it on a
+checkpoint in fp8 blocks, and the trainer quantises on the way.  They compare no log-probabilities.
+
+The case ``dummy`` starts a server with ``--load-format dummy`` and sends it the first weights.
+
+vLLM runs with what ``--flags``, ``--options`` and each case add.  The file has versions, commands, the copy rate of the
+device in the same run, every step and every check; it is written anew after each case.  A step that fails ends its case
+only if nothing can follow it.  The exit code is 1 if a check failed.  Everything ends within ``--limit-s``, each case
+within ``--case-limit-s``; ``--logs`` keeps the end of each server's log.  ``--tiny`` is a dry run on a CPU.
 """
 
 from __future__ import annotations
@@ -23,26 +30,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Generator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.vllm_memory import QWEN3_8B, ROOT, Run, Server, asked, serving
+from benchmarks.engine_streams import gaps, load
+from benchmarks.vllm_memory import QWEN3_8B, ROOT, Run, Server, asked, await_start, launched
+from tests.fp8_checkpoints import fp8_checkpoint
 from tests.tiny import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from weightcast import WeightUpdater
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.quantise import Fp8Blocks
 from weightcast.lab.bench.machine import facts
 
 QWEN3_30B_A3B_16: dict[str, Any] = QWEN3_8B | {
@@ -58,7 +67,15 @@ QWEN3_30B_A3B_16: dict[str, Any] = QWEN3_8B | {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {"8b": ("qwen3", QWEN3_8B), "moe": ("qwen3_moe", QWEN3_30B_A3B_16)}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "8b": ("qwen3", QWEN3_8B),
+    "8b-online": ("qwen3", QWEN3_8B),
+    "8b-blocks": ("qwen3", QWEN3_8B),
+    "moe": ("qwen3_moe", QWEN3_30B_A3B_16),
+    "moe-online": ("qwen3_moe", QWEN3_30B_A3B_16),
+}
+# vLLM quantises what it gets; a checkpoint in blocks says so itself.
+ONLINE = ["--quantization=fp8"]
 TINY: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 160,
@@ -70,9 +87,21 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 TINY_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
-PAUSES = ("in_place", "retract")
+# A KV cache of a fixed size, since two servers and a trainer share the GPU.
+CACHE_BYTES = {"8b": 12 << 30, "8b-online": 8 << 30, "8b-blocks": 12 << 30}
+FEWER_BYTES = 4 << 30
+# Tokens of one request: a drain waits for all of them.
+TOKENS = {"in_place": 600, "retract": 600, "wait": 200, "abort": 600}
+IDLE_PAUSES = ("in_place", "retract")
 TOLERANCE = 1.0  # nats: bfloat16 in two implementations; other weights are several nats off
 END_S = 25.0  # kept for ending the servers and for the file
+START_S = 230.0
+OPTIONS = "--max-model-len=8192 --max-num-seqs=64 --cudagraph-capture-sizes 1 2 4 8 16 32"
+LOG_BYTES = 200_000
+
+
+class TimeIsUp(BaseException):
+    """The limit of a case or of the run has passed; no step may take it for a failure of its own."""
 
 
 class Trainer:
@@ -108,8 +137,11 @@ class Trainer:
 class Case:
     """One server and the trainer that updates it."""
 
-    def __init__(self, run: Run, args: argparse.Namespace, trainer: Trainer, server: Server) -> None:
+    def __init__(
+        self, run: Run, args: argparse.Namespace, trainer: Trainer, server: Server, *, blocks: bool = False
+    ) -> None:
         self.run, self.args, self.trainer, self.server = run, args, trainer, server
+        self.blocks = blocks
         self.version = 0
 
     def update(self, updater: WeightUpdater, name: str, seed: int) -> tuple[float, float]:
@@ -118,7 +150,7 @@ class Case:
         if self.trainer.device != "cpu":
             torch.cuda.synchronize()
         self.version += 1
-        with self.run.step(name, self.server) as kept:
+        with self.run.step(name) as kept:  # without nvidia-smi, which could disturb the streams
             began = time.monotonic()
             report = updater.update(version=self.version)
             ended = time.monotonic()
@@ -133,9 +165,9 @@ class Case:
     def connected(self, **options: Any) -> Generator[WeightUpdater]:
         """A connection whose time is a step of its own."""
         with self.run.step(f"connect {options}"):
-            updater = WeightUpdater.connect(
-                self.trainer.model, [self.server.url], transport="ipc", timeout_s=60.0, **options
-            )
+            model = self.trainer.model
+            sent = ModuleExporter(model, quantise=Fp8Blocks()) if self.blocks else model
+            updater = WeightUpdater.connect(sent, [self.server.url], transport="ipc", timeout_s=60.0, **options)
         with updater:
             yield updater
 
@@ -147,6 +179,14 @@ class Case:
             self.run.check(f"answers {what} equal", found == expected, found)
         return found
 
+    def attempt(self, what: str, step: Callable[[], object]) -> None:
+        """Runs a step whose failure need not end the case; the failure is kept."""
+        try:
+            step()
+        except Exception:  # noqa: BLE001  what follows still tells something
+            print(f"FAILED {self.run.case}: {what}:\n{traceback.format_exc()[-3000:]}", flush=True)
+            self.run.check(f"{what} ran to its end", ok=False, seen=traceback.format_exc()[-1500:])
+
     def behaviour(self) -> None:
         """Two updates; the second one compares log-probabilities with the trainer's own forward pass."""
         with self.connected(verify="behaviour", pause="in_place", behaviour_tolerance=TOLERANCE) as updater:
@@ -157,63 +197,73 @@ class Case:
 
     def idle(self) -> None:
         """Updates without a request."""
-        for pause in PAUSES:
+        for pause in IDLE_PAUSES:
             with self.connected(pause=pause) as updater:
                 for number in range(self.args.repeats):
                     self.update(updater, f"idle, {pause}", 1 + number % 2)
 
-    def under_load(self) -> None:
+    def under_load(self, pause: str) -> None:
         """Updates while clients stream."""
-        tokens = 150 if self.run.tiny else 12000
-        command = [sys.executable, __file__, "--read", self.server.url, str(self.args.streams), str(tokens)]
-        path = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
-        reader = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-        )
-        assert reader.stdin is not None
-        assert reader.stdout is not None
-        try:
-            said = reader.stdout.readline()
-            if said.strip() != "began":
-                raise RuntimeError(f"the streams did not begin: {said!r}")
-            windows: dict[str, list[tuple[float, float]]] = {pause: [] for pause in PAUSES}
-            for pause in PAUSES:
-                with self.connected(pause=pause) as updater:
-                    for number in range(self.args.repeats):
-                        time.sleep(0.2 if self.run.tiny else 1.0)
-                        name = f"{self.args.streams} streams, {pause}"
-                        windows[pause].append(self.update(updater, name, 1 + number % 2))
-            time.sleep(0.2 if self.run.tiny else 1.0)
-            reader.stdin.close()
-            streams: list[list[float]] = json.loads(reader.stdout.readline())
-        finally:
-            reader.kill()
-            reader.wait()
-        self._gaps(streams, windows)
+        wait_s = 0.2 if self.run.tiny else 1.0
+        tokens = 40 if self.run.tiny else TOKENS[pause]
+        windows: list[tuple[float, float]] = []
+        with (
+            self.connected(pause=pause) as updater,
+            load(self.server.url, streams=self.args.streams, tokens=tokens, engine="vllm") as clients,
+        ):
+            clients.wait_steady(60)
+            for number in range(self.args.repeats):
+                time.sleep(wait_s)
+                windows.append(self.update(updater, f"{self.args.streams} streams, {pause}", 1 + number % 2))
+            time.sleep(wait_s)
+            clients.stop()
+        self.gaps(f"gaps, {pause}", clients.requests, windows)
 
-    def _gaps(self, streams: list[list[float]], windows: dict[str, list[tuple[float, float]]]) -> None:
-        every = [pair for stream in streams for pair in pairwise(stream)]
-        with self.run.step("gaps that clients saw") as kept:
-            spans = [span for spans in windows.values() for span in spans]
-            quiet = sorted(
-                later - at for at, later in every if not any(at < end and later > begin for begin, end in spans)
-            )
-            kept["tokens"] = [len(stream) for stream in streams]
-            if quiet:
-                kept["outside_of_updates_s"] = {
-                    "median": round(statistics.median(quiet), 5),
-                    "p99": round(quiet[int(0.99 * (len(quiet) - 1))], 5),
-                    "longest": round(quiet[-1], 5),
-                }
-            for pause, found in windows.items():
-                longest = [
-                    max((later - at for at, later in every if at < end and later > begin), default=0.0)
-                    for begin, end in found
-                ]
-                kept[f"longest_around_each_update_s, {pause}"] = [round(gap, 5) for gap in longest]
-        if not self.run.tiny:  # with a short context the streams end before
-            begun = [bool(stream) and stream[-1] > spans[-1][1] for stream in streams]
-            self.run.check("every stream went on after the last update", all(begun), begun)
+    def gaps(self, what: str, requests: Any, windows: list[tuple[float, float]]) -> None:
+        """Keeps what the clients saw around each update."""
+        with self.run.step(what) as kept:
+            kept["around_each_update"] = [gaps(requests, begin, end + 0.1) for begin, end in windows]
+            kept["longest_s"] = [found["longest_s"] for found in kept["around_each_update"]]
+        ended = {str(request.finish) for request in requests}
+        self.run.check(f"{what}: no request failed", ended <= {"length", "stop", "abort"}, ended)
+        if "abort" not in what:
+            self.run.check(f"{what}: no request ended early", ended == {"length"}, ended)
+
+    def stock(self, server: Server, folder: Path, first: list[list[int]]) -> None:
+        """vLLM's own sender into a server as it ships: idle, then with streams."""
+        command = [sys.executable, str(ROOT / "benchmarks/vllm_sender.py"), str(folder), server.url]
+        path = [os.environ.get("WEIGHTCAST_VLLM_SITE", ""), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
+        for streams in (0, self.args.streams):
+            name = f"vLLM's own sender, {streams} streams" if streams else "vLLM's own sender, idle"
+            with ExitStack() as stack:
+                clients = None
+                if streams:
+                    clients = stack.enter_context(load(server.url, streams=streams, tokens=3000, engine="vllm"))
+                    clients.wait_steady(60)
+                with self.run.step(name, server) as kept:
+                    sent = subprocess.run(
+                        [*command, f"--rounds={self.args.repeats + self.args.repeats % 2}", "--gap-s=1"],
+                        capture_output=True,
+                        text=True,
+                        check=False,
+                        env=environment,
+                        timeout=150,
+                    )
+                    if sent.returncode:
+                        raise RuntimeError(sent.stderr[-3000:])
+                    said = json.loads(sent.stdout.splitlines()[-1])
+                    kept["bytes"] = said["bytes"]
+                    kept["update_s"] = [round(each["ended"] - each["began"], 4) for each in said["rounds"]]
+                    kept["paused_s"] = [round(each["finished"] - each["paused"], 4) for each in said["rounds"]]
+                if clients is not None:
+                    clients.stop()
+                    windows = [(each["began"], each["ended"]) for each in said["rounds"]]
+                    self.gaps("gaps, vLLM's own sender", clients.requests, windows)
+            with self.run.step("answers of vLLM as it ships"):
+                found = server.answers()
+            self.run.check("after an even number of rounds they equal those of the start", found == first, found)
 
     def sleeps(self, first: list[list[int]]) -> None:
         """Sleep and wake-up by tags, with an update between them, as colocated trainers do it."""
@@ -230,73 +280,110 @@ class Case:
 
 
 def case_receiver(run: Run, args: argparse.Namespace, name: str) -> None:
-    """Our receiver in a server that was started on the trainer's first weights."""
+    """Our receiver in a server that was started on the trainer's first weights, and vLLM as it ships beside it."""
     trainer, folder = made(run, args, name)
-    trainer.save(folder)
-    sleep = [] if run.tiny else ["--enable-sleep-mode"]
-    with serving(run, args, folder, "--no-enable-prefix-caching", *sleep, *args.options.split()) as server:
-        case = Case(run, args, trainer, server)
-        first = case.answers("at the start")
-        case.behaviour()
-        case.idle()
-        case.under_load()
-        with case.connected(pause="abort") as updater:
-            case.update(updater, "the first weights again", 0)
-        case.answers("on the first weights again", first)
-        case.sleeps(first)
+    with run.step("save the checkpoint"):
+        trainer.save(folder)
+        blocks = name.endswith("-blocks")
+        if blocks:
+            wide = folder.rename(folder.with_name(f"{name}-wide"))
+            fp8_checkpoint(wide, folder, "blocks", device=trainer.device)
+            shutil.rmtree(wide)
+    options = ["--no-enable-prefix-caching", *cache_options(args, name), *args.options.split()]
+    options += ONLINE if name.endswith("-online") else []
+    sleep = ["--enable-sleep-mode"] if args.sleep and not run.tiny else []
+    with ExitStack() as stack:
+        server = stack.enter_context(launched(run, args, folder, *options, *sleep))
+        ships = None if run.tiny else stack.enter_context(launched(run, args, folder, *options, backend="ipc"))
+        try:
+            await_start(run, server, START_S)
+            case = Case(run, args, trainer, server, blocks=blocks)
+            first = case.answers("at the start")
+            reference: list[list[list[int]]] = []
+            if ships is not None:
+
+                def as_it_ships() -> None:
+                    await_start(run, ships, START_S, ours=False)
+                    reference.append(ships.answers())
+                    run.check("both servers answer alike on the first weights", reference[0] == first, reference[0])
+
+                case.attempt("start of vLLM as it ships", as_it_ships)
+            case.attempt("idle", case.idle)
+            for pause in TOKENS:
+                case.attempt(f"under load, {pause}", lambda pause=pause: case.under_load(pause))
+
+            def first_again() -> None:
+                with case.connected(pause="abort") as updater:
+                    case.update(updater, "other weights", 1)
+                    other = case.answers("on other weights")
+                    run.check("they differ from the first ones", other != first)
+                    case.update(updater, "the first weights again", 0)
+                case.answers("on the first weights again", first)
+
+            case.attempt("the first weights again", first_again)
+            if ships is not None and reference:
+                case.attempt("vLLM's own sender", lambda: case.stock(ships, folder, reference[0]))
+            if name in ("8b", "moe"):
+                case.attempt("behaviour", case.behaviour)
+            if args.sleep:
+                case.attempt("sleep", lambda: case.sleeps(first))
+        finally:
+            keep_logs(args, *(each for each in (server, ships) if each is not None))
 
 
 def case_dummy(run: Run, args: argparse.Namespace, name: str) -> None:
     """A server that was started with random weights of vLLM's own, with two layers."""
     trainer, folder = made(run, args, name, num_hidden_layers=2)
     trainer.save(folder)
-    options = ["--load-format=dummy", "--enforce-eager", *args.options.split()]
-    with serving(run, args, folder, *options) as server:
-        case = Case(run, args, trainer, server)
-        run.check("it serves nothing yet", server.info()["state"] == "quarantined", server.info())
-        with case.connected(verify="behaviour", pause="retract", behaviour_tolerance=TOLERANCE) as updater:
-            case.update(updater, "the first update", 1)
-            case.update(updater, "the second update", 2)
-        last = next(step for step in reversed(run.steps) if "proof" in step)
-        run.check("behaviour is proven", last["proof"] == "behaviour", last)
+    options = ["--load-format=dummy", "--enforce-eager", *cache_options(args, "dummy"), *args.options.split()]
+    with launched(run, args, folder, *options) as server:
+        try:
+            await_start(run, server, START_S)
+            case = Case(run, args, trainer, server)
+            run.check("it serves nothing yet", server.info()["state"] == "quarantined", server.info())
+
+            def updates() -> None:
+                with case.connected(verify="behaviour", pause="retract", behaviour_tolerance=TOLERANCE) as updater:
+                    case.update(updater, "the first update", 1)
+                    case.update(updater, "the second update", 2)
+                last = next(step for step in reversed(run.steps) if "proof" in step)
+                run.check("behaviour is proven", last["proof"] == "behaviour", last)
+
+            case.attempt("two updates", updates)
+            if server.info()["state"] != "serving":  # the comparison of log-probabilities alone may have failed
+                with case.connected(pause="retract") as updater:
+                    case.update(updater, "an update without the comparison", 1)
+            run.check("it serves", server.info()["state"] == "serving", server.info())
+        finally:
+            keep_logs(args, server)
+
+
+def cache_options(args: argparse.Namespace, name: str) -> list[str]:
+    """vLLM's options for a KV cache of a fixed size; none on a CPU."""
+    if args.tiny:
+        return []
+    return [f"--kv-cache-memory-bytes={CACHE_BYTES.get(name, FEWER_BYTES)}", "--gpu-memory-utilization=0.05"]
+
+
+def keep_logs(args: argparse.Namespace, *servers: Server) -> None:
+    """Copies the end of each server's log to where it outlives the run."""
+    if args.logs is None:
+        return
+    args.logs.mkdir(parents=True, exist_ok=True)
+    for server in servers:
+        (args.logs / f"{server.log.stem}.log").write_bytes(server.log.read_bytes()[-LOG_BYTES:])
 
 
 def made(run: Run, args: argparse.Namespace, name: str, **changes: Any) -> tuple[Trainer, Path]:
     """The trainer of a model and an empty folder for its checkpoint."""
     family, sizes = MODELS[name]
-    sizes = sizes | (TINY if run.tiny else {}) | (TINY_EXPERTS if run.tiny and name == "moe" else {}) | changes
+    sizes = sizes | (TINY if run.tiny else {}) | (TINY_EXPERTS if run.tiny and name.startswith("moe") else {}) | changes
     folder = args.folder / run.case
     folder.mkdir(parents=True)
     with run.step("make the model") as kept:
         trainer = Trainer(family, sizes, "cpu" if run.tiny else "cuda:0")
         kept |= {"bytes": trainer.bytes, "parameters": sum(1 for _ in trainer.model.parameters())}
     return trainer, folder
-
-
-def read(url: str, count: int, tokens: int) -> None:
-    """The clients: prints ``began``, then reads until standard input ends, then prints the times of all tokens."""
-    server = Server.__new__(Server)
-    import httpx
-
-    limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
-    server.url, server.client = url, httpx.Client(timeout=180, trust_env=False, limits=limits)
-    seen: list[list[tuple[float, int]]] = [[] for _ in range(count)]
-    began = [threading.Event() for _ in seen]
-    enough = threading.Event()
-    readers = [
-        threading.Thread(target=server.stream, args=([7 + number, 8, 9], tokens, times, begin, enough), daemon=True)
-        for number, (times, begin) in enumerate(zip(seen, began, strict=True))
-    ]
-    for reader in readers:
-        reader.start()
-    for begin in began:
-        begin.wait(120)
-    print("began", flush=True)
-    sys.stdin.read()
-    enough.set()
-    for reader in readers:
-        reader.join(5)
-    print(json.dumps([[at for at, _ in times] for times in seen]), flush=True)
 
 
 def copy_rate(tiny: bool) -> float:
@@ -313,60 +400,75 @@ def copy_rate(tiny: bool) -> float:
     return best
 
 
+def room(tiny: bool) -> Path | None:
+    """Returns the memory file system if it has room for models: a disk takes half a minute for one of them."""
+    shared = Path("/dev/shm")
+    roomy = not tiny and shared.is_dir() and shutil.disk_usage(shared).free > 45 << 30
+    return shared if roomy else None
+
+
 def main() -> int:
     """Runs the cases and prints what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--cases", default="8b,moe,dummy", help="of 8b, moe, dummy")
+    parser.add_argument("--logs", type=Path, help="where the ends of the servers' logs go")
+    parser.add_argument("--cases", default="8b,moe,dummy", help="of 8b, moe, 8b-online, 8b-blocks, moe-online, dummy")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=4, help="updates of each kind")
+    parser.add_argument("--sleep", action="store_true", help="vLLM's sleep levels too")
     parser.add_argument("--tiny", action="store_true", help="tiny models, vLLM on this CPU")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs vLLM")
     parser.add_argument("--flags", default="--attention-backend=TRITON_ATTN", help="flags that the build of vLLM needs")
     parser.add_argument(
-        "--options", default="--gpu-memory-utilization=0.7 --max-model-len=16384", help="more of vLLM's; OPTIONS with ="
+        "--options",
+        help=f"more of vLLM's; OPTIONS with =; on a GPU {OPTIONS}",
     )
-    parser.add_argument("--limit-s", type=float, default=560.0)
+    parser.add_argument("--limit-s", type=float, default=540.0)
+    parser.add_argument("--case-limit-s", type=float, default=260.0)
     parser.add_argument("--folder", type=Path, help="for models, logs and caches")
-    parser.add_argument("--read", nargs=3, metavar=("URL", "COUNT", "TOKENS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.read:
-        read(args.read[0], int(args.read[1]), int(args.read[2]))
-        return 0
+    args.options = ("" if args.tiny else OPTIONS) if args.options is None else args.options
     run = Run(tiny=args.tiny, limit_s=args.limit_s)
     result: dict[str, Any] = facts() | {"flags": args.flags, "options": args.options, "streams": args.streams}
     result["limit_s"] = args.limit_s
+
+    def write() -> None:
+        result.update(seconds=round(run.limit_s - run.left_s, 1), failed=run.failed, skipped=run.skipped)
+        result["steps"] = run.steps
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
     signal.signal(signal.SIGALRM, _time_is_up)
-    with tempfile.TemporaryDirectory(prefix="gpu-vllm-receiver-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu-vllm-receiver-", dir=room(args.tiny)) as folder:
         args.folder = args.folder or Path(folder)
+        args.folder.mkdir(parents=True, exist_ok=True)
         try:
             result["copy_bytes_per_s"] = copy_rate(args.tiny)
             for case in args.cases.split(","):
                 run.case = case
-                if run.left_s < (20 if run.tiny else 100) + END_S:
+                if run.left_s < (20 if run.tiny else 70) + END_S:
                     run.skipped.append(case)
                     continue
-                signal.alarm(max(1, int(run.left_s - END_S)))
+                signal.alarm(max(1, int(min(run.left_s - END_S, args.case_limit_s))))
                 try:
                     case_dummy(run, args, "moe") if case == "dummy" else case_receiver(run, args, case)
-                except Exception as error:  # noqa: BLE001  the other cases still tell something
+                except (Exception, TimeIsUp) as error:  # noqa: BLE001  the other cases still tell something
                     print(f"FAILED {case}:\n{traceback.format_exc()[-3000:]}", flush=True)
                     run.failed.append(f"{case}: {type(error).__name__}: {str(error)[-2000:]}")
                 signal.alarm(0)
+                shutil.rmtree(args.folder / case, ignore_errors=True)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
+                write()
         finally:
-            result |= {"seconds": round(run.limit_s - run.left_s, 1), "failed": run.failed, "skipped": run.skipped}
-            result["steps"] = run.steps
-            if args.json is not None:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(result, indent=1) + "\n")
+            write()
             print(json.dumps({key: result[key] for key in ("seconds", "failed", "skipped")}))
     return 1 if run.failed else 0
 
 
 def _time_is_up(*_: object) -> None:
-    raise TimeoutError("the limit of this run has passed")
+    raise TimeIsUp("the limit of this case, or of the run, has passed")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """vLLM with our receiver at vLLM's default memory budget: staging, sleep, and an update in place, on one GPU.
 
-    WEIGHTCAST_VLLM_SITE=/tmp/site_vllm PYTHONPATH=src:. python3 benchmarks/vllm_memory.py --json OUT.json
+    WEIGHTCAST_VLLM_SITE=/tmp/site_vllm PYTHONPATH=src:. python3 benchmarks.vllm_memory.py --json OUT.json
 
 Servers are started one after the other, without ``--gpu-memory-utilization`` and without ``--kv-cache-memory-bytes``.
 Each is the reference of another: one is started on the weights that the other gets by an update.  Every step is kept
@@ -92,7 +92,7 @@ class Run:
         kept: dict[str, Any] = {"case": self.case, "step": name}
         try:
             yield kept
-        except Exception as error:
+        except BaseException as error:
             kept["error"] = f"{type(error).__name__}: {error}"[-4000:]
             self.failed.append(f"{self.case}: {name}: {kept['error'][:300]}")
             raise
@@ -117,10 +117,13 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, *, tiny: bool) -> None:
         self.process, self.url, self.log, self.tiny = process, url, log, tiny
+        self.command = ""
         self.client = httpx.Client(timeout=180, trust_env=False)
 
     def used_bytes(self) -> int:
         """Returns the memory in use on the GPU, or on a CPU that of the server's processes."""
+        if self.process.poll() is not None:
+            return 0
         if self.tiny:
             family = [psutil.Process(self.process.pid)]
             family += family[0].children(recursive=True)
@@ -189,20 +192,32 @@ class Server:
 
 
 @contextmanager
-def serving(run: Run, args: argparse.Namespace, model: Path, *options: str) -> Generator[Server]:
-    """A server at vLLM's defaults; all of its processes end with the block."""
+def launched(
+    run: Run, args: argparse.Namespace, model: Path, *options: str, backend: str = "weightcast"
+) -> Generator[Server]:
+    """A server that was started and is not ready; all of its processes end with the block.
+
+    Args:
+        run: The run, whose case names the log.
+        args: Options of the command line: ``folder``, ``flags`` and ``python``.
+        model: The checkpoint.
+        options: More of vLLM's.
+        backend: Its weight transfer: ``weightcast`` is ours, others are vLLM's own.
+    """
     port = quiet_port()
     folder = args.folder
     path = [package_path(folder / "metadata"), *([] if run.tiny else [os.environ.get("WEIGHTCAST_VLLM_SITE", "")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(part for part in (*path, os.environ.get("PYTHONPATH", "")) if part),
-        "VLLM_PLUGINS": "weightcast",
+        "VLLM_PLUGINS": "weightcast" if backend == "weightcast" else "",
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_CACHE_ROOT": str(folder / f"cache-{backend}"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
     }
+    if backend != "weightcast":
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickles
     flags = args.flags.split()
     if run.tiny:
         environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
@@ -210,22 +225,15 @@ def serving(run: Run, args: argparse.Namespace, model: Path, *options: str) -> G
         flags = ["--enforce-eager", "--dtype=float32", "--max-num-seqs=8"]
     command = [args.python, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
     command += ["--host=127.0.0.1", "--served-model-name=m", *flags]
-    command += ["--weight-transfer-config", '{"backend": "weightcast"}', *options]
-    log = folder / f"{run.case}.log"
+    command += ["--weight-transfer-config", json.dumps({"backend": backend}), *options]
+    log = folder / f"{run.case}{'' if backend == 'weightcast' else '-stock'}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     server = Server(process, f"http://127.0.0.1:{port}", log, tiny=run.tiny)
+    server.command = " ".join(command[1:])
     try:
-        with run.step("start", server) as kept:
-            kept["command"] = " ".join(command[1:])
-            server.wait_ready(max(30.0, run.left_s))
-            text = log.read_text(errors="replace")
-            kept["said"] = re.findall(r"rank \d+ stages updates on.*", text)
-            kept["cache"] = re.findall(r"Available KV cache memory.*|GPU KV cache size.*|CPU KV cache size.*", text)
-            kept["info"] = server.info()
-            kept["vllm"] = server.get("/version")["version"]
         yield server
     finally:
         server.client.close()
@@ -241,6 +249,27 @@ def serving(run: Run, args: argparse.Namespace, model: Path, *options: str) -> G
             if member.is_running():
                 member.kill()
         psutil.wait_procs(family, timeout=20)
+
+
+def await_start(run: Run, server: Server, limit_s: float, *, ours: bool = True) -> None:
+    """Waits until a server is ready, and keeps what it said about its memory."""
+    with run.step("start" if ours else "start of vLLM as it ships", server) as kept:
+        kept["command"] = server.command
+        server.wait_ready(limit_s)
+        text = server.log.read_text(errors="replace")
+        kept["said"] = re.findall(r"rank \d+ stages updates on.*", text)
+        kept["cache"] = re.findall(r"Available KV cache memory.*|GPU KV cache size.*|CPU KV cache size.*", text)
+        if ours:
+            kept["info"] = server.info()
+        kept["vllm"] = server.get("/version")["version"]
+
+
+@contextmanager
+def serving(run: Run, args: argparse.Namespace, model: Path, *options: str) -> Generator[Server]:
+    """A server at vLLM's defaults, with our receiver; all of its processes end with the block."""
+    with launched(run, args, model, *options) as server:
+        await_start(run, server, max(30.0, run.left_s))
+        yield server
 
 
 def _family(pid: int) -> list[psutil.Process]:

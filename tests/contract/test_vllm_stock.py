@@ -121,3 +121,21 @@ def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str
     assert found["sleep"] == [["sleep", 1], ["wake", ["weights"]]]
     assert found["room"] == [["room", 1000]]
     assert found["left"] == 970
+
+
+def test_flashinfers_copy_of_sinks_is_renewed_in_this_version(said: tuple[str, dict[str, Any]]) -> None:
+    """gpt-oss on GPUs newer than an H200: attention computes with a float32 copy that vLLM makes after loading."""
+    found = of(said, "sinks")
+    assert found["own_copy"], "this version makes no copy any more, so the renewal can go"
+    assert found["stale"] == [1.0, 2.0, 3.0]
+    assert found["noticed"]
+    assert found["renewed"] == [4.0, 5.0, 6.0]
+    assert found["in_place"]  # a captured graph reads the same memory
+
+
+def test_the_cpus_copy_of_float16_sinks_is_renewed_in_this_version(said: tuple[str, dict[str, Any]]) -> None:
+    """The copy comes with the first request, when the receiver has looked at the model already."""
+    found = of(said, "sinks_of_float16")
+    assert found["renewed"] == [4.0, 5.0, 6.0]
+    assert found["own_copy"] == (said[0] not in OLD)
+    assert found["noticed"] == found["own_copy"]

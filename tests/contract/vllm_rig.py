@@ -12,10 +12,12 @@ import inspect
 import json
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import vllm.v1.worker.gpu_worker as gpu_worker
@@ -376,7 +378,7 @@ def by_store() -> dict[str, Any]:
     from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from vllm.distributed.utils import StatelessProcessGroup
 
-    from weightcast.comm.update_group import Rendezvous
+    from weightcast.comm.rendezvous import Rendezvous
 
     store = Rendezvous(host="127.0.0.1", timeout_s=20.0)
     for key, value in VllmAdapter(Rig("nccl").info).stored(UNIQUE_ID).items():
@@ -489,9 +491,93 @@ def around() -> dict[str, Any]:
     return found
 
 
+class Anything(ModuleType):
+    """Stands in for FlashInfer, which needs CUDA: every name in it is a class without anything."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def updated_sinks(implementation: Any, dtype: torch.dtype, make_copy: Callable[[], object]) -> dict[str, Any]:
+    """Puts one of vLLM's attention classes under a parameter, as gpt-oss does, and updates the parameter.
+
+    Args:
+        implementation: The object that computes attention, without its sinks.
+        dtype: Dtype of the parameter.
+        make_copy: Makes the object keep its own copy, after the receiver has looked at the model.
+    """
+    from weightcast.errors import EngineFailure
+    from weightcast.plugins.vllm.weight_copies import AttentionCopies
+
+    block, attention = torch.nn.Module(), torch.nn.Module()
+    block.sinks = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=dtype), requires_grad=False)
+    block.attn = attention
+    attention.impl = implementation
+    implementation.sinks = implementation._sinks_source = block.sinks
+    copies = AttentionCopies(torch.nn.ModuleDict({"layer": block}))
+    make_copy()
+    made = implementation.sinks
+    copies.check()
+    block.sinks.copy_(torch.tensor([4.0, 5.0, 6.0]))
+    stale = implementation.sinks.tolist()
+    try:
+        copies.check()
+        noticed = False
+    except EngineFailure:
+        noticed = True
+    copies.renew()
+    copies.check()
+    return {
+        "own_copy": made.data_ptr() != block.sinks.data_ptr(),
+        "stale": stale,
+        "noticed": noticed,
+        "renewed": implementation.sinks.tolist(),
+        "in_place": implementation.sinks is made,
+    }
+
+
+def sinks() -> dict[str, Any]:
+    """FlashInfer's attention class of this version makes its copy of sinks after loading."""
+    for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"):
+        sys.modules[name] = Anything(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    from vllm.v1.attention.backends.flashinfer import FlashInferImpl
+
+    implementation = object.__new__(FlashInferImpl)  # its constructor asks for a device
+    return updated_sinks(
+        implementation, torch.bfloat16, lambda: implementation.process_weights_after_loading(torch.bfloat16)
+    )
+
+
+def sinks_of_float16() -> dict[str, Any]:
+    """The CPU's attention class makes its copy of float16 sinks in the first forward, since 0.32 or before."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    class Attention(cpu_attn.CPUAttentionBackendImpl):
+        def __init__(self) -> None: ...
+        def __getattr__(self, name: str) -> None:  # what a forward only passes on
+            return None
+
+    def forward() -> None:
+        cpu_attn.ops = SimpleNamespace(cpu_attention_with_kv_cache=lambda **_: None)
+        metadata = SimpleNamespace(num_actual_tokens=1)
+        for name in ("query_start_loc", "seq_lens", "causal", "block_table", "scheduler_metadata", "dynamic_causal"):
+            setattr(metadata, name, None)
+        layer: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
+        query, cache = torch.zeros(1, 3, 8), torch.zeros(1, 1, 16, 16)
+        implementation.forward(layer, query, None, None, cache, metadata, torch.zeros(1, 3, 8))
+
+    implementation = Attention()
+    return updated_sinks(implementation, torch.float16, forward)
+
+
 CASES: tuple[Callable[[], dict[str, Any]], ...] = (
     *(nccl, ipc, left_open, aborted, refused, by_store, chunks),
-    *(plug_in, around),
+    *(plug_in, around, sinks, sinks_of_float16),
 )
 
 

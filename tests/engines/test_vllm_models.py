@@ -96,14 +96,13 @@ def test_biases_of_experts_that_a_kernel_holds_are_updated_on_every_rank(tmp_pat
         assert off_by(folders["A"], engine) < 0.02
         assert off_by(folders["B"], engine) > 0.5
         (row,) = status(engine)
-        assert row["staging"] == "none"
-        assert "gets values computed from the source" in row["message"]
+        assert row["staging"] == "device"
         code, found = verified(folders["A"], engine)
         assert (code, found["differences"]) == (1, [])
-        assert any(name.endswith("experts.gate_up_proj") for name in found["unreadable"])
+        assert [name.rpartition(".")[2] for name in found["unreadable"]] == ["down_proj_bias"] * 2
         for version, name, via in ((1, "B", "ipc"), (2, "A", "broadcast"), (3, "B", "ipc")):
-            # Six of 37 tensors are computed while they load: the experts' matrices, and biases on the second rank.
-            share = ("--min-proven-share", "0.8")
+            # Two of 37 tensors are computed while they load, the biases on the second rank; they wait for the commit.
+            share = ("--min-proven-share", "0.9")
             report = push(folders[name], [engine], version, "--via", via, "--bucket-bytes", "256KiB", *share)
             (row,) = report["targets"]
             assert row["proof"] == "partial"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class Vllm:
 
 
 def vllm(
-    model: Path, log: Path, *, backend: str, gpus: list[int], eager: bool, host: str = ""
+    model: Path, log: Path, *, backend: str, gpus: list[int], eager: bool, host: str = "", options: Sequence[str] = ()
 ) -> AbstractContextManager[Server]:
     """vLLM on these GPUs, one rank on each; ``backend`` is of its weight transfer, ``weightcast`` is ours.
 
@@ -82,7 +83,7 @@ def vllm(
         # Others may be on these GPUs, so what is free is not counted.
         words += ["--gpu-memory-utilization=0.05", f"--kv-cache-memory-bytes={1 << 30}", "--no-enable-prefix-caching"]
         words += [f"--tensor-parallel-size={len(gpus)}", "--weight-transfer-config", f'{{"backend": "{backend}"}}']
-        return [*words, *(["--enforce-eager"] if eager else [])]
+        return [*words, *(["--enforce-eager"] if eager else []), *options]
 
     return started(command, gpus=tuple(gpus), log=log, environment=environment)
 

@@ -14,9 +14,9 @@ from tests.gpu.servers import BUCKET_BYTES, Record
 from tests.gpu.test_updates_gpu import train
 from tests.gpu.test_vllm_gpu import Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(240)]
 
 SMALL: dict[str, Any] = {
     "hidden_size": 512,
@@ -30,6 +30,21 @@ GPT_OSS = SMALL | {
     "num_experts_per_tok": 2,
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"],
+}
+DELTA = SMALL | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "partial_rotary_factor": 1.0,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
 }
 LATENT = SMALL | {
     "num_key_value_heads": 8,
@@ -58,6 +73,8 @@ LATENT = SMALL | {
     [
         # Attention sinks and biases of experts, which kernels hold.
         pytest.param("gpt_oss", GPT_OSS, "TRITON_ATTN", id="gpt-oss"),
+        # Convolutions and gates of linear attention, beside attention and experts.
+        pytest.param("qwen3_next", DELTA, "TRITON_ATTN", id="qwen3-next"),
         # Matrices that attention absorbs from kv_b_proj after loading.
         pytest.param("deepseek_v3", LATENT, "TRITON_MLA", id="deepseek-v3"),
     ],
@@ -75,6 +92,7 @@ def test_what_kernels_hold_is_updated_too(
     for seed, folder in enumerate(folders):
         tiny_model(folder, family=family, seed=seed, **settings)
         tiny_tokenizer(folder)
+        in_bfloat16(folder)
     common: dict[str, Any] = {"backend": "weightcast", "gpus": [0], "eager": False}
     with (
         vllm(folders[0], tmp_path / "updated.log", **common) as server,

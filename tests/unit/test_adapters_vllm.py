@@ -19,8 +19,10 @@ from weightcast.comm.run_steps import EngineRequest, converse
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.config import PauseMode
 from weightcast.errors import ConfigError, TargetRejected, WireError
+from weightcast.wire.codec import decode
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec, plan_buckets
-from weightcast.wire.messages import Close, Commit, EngineInfo, Open, Owner, decode
+from weightcast.wire.messages import Close, Commit, Open, Owner
 
 SESSION = "0" * 32
 SPECS = (TensorSpec(name="w", dtype="float32", shape=(4, 4)),)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
+from tests.clock import PATIENCE_S
 from tests.unit.echo import Echo
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.plugins import rank_sockets as module_of_sockets
@@ -21,10 +22,12 @@ from weightcast.plugins.switch_executor import READY
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
-from weightcast.receiver import executor as module
-from weightcast.receiver.executor import serve_messages
+from weightcast.receiver import rank_connections
+from weightcast.receiver.rank_connections import serve_messages
+from weightcast.wire.answers import RankAck
+from weightcast.wire.codec import encode
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Abort, Commit, Leave, Message, RankAck, Readback, encode
+from weightcast.wire.messages import Abort, Commit, Leave, Message, Readback
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -133,7 +136,7 @@ def test_late_answers_are_never_taken_for_later_ones(workers, error):
 
 
 def test_rank_that_reads_nothing_is_lost_and_blocks_no_other(workers, monkeypatch):
-    monkeypatch.setattr(module, "_SEND_S", 3)
+    monkeypatch.setattr(rank_connections, "_SEND_S", 3)
     executor = meet(workers("deaf"))
     failed: list[EngineFailure] = []
 
@@ -342,33 +345,41 @@ class Session:
         self.state = "quarantined"
 
 
+class Adapters(Session):
+    """As much of all adapters as sleep asks."""
+
+    def discarded(self, why: str = "") -> None:
+        self.state = "gone"
+
+
 def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
-    client, session = Client(), Session()
+    client, session, adapters = Client(), Session(), Adapters()
     hooks = VllmHooks(client, loop, prefix_caching=True)
-    guard_sleep(client, loop, session, hooks)  # type: ignore[arg-type]
+    guard_sleep(client, loop, session, hooks, adapters)  # type: ignore[arg-type]
 
     def ask(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(PATIENCE_S)
 
-    session.busy = True
-    for work in (client.sleep(1), client.wake_up()):
-        with pytest.raises(HTTPException) as caught:
-            ask(work)
-        assert (caught.value.status_code, "being updated" in caught.value.detail) == (409, True)
-    assert client.said == []
-    session.busy = False
+    for one in (session, adapters):
+        one.busy = True
+        for work in (client.sleep(1), client.wake_up()):
+            with pytest.raises(HTTPException) as caught:
+                ask(work)
+            assert (caught.value.status_code, "being updated" in caught.value.detail) == (409, True)
+        assert client.said == []
+        one.busy = False
 
     ask(client.sleep(0))  # a pause, by another name: nothing is given up
     assert hooks.asleep == frozenset()
     ask(client.sleep(1, "keep"))
-    assert (session.state, hooks.asleep) == ("serving", {"weights", "kv_cache"})
+    assert (session.state, adapters.state, hooks.asleep) == ("serving", "serving", {"weights", "kv_cache"})
     ask(client.wake_up())
     assert client.said == ["sleep 0 abort", "sleep 1 keep", "wake None"]
     assert not client.held
 
     client.said.clear()
     ask(client.sleep(level=2))
-    assert session.state == "quarantined"
+    assert (session.state, adapters.state) == ("quarantined", "gone")
     ask(client.wake_up(["weights"]))
     ask(client.wake_up(["kv_cache"]))
     # Requests that came meanwhile are dropped before vLLM resumes, and it is paused as soon as it has.
@@ -383,14 +394,14 @@ def test_sleep_waits_for_updates_and_discarded_weights_do_not_serve(loop):
 def test_a_request_that_comes_while_an_engine_wakes_without_weights_waits(loop):
     client, session = Client(), Session()
     hooks = VllmHooks(client, loop, prefix_caching=True)
-    guard_sleep(client, loop, session, hooks)  # type: ignore[arg-type]
+    guard_sleep(client, loop, session, hooks, Adapters())  # type: ignore[arg-type]
 
     async def wake() -> None:
         await client.wake_up()
         await client.coming
 
-    asyncio.run_coroutine_threadsafe(client.sleep(level=2), loop).result(20)
+    asyncio.run_coroutine_threadsafe(client.sleep(level=2), loop).result(PATIENCE_S)
     client.said.clear()
     client.comes_at_wake_up = True
-    asyncio.run_coroutine_threadsafe(wake(), loop).result(20)
+    asyncio.run_coroutine_threadsafe(wake(), loop).result(PATIENCE_S)
     assert client.said == ["pause abort True", "wake None", "pause abort True", "request"]

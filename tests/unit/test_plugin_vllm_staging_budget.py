@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.vllm.staging_budget import Budget, staging_setting
+from weightcast.plugins.vllm.staging_budget import Budget
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 
 GIB = 1 << 30
@@ -60,33 +60,6 @@ def test_a_place_that_was_asked_for_is_taken_or_refused():
     with pytest.raises(ConfigError, match=r"staging on the host takes 15.00 GiB, and 16.00 GiB are free"):
         budget(110, host=16).place("host", EIGHT_B)
     assert budget(110).place("none", EIGHT_B) == ("none", "")
-
-
-@pytest.mark.parametrize(
-    ("config", "setting"),
-    [
-        ({}, "auto"),
-        ({"other": {"staging": "attic"}}, "auto"),
-        ({"weightcast": {"staging": "host"}}, "host"),
-        (None, "auto"),
-    ],
-)
-def test_the_setting_is_read_from_vllms_own_config(config, setting):
-    assert staging_setting(config) == setting
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"weightcast": {"staging": "attic"}}, "weightcast.staging is 'attic'"),
-        ({"weightcast": {"stagin": "host"}}, "no setting 'stagin'"),
-        ({"weightcast": "host"}, "is 'host', not an object"),
-    ],
-)
-def test_a_setting_that_is_not_understood_is_named(config, words):
-    with pytest.raises(ConfigError, match=words) as caught:
-        staging_setting(config)
-    assert "--additional-config" in str(caught.value.hint)
 
 
 class Backend:

@@ -18,8 +18,9 @@ from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import TargetRejected
 from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Ack, EngineInfo
 
 _SHUTDOWN = post("/shutdown_weight_transfer_engine")
 _ALREADY_ACTIVE = "already active"  # vLLM's words for a session that another trainer has left open

@@ -18,8 +18,10 @@ from weightcast.adapters.vllm.requests import if_there, post
 from weightcast.adapters.vllm.server_info import SERVER_INFO, Facts
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.errors import ConfigError
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Ack, Close, Commit, EngineInfo, Open
+from weightcast.wire.messages import Close, Commit, Open
 
 
 class BaseVllmAdapter(ABC):

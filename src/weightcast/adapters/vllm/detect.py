@@ -13,7 +13,9 @@ from weightcast.comm.run_steps import EngineRequest
 from weightcast.comm.same_host import host_id_of
 from weightcast.errors import WireError
 from weightcast.protocols import Adapter
-from weightcast.wire.messages import PROTOCOL, EngineInfo, RankInfo, shown
+from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.fields import shown
+from weightcast.wire.messages import PROTOCOL
 
 Asked = Generator[EngineRequest, bytes, EngineInfo | None]
 
@@ -60,6 +62,8 @@ class VllmKind:
             ep_size=count if facts.experts_apart else 1,
             instance=facts.instance[:200],
             tells_version=bool((weights or {}).get("weight_version")),
+            no_pause=facts.no_pause(),
+            hazards=facts.hazards(),
         )
 
     def adapter(self, info: EngineInfo) -> Adapter:

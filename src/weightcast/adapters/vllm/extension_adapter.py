@@ -15,8 +15,9 @@ from weightcast.adapters.vllm.requests import post, succeeds
 from weightcast.comm.run_steps import EngineRequest, Steps
 from weightcast.comm.shared_buckets import Shared
 from weightcast.protocols import Delivery, Invitation, Meeting, Sharing
+from weightcast.wire.codec import encode
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Leave, Message, encode
+from weightcast.wire.messages import Leave, Message
 
 
 class ExtensionAdapter(BaseVllmAdapter):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from weightcast.adapters.vllm.requests import decoded
 from weightcast.comm.run_steps import EngineRequest
+from weightcast.config import PauseMode
 from weightcast.errors import WireError
 
 SERVER_INFO = EngineRequest(method="GET", path="/server_info?config_format=json")
@@ -42,6 +43,7 @@ class Facts:
         dp_size: Data-parallel replicas.
         experts_apart: True if experts are spread over all of its ranks.
         moves_experts: True if it moves experts between ranks while it serves.
+        quantised: vLLM's name of the quantisation of its weights; empty for none.
         instance: Id that changes with every start; empty if it does not tell.
     """
 
@@ -55,6 +57,7 @@ class Facts:
     dp_size: int = 1
     experts_apart: bool = False
     moves_experts: bool = False
+    quantised: str = ""
     instance: str = ""
 
     @staticmethod
@@ -93,6 +96,7 @@ class Facts:
             prefix_caching=None if caching is None else bool(caching),
             draft=_has_draft(config.get("speculative_config")),
             moves_experts=parallel.get("enable_eplb") is True,
+            quantised=str(_table(config.get("model_config")).get("quantization") or ""),
             dp_size=replicas if isinstance(replicas, int) and replicas > 0 else 1,
             experts_apart=parallel.get("enable_expert_parallel") is True,
             instance=str(config.get("instance_id") or ""),
@@ -111,6 +115,31 @@ class Facts:
         if self.backend == "ipc" and not self.on_cpu and self.pickles is not False:
             return ("ipc",)
         return ()
+
+    def hazards(self) -> tuple[str, ...]:
+        """Lists what an update leaves as it is, or cannot prove; one sentence each."""
+        found: list[str] = []
+        if self.draft:
+            found.append("its draft model is not updated: answers stay right, and fewer of its tokens are accepted")
+        if self.quantised:
+            found.append(
+                f"its weights are quantised ({self.quantised}): vLLM computes them from what is sent, without a proof"
+            )
+        if self.backend == "extension" and self.on_cpu:
+            found.append(
+                "on a CPU vLLM 0.32 loads new weights next to those that it has packed: a tied lm_head stays old and "
+                'experts stay unpacked; verify="behaviour" shows it, and the plug-in has no such defect'
+            )
+        return tuple(found)
+
+    def no_pause(self) -> dict[PauseMode, str]:
+        """Pause modes that it cannot be updated with, each with the reason."""
+        if not self.prefix_caching:
+            return {}
+        return {
+            "in_place": "it keeps the KV cache, and prefix caching would give results of the old weights to new "
+            'requests; use pause="retract", or start vLLM with --no-enable-prefix-caching'
+        }
 
     def advice(self) -> str:
         """Options to set for a missing transport, and warnings."""

@@ -16,17 +16,24 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
-from weightcast.plugins.rank_sockets import notes_of, tables_of
+from weightcast.plugins.rank_sockets import computed_by, notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
+from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
+from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
 from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
+from weightcast.plugins.vllm.settings import keeps_draft
 from weightcast.plugins.vllm.sleep import guard_sleep
+from weightcast.receiver.adapter_routes import adapter_routes
 from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
-from weightcast.wire.messages import Ack, EngineInfo, Message
+from weightcast.receiver.turns import Turns
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.messages import Message
 from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
@@ -47,10 +54,20 @@ class Endpoints:
         self._engine: SessionHandler | None = None
         self._hooks: VllmHooks | None = None
         self._keys = Keys(())
+        self._turns = Turns()
+        self._adapters: Adapters | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes with a key check, because vLLM's own covers only its own routes."""
-        app.include_router(weight_routes(self, score=self.score), dependencies=[Depends(self._check_key)])
+        checked = [Depends(self._check_key)]
+        app.include_router(weight_routes(self, score=self.score), dependencies=checked)
+        app.include_router(
+            adapter_routes(
+                self._ready_adapters,
+                lambda router, prefix: app.include_router(router, prefix=prefix, dependencies=checked),
+            ),
+            dependencies=checked,
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Connects to the ranks.
@@ -61,7 +78,7 @@ class Endpoints:
         keys: Sequence[str | None] = [*(getattr(args, "api_key", None) or ()), os.environ.get("VLLM_API_KEY")]
         self._keys = Keys(key for key in keys if key)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._start, engine_client, loop, args)
+        await loop.run_in_executor(None, self._start, engine_client, loop, args, state.openai_serving_models)
 
     # -- methods that the routes call
 
@@ -77,7 +94,7 @@ class Endpoints:
 
     def apply(self, message: Message) -> Ack:
         """Implements ``SessionHandler.apply``."""
-        return self._ready().apply(message)
+        return self._turns.apply(self._ready(), message)
 
     def holds(self, session: str) -> bool:
         """Implements ``SessionHandler.holds``."""
@@ -97,7 +114,7 @@ class Endpoints:
         asleep = self._hooks.asleep if self._hooks is not None else ()
         return "; ".join(filter(None, (message, f"asleep: {', '.join(sorted(asleep))}" if asleep else "")))
 
-    def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace) -> None:
+    def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace, serving: Any) -> None:
         import vllm
 
         config = client.vllm_config
@@ -121,6 +138,7 @@ class Endpoints:
             replicas=replicas,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             encoders=bool(config.model_config.is_multimodal_model),
+            cache_outside=cache_outside(config),
         )
         world_size = replicas * int(parallel.world_size)
         executor = VllmExecutor(world_size, listen=hooks.listen, on_main=hooks.on_main)
@@ -147,16 +165,31 @@ class Endpoints:
             optional=optional,
             note="; ".join(notes),
             no_pause=hooks.no_pause,
+            hazards=hazards_of(config, keeps_draft=keeps_draft(config), computed=computed_by(executor.hellos)),
         )
         self._hooks = hooks
         self._engine = SessionHandler(
             executor, hooks, facts, version=_FIRST_VERSION, events=server_events(name, version=_FIRST_VERSION)
         )
-        guard_sleep(client, loop, self._engine, hooks)
+        self._adapters = Adapters(
+            hooks,
+            serving=serving,
+            base=facts,
+            engine=self._engine,
+            world_size=world_size,
+            turns=self._turns,
+            why_none=why_no_adapters(config),
+        )
+        guard_sleep(client, loop, self._engine, hooks, self._adapters)
         if is_dummy(config):
             hooks.pause_anyway("abort", _PAUSE_S)
             with self._engine.between_updates():
                 self._engine.discarded(_RANDOM)
+
+    def _ready_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise HTTPException(503, "vLLM is still starting")
+        return self._adapters
 
     def _ready(self) -> SessionHandler:
         if self._engine is None:

@@ -28,6 +28,7 @@ _MODES: dict[PauseMode, tuple[str, bool]] = {
     "abort": ("abort", True),
 }
 _STALE_CACHE = "in_place keeps the KV cache of the old weights, which vLLM's prefix caching gives to new requests"
+_STALE_STORE = "in_place keeps what the old weights computed in {}, which gives it to new requests"
 _FRESH_CACHE = "use pause retract, or start vLLM with --no-enable-prefix-caching"
 
 
@@ -42,6 +43,7 @@ class VllmHooks:
         prefix_caching: bool,
         encoders: bool = False,
         replicas: int = 1,
+        cache_outside: str = "",
     ) -> None:
         """Makes the hooks without calling vLLM.
 
@@ -51,10 +53,17 @@ class VllmHooks:
             prefix_caching: Whether vLLM reuses the KV cache of one request for another.
             encoders: Whether the model has encoders, such as a vision tower, whose outputs vLLM caches.
             replicas: Number of data-parallel engines behind the client.
+            cache_outside: Store of KV caches outside of vLLM's own, in words; empty if there is none.
         """
         self._client = client
         self._loop = loop
-        self._prefix_caching = prefix_caching
+        self._stale = (
+            f"{_STALE_CACHE}; {_FRESH_CACHE}"
+            if prefix_caching
+            else f"{_STALE_STORE.format(cache_outside)}; use pause retract"
+            if cache_outside
+            else ""
+        )
         self._encoders = encoders
         self._replicas = replicas
         self._paused = False
@@ -98,7 +107,7 @@ class VllmHooks:
     @property
     def no_pause(self) -> dict[PauseMode, str]:
         """As ``EngineInfo.no_pause``."""
-        return {"in_place": f"{_STALE_CACHE}; {_FRESH_CACHE}"} if self._prefix_caching else {}
+        return {"in_place": self._stale} if self._stale else {}
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM and returns when no request runs.
@@ -110,8 +119,9 @@ class VllmHooks:
         if self._asleep:
             self._foreign = True
             return
-        if mode == "in_place" and self._prefix_caching:
-            raise Refused(_STALE_CACHE, hint=_FRESH_CACHE)
+        if mode == "in_place" and self._stale:
+            reason, _, hint = self._stale.partition("; ")
+            raise Refused(reason, hint=hint)
         if mode == "in_place" and self._needs_no_pause and not self._paused:
             self._foreign = True  # nothing to resume, also if an operator has paused vLLM
             return
@@ -177,15 +187,20 @@ class VllmHooks:
         """From now on ``in_place`` needs no pause: a switch leaves nothing behind that the old weights computed."""
         self._needs_no_pause = not self._encoders
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
+    def score(self, token_ids: Sequence[int], lora: Any = None) -> list[float]:
         """Returns the log-probability of each token but the first, given those before it.
+
+        Args:
+            token_ids: The tokens.
+            lora: vLLM's request for an adapter; None for the model alone.
 
         Raises:
             EngineFailure: Data-parallel engines answer otherwise than the first one.
         """
         replicas = range(self._replicas) if self._replicas > 1 else (None,)
         first, *others = (
-            self.wait(self._score(list(token_ids), replica), 4 * _SHORT_S, "log-probabilities") for replica in replicas
+            self.wait(self._score(list(token_ids), replica, lora), 4 * _SHORT_S, "log-probabilities")
+            for replica in replicas
         )
         for number, found in enumerate(others, 1):
             off = max((abs(one - other) for one, other in zip(first, found, strict=True)), default=0.0)
@@ -224,13 +239,15 @@ class VllmHooks:
         except Exception as error:  # vLLM's errors have no common class
             raise EngineFailure(f"vLLM: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
 
-    async def _score(self, token_ids: list[int], replica: int | None) -> list[float]:
+    async def _score(self, token_ids: list[int], replica: int | None, lora: Any) -> list[float]:
         from vllm import SamplingParams, TokensPrompt
         from vllm.utils import random_uuid
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         last: Any = None
-        more = {} if replica is None else {"data_parallel_rank": replica}
+        more: dict[str, Any] = {} if replica is None else {"data_parallel_rank": replica}
+        if lora is not None:
+            more["lora_request"] = lora
         async for output in self._client.generate(
             TokensPrompt(prompt_token_ids=token_ids), parameters, f"weightcast-{random_uuid()}", **more
         ):

@@ -12,9 +12,9 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
-from weightcast.plugins.vllm.rank_protocol import draft_of
 from weightcast.receiver import WeightReceiver
-from weightcast.wire.messages import Message, Open, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Message, Open
 
 
 class VllmRank(SwitchRank):
@@ -22,19 +22,26 @@ class VllmRank(SwitchRank):
 
     engine = "vLLM"
 
-    def __init__(self, receiver: WeightReceiver, vllm_config: Any) -> None:
-        """Makes the rank; ``listen`` makes it reachable."""
+    def __init__(self, receiver: WeightReceiver, vllm_config: Any, *, not_updated: tuple[str, ...] = ()) -> None:
+        """Makes the rank; ``listen`` makes it reachable.
+
+        Args:
+            receiver: Receiver of this rank.
+            vllm_config: vLLM's configuration.
+            not_updated: What vLLM computes with beside the receiver's model and no update writes, for reports.
+        """
         super().__init__(receiver.rank, receiver.device)
         self.receiver = receiver
         self._vllm_config = vllm_config
+        self._not_updated = not_updated
         self._switched: torch.cuda.Event | None = None
 
     def apply(self, message: Message) -> RankAck:
-        """Implements ``SwitchRank.apply`` and names the draft model, which no update writes."""
+        """Implements ``SwitchRank.apply`` and names what no update writes."""
         ack = super().apply(message)
-        if draft_of(self._vllm_config.speculative_config):
-            ack = msgspec.structs.replace(ack, not_updated=(*ack.not_updated, "the draft model"))
-        return ack
+        if not self._not_updated:
+            return ack
+        return msgspec.structs.replace(ack, not_updated=(*ack.not_updated, *self._not_updated))
 
     def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
         """Implements ``SwitchRank.carry_out``.  The stream of forward passes orders the exchange after those before."""

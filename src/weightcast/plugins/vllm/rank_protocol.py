@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from weightcast.errors import ConfigError
+from weightcast.wire.adapters import AdapterRequest
 
 # Experts move to other places and ranks while vLLM serves; routes and vLLM's own loader know only their first places.
 EPLB_REFUSED = (
     "vLLM balances experts over ranks (enable_eplb): an update would write experts to places that they have left"
 )
 EPLB_HINT = "start vLLM without --enable-eplb"
+
+
+class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The API server's order to every worker.
+
+    Attributes:
+        request: Adapter that is to have a slot; None to take ``name`` out.
+        name: Name of the adapter.
+        lora_id: Number by which vLLM's requests name it.
+        folder: Folder in which the worker is to listen.
+        others: True if vLLM offers adapters from folders, which need a slot too.
+    """
+
+    name: str
+    request: AdapterRequest | None = None
+    lora_id: int = 0
+    folder: str = ""
+    others: bool = False
 
 
 def draft_of(speculative: object) -> bool:

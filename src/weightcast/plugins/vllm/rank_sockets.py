@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Callable
 
 from weightcast.plugins.switch_executor import SwitchExecutor
-from weightcast.wire.messages import Message, RankAck
+from weightcast.wire.answers import RankAck
+from weightcast.wire.messages import Message
 
 
 class VllmExecutor(SwitchExecutor):

@@ -13,6 +13,7 @@ from fastapi import HTTPException
 
 from weightcast.errors import Refused
 from weightcast.plugins.vllm.engine_hooks import SLEEP_TAGS, VllmHooks
+from weightcast.plugins.vllm.lora_server import Adapters
 from weightcast.receiver.session import SessionHandler
 
 _PAUSE_S = 30.0
@@ -50,7 +51,9 @@ class RequestGate:
             self._entering -= 1
 
 
-def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHandler, hooks: VllmHooks) -> None:
+def guard_sleep(
+    client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHandler, hooks: VllmHooks, adapters: Adapters
+) -> None:
     """Wraps a client's ``sleep``, ``wake_up`` and, where it exists, ``release_kv_cache_memory``.
 
     They answer 409 while an update is under way.  An engine whose weights were discarded is quarantined until a full
@@ -61,6 +64,7 @@ def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHan
         loop: Event loop of the client.
         engine: Session that knows whether an update is under way.
         hooks: Hooks that are told which memory sleeps.
+        adapters: Adapters that weightcast updates; level 2 drops them.
     """
     gate = RequestGate(client)
     sleep, wake_up = client.sleep, client.wake_up
@@ -71,7 +75,7 @@ def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHan
 
     async def alone(do: Callable[[], Any]) -> Any:
         def locked() -> Any:
-            with engine.between_updates():
+            with engine.between_updates(), adapters.between_updates():
                 return do()
 
         try:
@@ -86,6 +90,8 @@ def guard_sleep(client: Any, loop: asyncio.AbstractEventLoop, engine: SessionHan
             answer = call(sleep(level, mode))
             if level >= 1:
                 hooks.fell_asleep()
+            if level >= 2:
+                adapters.discarded()
             return answer
 
         return await alone(do)

@@ -8,38 +8,12 @@ accordingly.  The measurement itself needs no correction, whatever the version, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, get_args
 
 from weightcast.errors import ConfigError
 from weightcast.receiver.rank import StagingChoice
 from weightcast.receiver.staging import Place
 
 _KEPT_SHARE = 4  # ``auto`` leaves the KV cache at least a quarter of its size without staging
-_SECTION = "weightcast"
-_HINT = '--additional-config \'{"weightcast": {"staging": "auto|device|host|none"}}\''
-
-
-def staging_setting(additional_config: object) -> StagingChoice:
-    """Reads the setting ``staging`` from vLLM's ``--additional-config``; ``auto`` where it is not set.
-
-    Args:
-        additional_config: vLLM's own object; other keys belong to other plug-ins.
-
-    Raises:
-        ConfigError: A key or a value under ``weightcast`` is unknown.
-    """
-    everything = cast("dict[str, object]", additional_config) if _is_dict(additional_config) else {}
-    found = everything.get(_SECTION, {})
-    if not _is_dict(found):
-        raise ConfigError(f"additional_config: {_SECTION} is {found!r}, not an object", hint=_HINT)
-    section = cast("dict[str, object]", found)
-    unknown = sorted(set(section) - {"staging"})
-    if unknown:
-        raise ConfigError(f"additional_config: {_SECTION} has no setting {unknown[0]!r}", hint=_HINT)
-    setting = section.get("staging", "auto")
-    if setting not in get_args(StagingChoice):
-        raise ConfigError(f"additional_config: {_SECTION}.staging is {setting!r}", hint=_HINT)
-    return cast("StagingChoice", setting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +76,3 @@ class Budget:
 def gib(size_bytes: int) -> str:
     """Formats a number of bytes as vLLM's log does."""
     return f"{size_bytes / (1 << 30):.2f} GiB"
-
-
-def _is_dict(found: Any) -> bool:
-    return isinstance(found, dict)

@@ -11,7 +11,7 @@ takes between the same two steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,14 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
+from weightcast.plugins.vllm.loaded_models import LoadedModels, check_draft
+from weightcast.plugins.vllm.lora_ranks import LoraRanks
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
+from weightcast.plugins.vllm.quantised_layers import check_cache_scales
 from weightcast.plugins.vllm.rank import VllmRank
 from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, check_replicas, rank_among_replicas
-from weightcast.plugins.vllm.staging_budget import Budget, gib, staging_setting
+from weightcast.plugins.vllm.settings import keeps_draft, settings_of
+from weightcast.plugins.vllm.staging_budget import Budget, gib
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank import StagingChoice
@@ -73,12 +77,19 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._rank = rank_among_replicas(vllm_config.parallel_config)
         self._listens = False
         self._staged = False
+        self._beside_bytes = 0
         self._asleep: set[str] = set()
         try:
-            self._staging: StagingChoice = staging_setting(vllm_config.additional_config)
+            self._settings = settings_of(vllm_config.additional_config)
+            self._staging: StagingChoice = self._settings.staging
+            if self._settings.draft == "update":
+                check_draft(vllm_config.speculative_config)
             with set_current_vllm_config(vllm_config):
                 self._receiver = self._make_receiver()
-            self._rank_server = VllmRank(self._receiver, vllm_config)
+            self._rank_server = VllmRank(
+                self._receiver, vllm_config, not_updated=("the draft model",) if keeps_draft(vllm_config) else ()
+            )
+            self._adapters = LoraRanks(rank=self._rank, device=self.device, vllm_config=vllm_config)
         except WeightcastError as error:
             # vLLM's own log of a failed start buries the reason.
             log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")
@@ -100,11 +111,15 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             ConfigError: The place that the setting asks for has not enough memory.
         """
+        if self._settings.draft == "update":
+            self._add_draft(worker.model_runner)
         specs = worker.get_kv_cache_spec()
         with set_current_vllm_config(self.vllm_config):
             least = sum(int(spec.max_memory_usage_bytes(self.vllm_config)) for spec in specs.values())
         fixed = self.vllm_config.cache_config.kv_cache_memory_bytes is not None
-        taken = self._stage(cache_bytes, least + least // 16, fixed=fixed)
+        # Where vLLM measures what its processes consume, the loaded form of quantised layers is in it already.
+        beside = 0 if hasattr(worker, "total_consumed") else self._beside_bytes
+        taken = beside + self._stage(cache_bytes - beside, least + least // 16, fixed=fixed)
         if fixed:
             return cache_bytes
         for account, name in (
@@ -128,6 +143,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver.sleep(
                 discard=level >= 2, hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last"
             )
+            self._adapters.sleep(discard=level >= 2, hint="POST /wake_up?tags=weights first")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         self._asleep |= {"weights", "kv_cache"}
@@ -138,6 +154,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._asleep -= woken
         if "weights" in woken:
             self._receiver.wake()
+            self._adapters.wake()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Listens for the API server."""
@@ -151,9 +168,18 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(f"rank {self._rank} cannot listen in {init_info.folder}: {error}") from error
         self._listens = True
 
-    def switch(self) -> None:
-        """Carries out what waits for the main thread; the answer goes over the socket."""
-        self._rank_server.step()
+    def switch(self) -> bool:
+        """Carries out what waits for the main thread; True for the model's weights.  Answers go over sockets."""
+        self._adapters.step()
+        return self._rank_server.step()
+
+    def adapters_dropped(self) -> None:
+        """Puts weightcast's adapters back after vLLM has dropped all of them."""
+        self._adapters.keep()
+
+    def adapter(self, runner: Any, order: str) -> str:
+        """Carries out the API server's order about a LoRA adapter; returns why it could not, or nothing."""
+        return self._adapters.carry_out(runner, order)
 
     def start_weight_update(self) -> None:
         """Does nothing: updates go to /weightcast."""
@@ -178,6 +204,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Releases groups and mapped memory; vLLM may call it twice."""
         self._receiver.interrupt("the engine is shutting down")
         self._receiver.close()
+        self._adapters.close()
 
     # -- once, when the model is loaded
 
@@ -191,6 +218,13 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "on a CPU, weights can only be updated in eager mode", hint="start vLLM with --enforce-eager"
             )
         unpacked = UnpackedModel(self.model, device=self.device)
+        self._beside_bytes = unpacked.quantised_bytes
+        if self._beside_bytes:
+            log.info(
+                "weightcast: rank %d keeps the loaded form of fp8 layers beside the model: %s",
+                self._rank,
+                gib(self._beside_bytes),
+            )
         checkpoint = CheckpointSpecs(self.vllm_config, self.model)
         if checkpoint.dummy:
             checkpoint.read_specs()
@@ -199,29 +233,53 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             unpacked.load_weights(checkpoint.weights())
             unpacked.check_layouts()
         unpacked.spot_check()
-        finishers = (unpacked.pack, unpacked.spot_check)
+        self._models = LoadedModels(unpacked, checkpoint)
+        return self._receiver_of(self._models)
+
+    def _receiver_of(self, models: LoadedModels) -> WeightReceiver:
         receiver = WeightReceiver(
             self.model,
-            load_weights=unpacked.load_weights,
-            expected=checkpoint.specs,
+            load_weights=models.load_weights,
+            expected=models.specs,
             tp_rank=self._rank,
             tp_size=int(self.vllm_config.parallel_config.world_size),
             device=self.device,
-            finishers=finishers,
-            residents=unpacked.residents,
-            checks=(unpacked.check,),
+            finishers=tuple(map(self._configured, models.finishers)),
+            residents=models.residents,
+            checks=tuple(map(self._configured, models.checks)),
             between_steps=lambda do: self._rank_server.between_steps(do),
             staging="none",  # until vLLM has measured its memory; see ``take_room``
+            hold_computed=True,
         )
         loader = receiver.loader
         loader.expect_kept_dtypes()
-        loader.not_updated = tuple(name for name in loader.not_updated if name not in unpacked.constants)
-        heads = checkpoint.heads
+        loader.not_updated = tuple(name for name in loader.not_updated if name not in models.constants)
+        check_cache_scales(loader.skipped)
+        heads = models.heads
         kept = {digest: name for name, digest in heads.items() if name not in loader.skipped}
         loader.copies = {
             name: kept[digest] for name, digest in heads.items() if name in loader.skipped and digest in kept
         }
         return receiver
+
+    def _add_draft(self, runner: Any) -> None:
+        """Makes the draft a part of what an update writes; its checkpoint is read once vLLM has loaded it."""
+        find = getattr(runner, "get_draft_model", None)
+        draft = find() if find is not None else None
+        if draft is None:
+            raise ConfigError(
+                "this vLLM has no draft model that an update can reach", hint='leave "draft" out of --additional-config'
+            )
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._models.add_draft(draft, self.model, self.vllm_config, self.device)
+                receiver = self._receiver_of(self._models)
+        except WeightcastError as error:
+            log.error("weightcast cannot update the draft model: %s%s", error, f" ({error.hint})" if error.hint else "")
+            raise
+        self._receiver.close()
+        self._receiver = self._rank_server.receiver = receiver
+        log.info("weightcast: rank %d updates the draft model with the model", self._rank)
 
     def _stage(self, cache_bytes: int, least_bytes: int, *, fixed: bool) -> int:
         """Allocates and logs the staging set; returns its bytes in the KV cache's memory."""
@@ -239,7 +297,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reason = loader.unstaged_because(keep_storage=True) if self._staging == "auto" else ""
         asked: StagingChoice = "none" if reason else self._staging
         try:
-            place, why = budget.place(asked, loader.size_bytes)
+            place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
             why = reason or why
             before = self._allocated_bytes()
             loader.stage(place, keep_storage=True)
@@ -253,6 +311,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver.staging_note = f"a new version is {where} before its commit: {why}"
         size_bytes = loader.staging.size_bytes
         taken = (size_bytes if on_host else self._allocated_bytes() - before) if place != "none" else 0
+        if place == "device":
+            taken += loader.held_bytes  # taken when they arrive, until the commit
         log.info(
             "weightcast: rank %d stages updates on: %s (setting: %s), %s%s; KV cache: %s",
             self._rank,
@@ -269,6 +329,15 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._rank,
             )
         return taken
+
+    def _configured(self, do: Callable[[], object]) -> Callable[[], None]:
+        """Runs something as vLLM runs its own processing of weights, which reads its current configuration."""
+
+        def configured() -> None:
+            with set_current_vllm_config(self.vllm_config):
+                do()
+
+        return configured
 
     def _allocated_bytes(self) -> int:
         return 0 if self.device.type == "cpu" else torch.cuda.memory_allocated(self.device)

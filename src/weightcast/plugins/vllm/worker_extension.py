@@ -21,8 +21,10 @@ from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import IpcSource
+from weightcast.wire.codec import decode
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.messages import Announce, IpcSource, Join, Leave, decode
+from weightcast.wire.messages import Announce, Join, Leave
 
 _PATIENCE_S = 120.0
 _RELOAD = "vllm.model_executor.model_loader.reload"

@@ -10,15 +10,25 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-SWITCH = "weightcast_switch"  # name of the worker's method for ``collective_rpc``
+# Names of the worker's methods for ``collective_rpc``.
+SWITCH = "weightcast_switch"
+ADAPTER = "weightcast_adapter"
 _DONE = "_weightcast_around"
 
 
 class Resident(Protocol):
     """The methods of our backend that a worker calls."""
 
-    def switch(self) -> None:
-        """Carries out what waits for the main thread."""
+    def switch(self) -> bool:
+        """Carries out what waits for the main thread; True if it was the model's weights."""
+        ...
+
+    def adapters_dropped(self) -> None:
+        """Called after vLLM has dropped all LoRA adapters."""
+        ...
+
+    def adapter(self, runner: Any, order: str) -> str:
+        """Carries out an order about a LoRA adapter; returns why it could not, or nothing."""
         ...
 
     def take_room(self, worker: Any, cache_bytes: int) -> int:
@@ -75,14 +85,22 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     def switch(self: Any) -> None:
         backend = ours(self)
         assert backend is not None
-        backend.switch()
+        if not backend.switch():
+            return
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if reset is not None:  # as vLLM does after a weight transfer of its own
             reset()
+            backend.adapters_dropped()
+
+    def adapter(self: Any, order: str) -> str:
+        backend = ours(self)
+        assert backend is not None
+        return backend.adapter(self.model_runner, order)
 
     # vLLM's decorator ``inference_mode`` stays on vLLM's own methods only.
     worker_class.determine_available_memory = determine_available_memory
     worker_class.sleep = fall_asleep
     worker_class.wake_up = wake
     setattr(worker_class, SWITCH, switch)
+    setattr(worker_class, ADAPTER, adapter)
     setattr(worker_class, _DONE, True)
