@@ -177,6 +177,11 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+def one_line(text: str) -> str:
+    """Joins the lines of a text into one; some libraries put whole stacks into a message."""
+    return " ".join(text.split())
+
+
 def count_of(count: int, word: str) -> str:
     """Returns ``"1 rank"``, ``"2 ranks"``."""
     return f"{count} {word}{'' if count == 1 else 's'}"

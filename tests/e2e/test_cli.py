@@ -27,7 +27,8 @@ from tests.commands import run as run_forked
 from tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.cli.app import app
 from weightcast.config import parse_size
-from weightcast.wire.messages import Open, Owner, decode_info, encode
+from weightcast.wire.codec import decode_info, encode
+from weightcast.wire.messages import Open, Owner
 
 PROMPT = [5, 17, 301, 44, 9]
 KEY = "correct-horse-battery-staple"

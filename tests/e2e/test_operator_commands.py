@@ -208,6 +208,7 @@ def test_watch_on_a_terminal_draws_a_table_in_place_and_leaves_the_cursor(pair, 
         os.environ.clear()
         os.environ.update(ENVIRONMENT, TERM="xterm-256color", COLUMNS="100", LINES="40")
         os.environ.pop("NO_COLOR", None)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that runs the tests in the background ignores it
         command = [sys.executable, "-m", "weightcast", "status", one.url, two.url, "--watch", "--interval", "0.1"]
         os.execv(command[0], command)
     shown = b""

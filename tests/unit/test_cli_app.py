@@ -250,7 +250,7 @@ def test_help_does_not_import_torch():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "steps"), [([], 14), (["--quick"], 3), (["--quick", "--steps", "5"], 5), (["--steps", "2"], 2)]
+    ("arguments", "steps"), [([], 12), (["--quick"], 3), (["--quick", "--steps", "5"], 5), (["--steps", "2"], 2)]
 )
 def test_a_quick_demo_takes_fewer_steps_in_both_modes(arguments, steps, monkeypatch, tmp_path):
     from weightcast.lab import demo

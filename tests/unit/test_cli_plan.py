@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from tests.unit import families
 from weightcast.cli.app import app
-from weightcast.cli.plan import make_plan, model_at
+from weightcast.cli.plan_model import model_at
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
 from weightcast.runtime.peak_memory import PeakMemory
+from weightcast.update.estimate import make_plan
 from weightcast.wire.layout import Packing, TensorSpec, total_bytes
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from weightcast.cli.render import names, one_line, parse_size, progress, show_error, table
+from weightcast.cli.render import names, parse_size, progress, show_error, table
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed
-from weightcast.report import TargetReport, UpdateReport
+from weightcast.report import TargetReport, UpdateReport, one_line
 
 
 @pytest.mark.parametrize(

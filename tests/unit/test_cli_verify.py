@@ -16,8 +16,11 @@ from typer.testing import CliRunner
 
 from weightcast.cli.app import app
 from weightcast.digest.definition import tensor_digest
+from weightcast.wire.answers import Ack
+from weightcast.wire.codec import encode
+from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import PROTOCOL, Ack, EngineInfo, RankInfo, encode
+from weightcast.wire.messages import PROTOCOL
 
 WEIGHTS = {name: torch.randn(3, 4) for name in ("embed", "norm", "experts", "mtp.fc")}
 
@@ -54,7 +57,7 @@ def serve() -> Iterator[Any]:
     def start(engine: Engine) -> str:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                found = engine.answers.get(self.path)
+                found = engine.answers.get(self.path.partition("?")[0])
                 body = encode(found) if found is not None else b"{}"
                 self.send_response(200 if found is not None else 404)
                 self.send_header("Content-Type", "application/json")

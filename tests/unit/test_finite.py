@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightcast.errors import NotFinite
-from weightcast.update.finite import check_finite
+from weightcast.update.finite import FiniteCheck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, dtype_name, plan_buckets
 
@@ -48,23 +48,23 @@ def test_every_tensor_with_such_a_value_is_named(names, value, lent):
     for name in names:
         found[name].view(-1)[-1] = value
     with pytest.raises(NotFinite) as caught:
-        check_finite(bucket_of(found, lent=lent))
+        FiniteCheck().check(bucket_of(found, lent=lent))
     assert sorted(caught.value.names) == sorted(names)
     assert all(f"{name} (1)" in str(caught.value) for name in names)
 
 
 @pytest.mark.parametrize("packing", [Packing(alignment_bytes=1), Packing(alignment_bytes=64)])
 def test_finite_weights_pass_whatever_lies_between_them(packing):
-    check_finite(bucket_of(tensors(), packing=packing))
-    check_finite(bucket_of({"only": torch.tensor([1, 2])}))
+    FiniteCheck().check(bucket_of(tensors(), packing=packing))
+    FiniteCheck().check(bucket_of({"only": torch.tensor([1, 2])}))
 
 
 def test_a_sum_that_is_too_large_is_no_reason():
     big = {name: torch.full((100,), torch.finfo(dtype).max, dtype=dtype) for name, dtype in DTYPES.items()}
-    check_finite(bucket_of(big))
+    FiniteCheck().check(bucket_of(big))
     big["bf16"][3] = math.inf
     with pytest.raises(NotFinite, match=r"bf16 \(1\)"):
-        check_finite(bucket_of(big))
+        FiniteCheck().check(bucket_of(big))
 
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

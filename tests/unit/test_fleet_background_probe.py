@@ -17,7 +17,7 @@ from weightcast.fleet import background_probe as module
 from weightcast.fleet import roster as roster_module
 from weightcast.fleet.background_probe import BackgroundProbe
 from weightcast.fleet.roster import Roster
-from weightcast.wire.messages import EngineInfo
+from weightcast.wire.engine_info import EngineInfo
 
 LONG_S = 1000.0  # longer than a test may take
 

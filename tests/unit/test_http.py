@@ -277,7 +277,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch):
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, server.port)) for host in ("192.0.2.1", "127.0.0.1")
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: there)
-        named = Client(Target(f"http://engine.example:{server.port}"), timeout_s=4.0)
+        named = Client(Target(f"http://engine.example:{server.port}"), timeout_s=20.0)
         assert named.get_json("/x") == b"fine"
         named.close()
 
@@ -344,8 +344,9 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_again():
 
     with talking(once) as (client, server):
         for _ in range(3):
+            server.closed.clear()
             assert client.get_json("/x") == b"ok"
-            time.sleep(0.05)
+            assert server.closed.wait(PATIENCE_S)
         assert len(server.requests) == 3
 
 

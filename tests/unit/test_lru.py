@@ -8,9 +8,10 @@ import pytest
 from tests.unit.test_messages import ANNOUNCE, ANSWERS, OPEN, changed
 from weightcast.errors import WireError
 from weightcast.runtime.lru import Lru
-from weightcast.wire import messages
+from weightcast.wire import codec
+from weightcast.wire.codec import decode, decode_info, encode
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import EngineInfo, decode, decode_info, encode
 
 INFO = next(answer for answer in ANSWERS if isinstance(answer, EngineInfo))
 
@@ -41,7 +42,7 @@ def test_specs_of_an_engine_are_encoded_once(monkeypatch):
             encoded.append(what)
             return msgspec.json.encode(what)
 
-    monkeypatch.setattr(messages, "_encoder", Counting())
+    monkeypatch.setattr(codec, "_encoder", Counting())
     specs = (TensorSpec(name="another", dtype="float32", shape=(7,)),)
     message = msgspec.structs.replace(INFO, specs=specs)
     assert decode_info(encode(message)) == decode_info(encode(message)) == message

@@ -15,7 +15,7 @@ from weightcast.errors import ConfigError
 from weightcast.report import count_of, format_bytes
 
 if TYPE_CHECKING:
-    from weightcast.lab.bench.rig import Layout
+    from weightcast.lab.bench.methods import Layout
 
 
 _COLUMNS = """\
@@ -95,7 +95,7 @@ def updates(
 
 
 def _layouts(model: str, ranks: int, device: str, gpus: int) -> list[Layout]:
-    from weightcast.lab.bench.rig import Layout
+    from weightcast.lab.bench.methods import Layout
 
     kind = cast(Literal["cpu", "cuda"], device)
     colocated = Layout(model=model, placement="colocated", trainers=ranks, engines=ranks, device=kind)

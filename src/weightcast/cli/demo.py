@@ -13,7 +13,7 @@ from weightcast.cli.options import Json, Traceback
 if TYPE_CHECKING:
     from weightcast.lab.demo.settings import DeviceChoice, EngineChoice, Mode
 
-_STEPS = 14
+_STEPS = 12
 _QUICK_STEPS = 3
 
 

@@ -2,109 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightcast.cli.options import BucketBytes, Json, Traceback, WireDtype, torch_dtype
-from weightcast.cli.render import names, one_line, parse_size, say, say_json
+from weightcast.cli.options import BucketBytes, Json, Traceback, WireDtype
+from weightcast.cli.render import names, parse_size, say, say_json
 from weightcast.errors import ConfigError
 from weightcast.report import format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
-    from weightcast.exporters.checkpoint_layout import Stored
-    from weightcast.exporters.mapping import Family
-    from weightcast.exporters.segments import Arranged
-    from weightcast.wire.layout import Packing, TensorSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlan:
-    """Buckets that one kind of engine needs.
-
-    Attributes:
-        engine: Kind of engine.
-        buckets: Number of buckets; 0 if these tensors do not fit into buckets of this size.
-        needs_bucket_bytes: Smallest possible bucket, in bytes.
-    """
-
-    engine: str
-    buckets: int
-    needs_bucket_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """Tensors to plan for.
-
-    Attributes:
-        specs: Tensors that are sent.
-        family: Table of names that was used; None for a checkpoint, which has its names already.
-        not_covered: Tensors that no update contains, with the reason, one sentence each.
-    """
-
-    specs: Sequence[TensorSpec]
-    family: str | None = None
-    not_covered: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Estimate of one update.
-
-    Attributes:
-        model: Name of the model.
-        engine: Kind of engine whose packing was used.
-        tensors: Number of tensors.
-        size_bytes: Payload of one copy of the model.
-        buckets: Number of buckets.
-        bucket_bytes: Limit of one bucket.
-        largest_bucket_bytes: Size of the largest bucket.
-        cut: Names of the tensors that are sent in several buckets, in order.
-        oversized: Names of the tensors that are larger than a bucket, in order.
-        alone: Names of the tensors that have a bucket to themselves, in order.
-        dtypes: Bytes of each dtype.
-        packing: Packing that the engine can read.
-        others: Buckets for every kind of engine.
-        family: Table of names that was used, if any.
-        not_covered: Tensors that no update contains, with the reason.
-        trainer_ranks: Number of trainer ranks.
-        trainer_peak_bytes: Extra memory of a trainer rank at its peak: two buckets (one if there is only one), and the
-            scratch buffer of a gather.
-        engine_ranks: Number of engine ranks that receive.
-        link_bytes: Bytes that each engine rank receives.
-        all_links_bytes: Bytes that all engine ranks receive.
-        link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
-        seconds: Transfer time alone at that bandwidth, with every link busy at once.
-    """
-
-    model: str
-    engine: str
-    tensors: int
-    size_bytes: int
-    buckets: int
-    bucket_bytes: int
-    largest_bucket_bytes: int
-    cut: tuple[str, ...]
-    oversized: tuple[str, ...]
-    alone: tuple[str, ...]
-    dtypes: dict[str, int]
-    packing: Packing
-    others: tuple[EnginePlan, ...]
-    family: str | None
-    not_covered: tuple[str, ...]
-    trainer_ranks: int
-    trainer_peak_bytes: int
-    engine_ranks: int
-    link_bytes: int
-    all_links_bytes: int
-    link_gb_per_s: float | None
-    seconds: float | None
+    from weightcast.update.estimate import Plan
 
 
 def plan(
@@ -149,6 +58,9 @@ def plan(
     weightcast plan config.json --dtype bfloat16 --bucket-bytes 256MiB --json
     weightcast plan config.json --engine lmdeploy --trainer-ranks 8 --ceiling 1GiB --quantise fp8
     """
+    from weightcast.cli.plan_model import model_at
+    from weightcast.update.estimate import make_plan, packings_of_engines
+
     size_bytes = parse_size(bucket_bytes)
     packings = packings_of_engines()
     if engine not in packings:
@@ -190,188 +102,6 @@ def plan(
         say_json(result)
     else:
         _show(result)
-
-
-def packings_of_engines() -> dict[str, Packing]:
-    """Returns the packing that each kind of engine can read, from its adapter."""
-    from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
-    from weightcast.adapters.native.adapter import NativeAdapter
-    from weightcast.adapters.sglang.adapter import SglangAdapter
-    from weightcast.adapters.vllm.adapter import VllmAdapter
-
-    return {
-        "native": NativeAdapter.packing,
-        "sglang": SglangAdapter.packing,
-        "vllm": VllmAdapter.packing,
-        "lmdeploy": LmdeployAdapter.packing,
-    }
-
-
-def make_plan(
-    specs: Sequence[TensorSpec],
-    *,
-    model: str,
-    engine: str,
-    packing: Packing,
-    bucket_bytes: int,
-    engine_ranks: int,
-    link_gb_per_s: float | None = None,
-    trainer_ranks: int = 1,
-    computed: bool = False,
-    family: str | None = None,
-    not_covered: tuple[str, ...] = (),
-) -> Plan:
-    """Makes the plan for some tensors.  ``Plan`` explains the arguments of the same names.
-
-    Args:
-        specs: Tensors that are sent.
-        computed: True if values are computed on the way, such as by quantising.
-
-    Raises:
-        ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
-    """
-    from weightcast.exporters.memory_estimate import peak_bytes
-    from weightcast.wire.layout import plan_buckets, total_bytes
-
-    layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing)
-    size_bytes = total_bytes(specs)
-    largest = max((layout.size_bytes for layout in layouts), default=0)
-    cut = dict.fromkeys(slot.spec.name for layout in layouts for slot in layout.slots if not slot.whole)
-    alone = [layout.slots[0].spec.name for layout in layouts if len(layout.slots) == 1 and layout.slots[0].whole]
-    dtypes: dict[str, int] = {}
-    for spec in specs:
-        dtypes[spec.dtype] = dtypes.get(spec.dtype, 0) + spec.size_bytes
-    return Plan(
-        model=model,
-        engine=engine,
-        tensors=len(specs),
-        size_bytes=size_bytes,
-        buckets=len(layouts),
-        bucket_bytes=bucket_bytes,
-        largest_bucket_bytes=largest,
-        cut=tuple(cut),
-        oversized=tuple(spec.name for spec in specs if spec.size_bytes > bucket_bytes),
-        alone=tuple(alone),
-        dtypes=dtypes,
-        packing=packing,
-        others=tuple(_engine_plan(kind, other, specs, bucket_bytes) for kind, other in packings_of_engines().items()),
-        family=family,
-        not_covered=not_covered,
-        trainer_ranks=trainer_ranks,
-        trainer_peak_bytes=peak_bytes(
-            specs, bucket_bytes=bucket_bytes, packing=packing, world_size=trainer_ranks, computed=computed
-        ),
-        engine_ranks=engine_ranks,
-        link_bytes=size_bytes,
-        all_links_bytes=size_bytes * engine_ranks,
-        link_gb_per_s=link_gb_per_s,
-        seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
-    )
-
-
-def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucket_bytes: int) -> EnginePlan:
-    from weightcast.wire.layout import plan_buckets
-
-    needed = max((spec.row_bytes if packing.slices else spec.size_bytes for spec in specs), default=0)
-    buckets = 0
-    if needed <= bucket_bytes:
-        buckets = len(plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing))
-    return EnginePlan(engine=kind, buckets=buckets, needs_bucket_bytes=needed)
-
-
-def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
-    """Reads the tensors of a checkpoint, or those that a config describes, under a checkpoint's names.
-
-    Args:
-        model: A checkpoint (file or folder), a ``config.json``, or a folder that has only that.
-        dtype: Dtype to cast floating-point tensors to; None keeps theirs.
-        fp8: Quantise weights block by block.
-
-    Raises:
-        ConfigError: The path is neither, the dtype is unknown, or the family's experts have no known names.
-    """
-    config = model / "config.json" if model.is_dir() and not any(model.glob("*.safetensors*")) else model
-    if config.suffix == ".json" and not config.name.endswith(".index.json") and config.is_file():
-        found = _model_of_config(config, dtype)
-    else:
-        from weightcast.exporters.checkpoint import CheckpointExporter
-
-        with CheckpointExporter(model, wire_dtype=torch_dtype(dtype)) as checkpoint:
-            left_out = tuple(f"{name}: in the checkpoint, but engines do not load it" for name in checkpoint.skipped)
-            found = Model(specs=checkpoint.specs(), not_covered=left_out)
-    if not fp8:
-        return found
-
-    from weightcast.exporters.quantise import Fp8Blocks, quantised_specs
-
-    return replace(found, specs=quantised_specs(found.specs, Fp8Blocks()))
-
-
-def _model_of_config(config: Path, dtype: str | None) -> Model:
-    import torch
-
-    from weightcast.exporters.checkpoint_layout import Stored, arrange_as_saved
-
-    wanted = torch_dtype(dtype)
-    try:
-        import transformers
-        from huggingface_hub.errors import StrictDataclassError
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "reading a config.json needs transformers, which is not installed",
-            hint='pip install "weightcast[serve]", or give a checkpoint',
-        ) from None
-    try:
-        settings = transformers.AutoConfig.from_pretrained(str(config))
-        several = hasattr(settings, "vision_config")
-        kind = transformers.AutoModelForImageTextToText if several else transformers.AutoModelForCausalLM
-        with torch.device("meta"):
-            model = kind.from_config(settings)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, StrictDataclassError) as error:
-        raise ConfigError(f"transformers cannot build a language model from {config}: {one_line(str(error))}") from None
-    # A model built without weights has torch's default dtype; its checkpoint has the dtype of the config.
-    written = getattr(settings, "dtype", None)
-    wire = wanted or (written if isinstance(written, torch.dtype) else None)
-    first: dict[int, str] = {}
-    not_covered: list[str] = []
-    stored: list[Stored] = []
-    numbers: dict[int, int] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            not_covered.append(f"{name}: tied to {first[id(tensor)]}, sent once")
-        else:
-            first[id(tensor)] = name
-            numbers[id(tensor)] = len(stored)
-            stored.append(Stored(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype))
-    text = getattr(settings, "text_config", settings)
-    drafts = getattr(text, "num_nextn_predict_layers", None)
-    if drafts:
-        not_covered.append(f"{drafts} draft (MTP) layer{'s' if drafts > 1 else ''}: transformers' model has none")
-    family, arranged = arrange_as_saved(model, stored, numbers, settings)
-    return Model(
-        specs=_specs_of(stored, arranged, family, wire),
-        family=family.name,
-        not_covered=tuple(not_covered),
-    )
-
-
-def _specs_of(
-    stored: Sequence[Stored], arranged: Sequence[Arranged], family: Family, wire: torch.dtype | None
-) -> list[TensorSpec]:
-    import torch
-
-    from weightcast.exporters import casting
-    from weightcast.exporters.mapping import wire_dtype_of
-    from weightcast.wire.layout import TensorSpec, dtype_name
-
-    specs: list[TensorSpec] = []
-    for found in arranged:
-        # Tensors that a family never casts are float32 in its checkpoints; without weights they get the config's dtype.
-        kept = wire_dtype_of(found.name, family, torch.float32) is None
-        own = stored[found.segments[0].source].dtype
-        dtype = torch.float32 if kept else casting.wire_dtype(own, wire)
-        specs.append(TensorSpec(name=found.name, dtype=dtype_name(dtype), shape=found.shape))
-    return specs
 
 
 def _show(result: Plan) -> None:

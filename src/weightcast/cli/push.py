@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from weightcast.config import DigestKind, DiskReaders, OnFailure, PauseMode, TransportName, VerifyLevel
     from weightcast.report import UpdateReport
-    from weightcast.wire.messages import EngineInfo
+    from weightcast.wire.engine_info import EngineInfo
 
 
 def push(

@@ -15,7 +15,7 @@ import msgspec
 
 from weightcast.config import parse_size as parse_size
 from weightcast.errors import UpdateFailed
-from weightcast.report import format_bytes
+from weightcast.report import format_bytes, one_line
 
 Advance = Callable[[int, int], None]
 _PLAIN_INTERVAL_S = 2.0
@@ -91,11 +91,6 @@ def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None
     note(f"error: {text}")
     if hint:
         note(f"\nhint: {one_line(hint)}")
-
-
-def one_line(text: str) -> str:
-    """Joins the lines of a text into one; some libraries put whole stacks into a message."""
-    return " ".join(text.split())
 
 
 @contextmanager

@@ -9,13 +9,13 @@ import typer
 
 from weightcast.cli.exit_codes import FAILURE
 from weightcast.cli.options import ApiKeys, CaFile, CertFile, EngineKind, Json, KeyFile, Traceback, Urls, targets
-from weightcast.cli.render import note, one_line, say, say_json, table
+from weightcast.cli.render import note, say, say_json, table
 from weightcast.config import Target
 from weightcast.errors import WeightcastError
-from weightcast.report import format_bytes
+from weightcast.report import format_bytes, one_line
 
 if TYPE_CHECKING:
-    from weightcast.wire.messages import EngineInfo
+    from weightcast.wire.engine_info import EngineInfo
 
 _HEADERS = ("url", "engine", "model", "state", "version", "digest", "parallel", "staging", "updated by")
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weightcast.cli.render import one_line, say
+from weightcast.cli.render import say
 from weightcast.config import Target
 from weightcast.page.words import digits, seconds, size
+from weightcast.report import one_line
 from weightcast.update.observe import Observation, Observer
 from weightcast.wire.status import UpdateStatus
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     import torch
 
     from weightcast.protocols import Exporter
+    from weightcast.wire.answers import Ack
+    from weightcast.wire.engine_info import EngineInfo
     from weightcast.wire.layout import TensorSpec
-    from weightcast.wire.messages import Ack, EngineInfo
 
 # Read, cast and digested at a time; a larger row of a tensor is taken whole.
 _CHUNK_BYTES = 64 << 20
@@ -175,7 +176,7 @@ def checkpoint_digests(
 
 
 def _readback(reply: bytes, url: str) -> Ack:
-    from weightcast.wire.messages import Ack
+    from weightcast.wire.answers import Ack
 
     try:
         return msgspec.json.decode(reply, type=Ack)

@@ -8,7 +8,7 @@ from weightcast.comm.http import Client
 from weightcast.comm.run_steps import converse
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable
 from weightcast.protocols import Kind
-from weightcast.wire.messages import EngineInfo
+from weightcast.wire.engine_info import EngineInfo
 
 
 def probe(client: Client, kinds: Sequence[Kind], *, timeout_s: float | None = None) -> EngineInfo:

@@ -17,7 +17,7 @@ from weightcast.errors import TargetUnreachable, WeightcastError
 from weightcast.fleet.background_probe import BackgroundProbe, is_silence
 from weightcast.fleet.health import Fleet, TargetHealth
 from weightcast.report import TargetReport
-from weightcast.wire.messages import EngineInfo
+from weightcast.wire.engine_info import EngineInfo
 
 _SILENT_WAIT_S = 2.0
 

@@ -34,6 +34,11 @@ class Lru(Generic[_K, _V]):
             self._found.move_to_end(key)
             return found[0]
 
+    def key_of(self, value: _V) -> _K | None:
+        """Returns the key of this very object, or None if the cache does not have it."""
+        with self._lock:
+            return next((key for key, (found, _) in self._found.items() if found is value), None)
+
     def put(self, key: _K, value: _V, size_bytes: int) -> None:
         """Adds a value if the key has none.
 

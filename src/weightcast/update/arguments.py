@@ -15,13 +15,17 @@ from torch import nn
 from weightcast.config import Target, parse_size
 from weightcast.errors import ConfigError
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.exporters.lora_adapter import AdapterExporter, adapters_of
 from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.multi_module import ComposedExporter, Part
 from weightcast.exporters.state_dict import StateDictExporter
+from weightcast.exporters.zero3 import Zero3Exporter, is_partitioned
 from weightcast.protocols import Exporter
 from weightcast.watch.listeners import Listener
 from weightcast.watch.logs import UpdateLog
 from weightcast.watch.spans import TrainerSpans
-from weightcast.wire.layout import DTYPES, NAMES
+from weightcast.wire.adapters import AdapterRequest, adapter_request
+from weightcast.wire.layout import DRAFT_PREFIX, DTYPES, NAMES
 
 Model = nn.Module | Exporter | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 Targets = Target | str | Sequence[Target | str]
@@ -98,7 +102,8 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
     """
     dtype = DTYPES[wire_dtype] if wire_dtype is not None else None
     if isinstance(model, nn.Module):
-        return ModuleExporter(model, wire_dtype=dtype), _nothing
+        kind = Zero3Exporter if is_partitioned(model) else ModuleExporter
+        return kind(model, wire_dtype=dtype), _nothing
     if isinstance(model, str | os.PathLike):
         checkpoint = CheckpointExporter(os.fspath(model), wire_dtype=dtype)
         return checkpoint, checkpoint.close
@@ -115,6 +120,67 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
             hint=f"give it to the exporter: wire_dtype=torch.{wire_dtype}",
         )
     return model, _nothing
+
+
+def with_draft(
+    exporter: Exporter, release: Callable[[], None], draft: Model, wire_dtype: str | None
+) -> tuple[Exporter, Callable[[], None]]:
+    """Returns an exporter for a model and its draft, and the function that closes what was made for them.
+
+    Args:
+        exporter: The model's exporter.
+        release: Closes it.
+        draft: The draft model, as for ``exporter_of``.
+        wire_dtype: As for ``exporter_of``.
+
+    Raises:
+        ConfigError: As ``exporter_of``.
+    """
+    try:
+        other, close = exporter_of(draft, wire_dtype)
+    except ConfigError:
+        release()
+        raise
+
+    def close_both() -> None:
+        close()
+        release()
+
+    try:
+        return ComposedExporter({"model": exporter, "draft": Part(exporter=other, prefix=DRAFT_PREFIX)}), close_both
+    except ConfigError:
+        close_both()
+        raise
+
+
+def adapter_of(model: Model, name: str, wire_dtype: str | None) -> tuple[Exporter, Callable[[], None], AdapterRequest]:
+    """Returns an exporter for a LoRA adapter, the function that closes it, and the request for a place in engines.
+
+    Args:
+        model: One of PEFT's models, or an ``AdapterExporter`` with ``scaled=True``.
+        name: Name under which engines serve the adapter; also PEFT's, if the model has several.
+        wire_dtype: As for ``exporter_of``.
+
+    Raises:
+        ConfigError: The model has no such adapter, or engines cannot take it.
+    """
+    if isinstance(model, nn.Module):
+        known = adapters_of(model)
+        if name not in known and len(known) != 1:
+            raise ConfigError(
+                f"adapter={name!r}: the model has {'several LoRA adapters' if known else 'no LoRA adapter'}"
+                f"{': ' + ', '.join(known) if known else ''}",
+                hint="name one of them" if known else "make the model with peft.get_peft_model",
+            )
+        dtype = DTYPES[wire_dtype] if wire_dtype is not None else None
+        exporter = AdapterExporter(model, adapter=name if name in known else known[0], scaled=True, wire_dtype=dtype)
+    elif isinstance(model, AdapterExporter) and model.scaled and wire_dtype is None:
+        exporter = model
+    else:
+        raise ConfigError(
+            f"adapter={name!r} needs a model of PEFT, or an AdapterExporter(..., scaled=True) with its own wire_dtype",
+        )
+    return exporter, _nothing, adapter_request(name, exporter.config, tuple(exporter.specs()))
 
 
 def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:

@@ -5,27 +5,48 @@ One pass over the bucket tells whether anything in it is wrong.  Only then each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from weightcast.config import UpdateConfig
 from weightcast.errors import NotFinite
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 
 _SHOWN = 6
 
 
-def check_finite(bucket: Bucket) -> None:
-    """Refuses a filled bucket with a value that is not finite.  Waits for the bucket's device.
+_Span = tuple[int, int, torch.dtype]
 
-    Integers and 8-bit floats pass: the scales of 8-bit floats are not finite if their weights are not.
 
-    Raises:
-        NotFinite: Values of these tensors are NaN or infinite.
-    """
-    if all(_finite(run) for run in _runs(bucket)):
-        return
+class FiniteCheck:
+    """Refuses buckets with a value that is not finite, in update after update."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, tuple[BucketLayout, frozenset[str], list[_Span]]] = {}
+
+    def check(self, bucket: Bucket) -> None:
+        """Checks a filled bucket.  Waits for the bucket's device.
+
+        Integers and 8-bit floats pass: the scales of 8-bit floats are not finite if their weights are not.
+
+        Raises:
+            NotFinite: Values of these tensors are NaN or infinite.
+        """
+        layout, lent = bucket.layout, frozenset(bucket.lent)
+        known = self._spans.get(layout.index)
+        if known is None or known[0] is not layout or known[1] != lent:
+            known = self._spans[layout.index] = layout, lent, list(_spans(layout, lent))
+        runs = [bucket.data[start:end].view(dtype) for start, end, dtype in known[2]]
+        if not all(_finite(run) for run in runs):
+            _name_not_finite(bucket)
+        for slot in layout.slots if lent else ():
+            if slot.spec.name in lent and _checked(slot.spec.torch_dtype) and not _finite(bucket.view(slot)):
+                _name_not_finite(bucket)
+
+
+def _name_not_finite(bucket: Bucket) -> None:
     found = {
         slot.spec.name: int(view.isfinite().logical_not().sum())
         for slot, view in bucket.views()
@@ -71,25 +92,22 @@ def _not_finite(found: Mapping[str, int]) -> NotFinite:
     )
 
 
-def _runs(bucket: Bucket) -> Iterator[torch.Tensor]:
-    """The bucket's floating-point values, neighbours of one dtype as one flat tensor."""
+def _spans(layout: BucketLayout, lent: Collection[str]) -> Iterator[_Span]:
+    """Spans of a bucket with floating-point values, neighbours of one dtype together: first byte, end and dtype."""
     start = end = 0
     dtype: torch.dtype | None = None
-    for slot in bucket.layout.slots:
+    for slot in layout.slots:
         own = slot.spec.torch_dtype
-        if not _checked(own):
-            continue
-        if slot.spec.name in bucket.lent:
-            yield bucket.view(slot)
+        if not _checked(own) or slot.spec.name in lent:
             continue
         joins = own == dtype and slot.offset_bytes >= end and (slot.offset_bytes - start) % own.itemsize == 0
         if dtype is not None and not joins:
-            yield bucket.data[start:end].view(dtype)
+            yield start, end, dtype
         if not joins:
             start, dtype = slot.offset_bytes, own
         end = slot.end_bytes
     if dtype is not None:
-        yield bucket.data[start:end].view(dtype)
+        yield start, end, dtype
 
 
 def _checked(dtype: torch.dtype) -> bool:

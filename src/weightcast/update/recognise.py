@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import msgspec
 
-from weightcast.adapters.registry import KINDS
+from weightcast.adapters.registry import KINDS, adapter_kinds
 from weightcast.comm.http import Client
 from weightcast.errors import ConfigError
 from weightcast.fleet.probe import probe
-from weightcast.wire.messages import EngineInfo
+from weightcast.wire.adapters import AdapterRequest
+from weightcast.wire.engine_info import EngineInfo
 
 
-def recognise(client: Client, *, timeout_s: float | None = None) -> EngineInfo:
+def recognise(client: Client, *, timeout_s: float | None = None, adapter: AdapterRequest | None = None) -> EngineInfo:
     """Returns the description of the engine behind a client; ``Target.engine`` narrows the kinds that are tried.
+
+    Args:
+        client: Client of the server.
+        timeout_s: As for ``fleet.probe.probe``.
+        adapter: LoRA adapter that the engine is to take, and that is described then; None for the engine's model.
 
     Raises:
         ConfigError: ``Target.engine`` names no kind, or the engine is of no known kind.
         TargetUnreachable, TargetRejected: As ``fleet.probe.probe``.
     """
     asked = client.target.engine
+    if adapter is not None:
+        return _located(client, probe(client, adapter_kinds(adapter), timeout_s=timeout_s))
     kinds = [kind for kind in KINDS if asked in ("auto", kind.name)]
     if not kinds:
         known = ", ".join(kind.name for kind in KINDS)

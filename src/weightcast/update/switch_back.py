@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weightcast.digest.definition import model_digest
 from weightcast.errors import TargetError, TargetRejected, VerificationFailed, WeightcastError
 from weightcast.transports.blame import try_each
 from weightcast.transports.link import Link
@@ -69,7 +68,7 @@ def _revert(link: Link, outcome: Outcome, version: int, reason: str, timeout_s: 
         outcome.in_doubt = True
         outcome.failed = outcome.failed or error
         raise
-    digest = model_digest(ack.resident) if ack.resident else None
+    digest = ack.digest or None
     if ack.version != before.version or (before.digest is not None and digest != before.digest):
         raise VerificationFailed(
             f"{link.url} was switched back and has version {ack.version} with the digest {digest}; before the "

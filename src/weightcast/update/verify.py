@@ -9,7 +9,6 @@ import torch
 
 from weightcast.comm.run_steps import converse
 from weightcast.config import UpdateConfig
-from weightcast.digest.definition import model_digest
 from weightcast.digest.sent import Repeated, Sent, SentDigests, gathered_otherwise
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
@@ -19,10 +18,10 @@ from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
 from weightcast.update.choose import Plan
-from weightcast.update.finite import check_finite, checks_finite
+from weightcast.update.finite import FiniteCheck, checks_finite
+from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Ack
 
 
 class WeightsChanged(ConfigError):
@@ -37,6 +36,7 @@ class Verifier:
         self._config = config
         self._unsummed = unsummed(exporter, specs)
         self._repeated = Repeated()
+        self._finite = FiniteCheck()
         self._digests = SentDigests()
         self._sources: Sequence[Folded] = ()
         self._sent = Sent()
@@ -54,7 +54,7 @@ class Verifier:
 
         It is computed on demand.  The engines would wait for it if it were computed before they switch.
         """
-        return model_digest(self._sent.received) if self._sent else None
+        return self._sent.digest if self._sent else None
 
     def served(self) -> float | None:
         """Notes that targets serve what was sent.
@@ -94,7 +94,7 @@ class Verifier:
             NotFinite: Weights in it are NaN or infinite.
         """
         if not self._plan.transport.scattered and checks_finite(self._config, bucket.data.device):
-            check_finite(bucket)
+            self._finite.check(bucket)
         if self._config.verify != "none":
             self._digests.add(bucket)
 
@@ -210,17 +210,15 @@ class Verifier:
         if isinstance(link.adapter, SeesChange):
             link.adapter.expect_change(link.digest is not None and bool(sent) and link.digest != self.digest)
         specs, unproven = link.info.specs, frozenset[str](link.closed.unproven if link.closed is not None else ())
-        otherwise = sent.kept_otherwise(specs, without=unproven) if proves else {}
-        as_received = proves and len(otherwise) + len(unproven) < len(specs)
-        if self._plan.transport.scattered:  # an engine rank has received its own parts, so it has no digest of a whole
-            otherwise, as_received = sent.kept(specs, without=unproven) if proves else {}, False
+        proven = sum(spec.name not in unproven for spec in specs) if unproven else len(specs)
+        digest = sent.digest_kept(specs, without=unproven) if proves and proven else ""
         try:
-            ack = link.commit(otherwise, as_received=as_received, timeout_s=self._config.timeout_s)
+            ack = link.commit(digest, timeout_s=self._config.timeout_s)
         except (TargetRejected, TargetUnreachable):
             raise  # the target has not switched
         except WeightcastError as error:
             ack = ask_again(error)
-        outcome.resident(link, ack, sent.kept(specs, without=unproven) if proves else {})
+        outcome.resident(link, ack, digest, proven)
         level = "resident" if wanted else self._config.verify
         if level != "none" and level not in link.adapter.proves and self._config.verify != "behaviour":
             can = 'it answers with log-probabilities: verify="behaviour"'

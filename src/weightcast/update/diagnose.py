@@ -1,0 +1,410 @@
+"""Checks whether this process can update an engine, without touching its weights."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from weightcast.config import Target
+from weightcast.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    TargetRejected,
+    TargetUnreachable,
+    WeightcastError,
+)
+from weightcast.report import count_of, format_bytes, one_line
+from weightcast.runtime.free_memory import free_host_bytes
+
+if TYPE_CHECKING:
+    from weightcast.comm.http import Client
+    from weightcast.protocols import Delivery
+    from weightcast.wire.engine_info import EngineInfo
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check: its result, and a hint if something has to be fixed."""
+
+    name: str
+    level: Level
+    text: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All checks of one engine; ``engine`` describes it and is empty if it did not answer."""
+
+    url: str
+    engine: str
+    checks: tuple[Check, ...]
+    ok: bool
+
+
+def examine(target: Target, *, bucket_bytes: int, host: str | None, timeout_s: float) -> Diagnosis:
+    """Asks the engine for its description and checks it; an engine on the CPU also joins a small group.
+
+    Args:
+        target: The engine.
+        bucket_bytes: Limit of one bucket.
+        host: Address of this machine that engines can reach; None takes it from the routing table.
+        timeout_s: Deadline of each single wait, in seconds.
+    """
+    from weightcast.comm.http import Client
+
+    client = Client(target, timeout_s=timeout_s)
+    try:
+        answered, info = _ask(client)
+        checks = [*answered]
+        if info is not None:
+            checks += [_state(info), *(_sharing(info) if _has_receiver(info) else _check_stock(info))]
+            checks += [*hazards(info), _staging(info), *([_memory(info, bucket_bytes)] if info.specs else [])]
+            if _has_receiver(info) and _transports_by("group", info):
+                checks += _rendezvous(client, info, host=host, timeout_s=timeout_s)
+            if _has_receiver(info):
+                checks += [_transports(checks, info), *_direct(checks, info)]
+    finally:
+        client.close()
+    engine = ""
+    if info is not None:
+        version = "?" if info.version is None else info.version
+        engine = f"{info.engine}, {info.model}, {info.sizes}, {info.state} version {version}"
+    return Diagnosis(
+        url=target.url, engine=engine, checks=tuple(checks), ok=all(check.level != "fail" for check in checks)
+    )
+
+
+def _ask(client: Client) -> tuple[list[Check], EngineInfo | None]:
+    from weightcast.update.recognise import recognise
+
+    reached = Check(name="reachable", level="ok", text=f"{client.target.url} answers")
+    try:
+        info = recognise(client)
+    except (TargetUnreachable, DeadlineExceeded) as error:
+        return [_failed("reachable", error, "check that the engine runs, and its host and port")], None
+    except TargetRejected as error:
+        return [reached, _failed("key", error, "pass the engine's key with --api-key")], None
+    except ConfigError as error:
+        return [reached, _failed("receiver", error, "start the engine with `weightcast serve`")], None
+    except WeightcastError as error:
+        return [_failed("reachable", error, "look at the engine's log")], None
+    return [
+        reached,
+        Check(name="key", level="ok", text="accepted" if client.target.api_key is not None else "none needed"),
+        Check(
+            name="receiver",
+            level="ok",
+            text=f"{info.engine} speaks protocol {info.protocol}, as this process does"
+            if _has_receiver(info)
+            else f"none: {info.engine} is updated through its own routes ({info.kind})",
+        ),
+    ], info
+
+
+def _has_receiver(info: EngineInfo) -> bool:
+    return info.kind == "native"
+
+
+def _transports_by(delivery: Delivery, info: EngineInfo) -> list[str]:
+    """Names of the engine's transports that deliver the weights in this way."""
+    from weightcast.transports.registry import TRANSPORTS
+
+    return [spec.name for spec in TRANSPORTS if spec.delivery == delivery and spec.name in info.transports]
+
+
+def _check_stock(info: EngineInfo) -> Iterator[Check]:
+    """Checks an engine without our receiver: the transports it was started for, and what its adapter advises."""
+    ways = ", ".join(info.transports)
+    yield Check(
+        name="transports",
+        level="ok" if ways else "fail",
+        text=f"as it was started, it takes {ways or 'no update'}; not tried",
+        hint=info.message or None,
+    )
+    by_memory = _transports_by("memory", info)
+    if by_memory and "cuda" in info.devices:
+        via = by_memory[0]
+        yield Check(
+            name=via,
+            level="ok",
+            text=f"the engine does not report its GPUs: ask for {via} with --via {via}, from trainer ranks on the same "
+            "GPUs",
+        )
+    elif set(info.devices) != {"cpu"}:
+        yield Check(name="gpus", level="ok", text="its ranks are on " + ", ".join(info.devices))
+
+
+def _failed(name: str, error: WeightcastError, hint: str) -> Check:
+    return Check(name=name, level="fail", text=one_line(str(error)), hint=error.hint or hint)
+
+
+def _state(info: EngineInfo) -> Check:
+    version = "an unknown version" if info.version is None else f"version {info.version}"
+    if info.state == "quarantined":
+        return Check(
+            name="state",
+            level="fail",
+            text=f"quarantined: {one_line(info.message) or 'the engine may hold a mixture of two versions'}",
+            hint="send it a full update: `weightcast push CHECKPOINT --to URL --version N`",
+        )
+    if info.state == "updating":
+        return Check(
+            name="state",
+            level="warn",
+            text=f"being updated by {info.session_owner or 'an unknown trainer'}, was at {version}",
+            hint="wait for that update, or end the process that runs it",
+        )
+    if info.paused:
+        return Check(
+            name="state",
+            level="warn",
+            text=f"paused or asleep at {version}",
+            hint="POST /continue or /wake; an engine that is asleep accepts no update",
+        )
+    return Check(name="state", level="ok", text=f"serving {version}, {info.digest or 'not proven yet'}")
+
+
+def hazards(info: EngineInfo) -> Iterator[Check]:
+    """Lists what an update leaves as it is or cannot prove, and the pauses that the engine refuses."""
+    for hazard in info.hazards:
+        yield Check(name="hazard", level="warn", text=one_line(hazard))
+    for pause, why in info.no_pause.items():
+        yield Check(name="pause", level="ok", text=f"{pause} is refused: {one_line(why)}")
+
+
+def _sharing(info: EngineInfo) -> Iterator[Check]:
+    """Checks whether memory can be shared.  Nothing here is a failure, since broadcast remains."""
+    from weightcast.comm.ipc import device_of, host_id
+    from weightcast.transports.registry import TRANSPORTS
+
+    if info.host_id != host_id():
+        yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
+        return
+    yield Check(name="host", level="ok", text="the same host as this process")
+    hidden = [rank for rank in info.ranks if rank.pid and not Path(f"/proc/{rank.pid}").exists()]
+    if hidden:
+        yield Check(
+            name="ipc",
+            level="warn",
+            text=f"process {hidden[0].pid} of rank {hidden[0].rank} cannot be seen from here: another pid namespace",
+            hint="start both containers with one pid namespace (--pid=host), or use --via broadcast",
+        )
+        return
+    devices = dict.fromkeys(rank.device for rank in info.ranks)
+    unseen = [device for device in devices if device_of(device) is None]
+    if unseen:
+        yield Check(
+            name="ipc",
+            level="warn",
+            text=f"GPU {unseen[0]} of the engine cannot be seen from here",
+            hint="include it in CUDA_VISIBLE_DEVICES (or give the container all GPUs), or use --via broadcast",
+        )
+        return
+    where = "shared memory" if set(devices) == {"cpu"} else f"CUDA IPC on {count_of(len(devices), 'GPU')}"
+    yield Check(name="ipc", level="ok", text=f"possible, by {where}")
+    for spec in TRANSPORTS:
+        if spec.scattered and spec.name in info.transports:
+            text = "not possible: it works on CPUs only so far"
+            if set(devices) == {"cpu"}:
+                text = "possible from trainers on CPUs; only if asked for, and not for tensors that the engine casts"
+            yield Check(name=spec.name, level="ok", text=text)
+
+
+def _staging(info: EngineInfo) -> Check:
+    if info.staging == "none" and not _has_receiver(info):
+        return Check(
+            name="staging",
+            level="warn",
+            text="none, and no proof of the weights it keeps: an update that fails half way quarantines it",
+            hint='install the plug-in for vLLM (docs/engines/vllm.md), or prove with verify="behaviour"',
+        )
+    if info.staging == "none":
+        return Check(
+            name="staging",
+            level="warn",
+            text="none: an update that fails half way quarantines the engine until the next full one",
+            hint="start it with --staging device or --staging host if there is memory for a second set of weights",
+        )
+    return Check(
+        name="staging",
+        level="ok",
+        text=f"on the {info.staging}: an update that fails leaves the old version serving",
+    )
+
+
+def _memory(info: EngineInfo, bucket_bytes: int) -> Check:
+    """Checks that the tensors fit into buckets, and the buckets into this machine's memory; the estimate is plan's."""
+    from weightcast.adapters.registry import adapter_for
+    from weightcast.exporters.memory_estimate import peak_bytes
+    from weightcast.wire.layout import total_bytes
+
+    model = f"{count_of(len(info.specs), 'tensor')}, {format_bytes(total_bytes(info.specs))}"
+    try:
+        need = peak_bytes(info.specs, bucket_bytes=bucket_bytes, packing=adapter_for(info).packing, world_size=1)
+    except ConfigError as error:
+        return Check(
+            name="memory",
+            level="fail",
+            text=one_line(str(error)),
+            hint=error.hint or f"use larger buckets than --bucket-bytes {bucket_bytes}",
+        )
+    free = free_host_bytes() or None
+    if free is not None and free < need:
+        return Check(
+            name="memory",
+            level="fail",
+            text=f"{format_bytes(free)} free here, an update needs {format_bytes(need)}",
+            hint="use smaller buckets: --bucket-bytes 64MiB",
+        )
+    room = "" if free is None else f", {format_bytes(free)} free"
+    return Check(name="memory", level="ok", text=f"{model}; an update needs {format_bytes(need)} on this machine{room}")
+
+
+def _rendezvous(client: Client, info: EngineInfo, *, host: str | None, timeout_s: float) -> list[Check]:
+    """Checks the address of the rendezvous, and joins a group with an engine on the CPU."""
+    from weightcast.comm.update_group import local_address_towards
+
+    try:
+        address = host or local_address_towards(client.target.host, 80)
+        _listen_on(address)
+    except (OSError, WeightcastError) as error:
+        return [
+            Check(
+                name="rendezvous",
+                level="fail",
+                text=f"{host or client.target.host}: this machine has no address that engines can reach: {error}",
+                hint="pass one with --rendezvous HOST",
+            )
+        ]
+    if any(rank.device != "cpu" for rank in info.ranks):
+        text = f"this process listens at {address}; joining was not tried: the engine keeps its weights on GPUs"
+        return [Check(name="rendezvous", level="ok", text=text)]
+    if info.state != "serving":
+        text = f"this process listens at {address}; joining was not tried: the engine is {info.state}"
+        return [Check(name="rendezvous", level="warn", text=text, hint="run this again when the engine serves")]
+    try:
+        _join_group(client, info, address=address, timeout_s=timeout_s)
+    except WeightcastError as error:
+        hint = f"allow TCP from {client.target.host} to this machine at {address}, or pass --rendezvous HOST"
+        return [Check(name="rendezvous", level="fail", text=one_line(str(error)), hint=error.hint or hint)]
+    return [
+        Check(
+            name="rendezvous",
+            level="ok",
+            text=f"{count_of(info.tp_size, 'rank')} joined this process at {address} and left again",
+        )
+    ]
+
+
+def _listen_on(address: str) -> None:
+    """Listens at the address and connects to it, which fails if it is not an address of this machine."""
+    family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as server:
+        server.bind(place)
+        server.listen(1)
+        with socket.create_connection(server.getsockname()[:2], timeout=5.0):
+            pass
+
+
+def _join_group(client: Client, info: EngineInfo, *, address: str, timeout_s: float) -> None:
+    """Makes a group of this process and the engine's ranks, and closes it again."""
+    import torch
+
+    from weightcast.comm.rendezvous import Rendezvous
+    from weightcast.comm.update_group import UpdateGroup
+    from weightcast.wire.codec import encode
+    from weightcast.wire.messages import Join, Leave
+
+    name, token = f"doctor-{os.getpid()}-{secrets.token_hex(4)}", secrets.token_hex(16)
+    store = Rendezvous(host=address, timeout_s=timeout_s)
+    world_size = info.tp_size + 1
+    join = Join(
+        group=name,
+        host=address,
+        port=store.port,
+        token=token,
+        first_rank=1,
+        world_size=world_size,
+        backend="gloo",
+        timeout_s=timeout_s,
+    )
+    group: UpdateGroup | None = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-doctor") as pool:
+        answer = pool.submit(client.post_json, "/weightcast/apply", encode(join), timeout_s=timeout_s + 10.0)
+        try:
+            group = UpdateGroup(
+                store=store.store,
+                name=name,
+                token=token,
+                rank=0,
+                world_size=world_size,
+                device=torch.device("cpu"),
+                address=address,
+                timeout_s=timeout_s,
+            )
+        finally:
+            # The engine's refusal says more than our own timeout.
+            refusal = answer.exception()
+            if refusal is None:
+                client.post_json("/weightcast/apply", encode(Leave(group=name)), timeout_s=timeout_s)
+            if group is not None:
+                group.close()
+            if refusal is not None:
+                raise refusal
+
+
+def _transports(checks: list[Check], info: EngineInfo) -> Check:
+    """Sums up which transports an update can use."""
+    from weightcast.transports.registry import TRANSPORTS
+
+    level = {check.name: check.level for check in checks}
+    possible: dict[Delivery, bool] = {
+        "memory": level.get("ipc") == "ok",
+        "group": level.get("rendezvous") != "fail",
+    }
+    # A transport that leaves shards on their ranks has a line of its own.
+    ours = [spec for spec in TRANSPORTS if spec.delivery in possible and not spec.scattered]
+    both = [spec.name for spec in ours if spec.name in info.transports]
+    usable = [spec.name for spec in ours if spec.name in both and possible[spec.delivery]]
+    if not both:
+        return Check(
+            name="transports",
+            level="fail",
+            text=f"the engine accepts {', '.join(info.transports) or 'none'}, "
+            f"this process has {', '.join(spec.name for spec in ours)}",
+            hint="install the same version of weightcast on both sides",
+        )
+    if not usable:
+        return Check(
+            name="transports",
+            level="fail",
+            text=f"both sides have {' and '.join(both)}, but none can be used",
+            hint="fix the checks above that failed",
+        )
+    return Check(name="transports", level="ok", text=f"{' and '.join(usable)} can be used")
+
+
+def _direct(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
+    """Says by which of its ways ``direct`` can reach the engine, and what auto needs to take it."""
+    level = {check.name: check.level for check in checks}
+    possible: dict[Delivery, bool] = {"memory": level.get("ipc") == "ok", "group": level.get("rendezvous") != "fail"}
+    from weightcast.transports.registry import spec_of
+
+    spec = spec_of("direct")
+    if spec.name not in info.transports:
+        return
+    ways = [one.primitive for one in spec.primitives if possible[one.delivery]]
+    if not ways:
+        yield Check(name=spec.name, level="ok", text="cannot be used, for the reasons above")
+        return
+    auto = "auto takes it if the trainer sets keep_mapped=True" if "shards" in ways else "auto does not take it"
+    yield Check(name=spec.name, level="ok", text=f"{' and '.join(ways)} can be used; {auto}")

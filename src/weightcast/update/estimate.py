@@ -1,0 +1,166 @@
+"""Estimates the buckets, memory and time of an update from its tensors, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightcast.wire.layout import Packing, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """Buckets that one kind of engine needs.
+
+    Attributes:
+        engine: Kind of engine.
+        buckets: Number of buckets; 0 if these tensors do not fit into buckets of this size.
+        needs_bucket_bytes: Smallest possible bucket, in bytes.
+    """
+
+    engine: str
+    buckets: int
+    needs_bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Estimate of one update.
+
+    Attributes:
+        model: Name of the model.
+        engine: Kind of engine whose packing was used.
+        tensors: Number of tensors.
+        size_bytes: Payload of one copy of the model.
+        buckets: Number of buckets.
+        bucket_bytes: Limit of one bucket.
+        largest_bucket_bytes: Size of the largest bucket.
+        cut: Names of the tensors that are sent in several buckets, in order.
+        oversized: Names of the tensors that are larger than a bucket, in order.
+        alone: Names of the tensors that have a bucket to themselves, in order.
+        dtypes: Bytes of each dtype.
+        packing: Packing that the engine can read.
+        others: Buckets for every kind of engine.
+        family: Table of names that was used, if any.
+        not_covered: Tensors that no update contains, with the reason.
+        trainer_ranks: Number of trainer ranks.
+        trainer_peak_bytes: Extra memory of a trainer rank at its peak: two buckets (one if there is only one), and the
+            scratch buffer of a gather.
+        engine_ranks: Number of engine ranks that receive.
+        link_bytes: Bytes that each engine rank receives.
+        all_links_bytes: Bytes that all engine ranks receive.
+        link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
+        seconds: Transfer time alone at that bandwidth, with every link busy at once.
+    """
+
+    model: str
+    engine: str
+    tensors: int
+    size_bytes: int
+    buckets: int
+    bucket_bytes: int
+    largest_bucket_bytes: int
+    cut: tuple[str, ...]
+    oversized: tuple[str, ...]
+    alone: tuple[str, ...]
+    dtypes: dict[str, int]
+    packing: Packing
+    others: tuple[EnginePlan, ...]
+    family: str | None
+    not_covered: tuple[str, ...]
+    trainer_ranks: int
+    trainer_peak_bytes: int
+    engine_ranks: int
+    link_bytes: int
+    all_links_bytes: int
+    link_gb_per_s: float | None
+    seconds: float | None
+
+
+def packings_of_engines() -> dict[str, Packing]:
+    """Returns the packing that each kind of engine can read, from its adapter."""
+    from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
+    from weightcast.adapters.native.adapter import NativeAdapter
+    from weightcast.adapters.sglang.adapter import SglangAdapter
+    from weightcast.adapters.vllm.adapter import VllmAdapter
+
+    return {
+        "native": NativeAdapter.packing,
+        "sglang": SglangAdapter.packing,
+        "vllm": VllmAdapter.packing,
+        "lmdeploy": LmdeployAdapter.packing,
+    }
+
+
+def make_plan(
+    specs: Sequence[TensorSpec],
+    *,
+    model: str,
+    engine: str,
+    packing: Packing,
+    bucket_bytes: int,
+    engine_ranks: int,
+    link_gb_per_s: float | None = None,
+    trainer_ranks: int = 1,
+    computed: bool = False,
+    family: str | None = None,
+    not_covered: tuple[str, ...] = (),
+) -> Plan:
+    """Makes the plan for some tensors.  ``Plan`` explains the arguments of the same names.
+
+    Args:
+        specs: Tensors that are sent.
+        computed: True if values are computed on the way, such as by quantising.
+
+    Raises:
+        ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
+    """
+    from weightcast.exporters.memory_estimate import peak_bytes
+    from weightcast.wire.layout import plan_buckets, total_bytes
+
+    layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing)
+    size_bytes = total_bytes(specs)
+    largest = max((layout.size_bytes for layout in layouts), default=0)
+    cut = dict.fromkeys(slot.spec.name for layout in layouts for slot in layout.slots if not slot.whole)
+    alone = [layout.slots[0].spec.name for layout in layouts if len(layout.slots) == 1 and layout.slots[0].whole]
+    dtypes: dict[str, int] = {}
+    for spec in specs:
+        dtypes[spec.dtype] = dtypes.get(spec.dtype, 0) + spec.size_bytes
+    return Plan(
+        model=model,
+        engine=engine,
+        tensors=len(specs),
+        size_bytes=size_bytes,
+        buckets=len(layouts),
+        bucket_bytes=bucket_bytes,
+        largest_bucket_bytes=largest,
+        cut=tuple(cut),
+        oversized=tuple(spec.name for spec in specs if spec.size_bytes > bucket_bytes),
+        alone=tuple(alone),
+        dtypes=dtypes,
+        packing=packing,
+        others=tuple(_engine_plan(kind, other, specs, bucket_bytes) for kind, other in packings_of_engines().items()),
+        family=family,
+        not_covered=not_covered,
+        trainer_ranks=trainer_ranks,
+        trainer_peak_bytes=peak_bytes(
+            specs, bucket_bytes=bucket_bytes, packing=packing, world_size=trainer_ranks, computed=computed
+        ),
+        engine_ranks=engine_ranks,
+        link_bytes=size_bytes,
+        all_links_bytes=size_bytes * engine_ranks,
+        link_gb_per_s=link_gb_per_s,
+        seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
+    )
+
+
+def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucket_bytes: int) -> EnginePlan:
+    from weightcast.wire.layout import plan_buckets
+
+    needed = max((spec.row_bytes if packing.slices else spec.size_bytes for spec in specs), default=0)
+    buckets = 0
+    if needed <= bucket_bytes:
+        buckets = len(plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing))
+    return EnginePlan(engine=kind, buckets=buckets, needs_bucket_bytes=needed)
