@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from weightcast.comm.update_group import GroupFailed, Rendezvous, UpdateGroup
+from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.errors import ConfigError, VerificationFailed, WireError
 from weightcast.integrations.tensor_stream import StreamMessage, StreamReceiver, StreamSender
 

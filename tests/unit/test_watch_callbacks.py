@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.watching import A, B, ended, report, row, started, targets
@@ -65,6 +66,8 @@ def test_a_report_is_numbers_alone():
     assert values["weightcast/seconds"] == 2.0
     assert values["weightcast/phase/gather"] == 0.5
     assert values["weightcast/phase/stall"] == 0.25
+    assert "weightcast/changed_ratio" not in values  # it is unknown
+    assert values_of(msgspec.structs.replace(REPORT, changed_ratio=0.5))["weightcast/changed_ratio"] == 0.5
     assert (values["weightcast/targets/serving"], values["weightcast/targets/failed"]) == (1.0, 1.0)
 
 

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from tests.unit.watching import session_events, started, trainer_events
+from weightcast.config import TransportName
 from weightcast.errors import ConfigError
+from weightcast.receiver.session_events import SessionEvents
 from weightcast.update.arguments import listeners_of
 from weightcast.watch.events import Answered, Step, StepEnded, TrainerEvent, short, within
 from weightcast.watch.listeners import Events
+from weightcast.wire.answers import Ack
+from weightcast.wire.bucket_sources import (
+    BroadcastSource,
+    ExchangeSource,
+    IpcSource,
+    MappedSource,
+    MemoryHandle,
+    PartialBuffer,
+    ScatteredSource,
+    Source,
+)
+from weightcast.wire.layout import BucketLayout
+from weightcast.wire.messages import Announce
 
 
 class Heard:
@@ -122,3 +139,27 @@ def test_one_listener_several_and_none_are_taken():
     own = len(listeners_of(None))
     assert listeners_of(print)[own:] == (print,)
     assert listeners_of([print, repr])[own:] == (print, repr)
+
+
+HANDLE = MemoryHandle(kind="shm", device="cpu", size_bytes=64)
+SOURCES = [
+    ("ipc", IpcSource(handles=(HANDLE,))),
+    ("direct", ScatteredSource(buffers=(PartialBuffer(handle=HANDLE, parts=()),))),
+    ("direct", MappedSource(memories=(HANDLE,), parts=())),
+    ("direct", ExchangeSource(group="g", parts=((),))),
+    ("broadcast", BroadcastSource(group="g")),
+]
+
+
+@pytest.mark.parametrize(("name", "source"), SOURCES)
+def test_a_bucket_is_told_with_the_transport_that_sent_it(name, source):
+    told: list[Any] = []
+    state: Any = SimpleNamespace(state="serving", version=1, message="")
+    message = Announce(session="0" * 32, layout=BucketLayout(index=0, size_bytes=64, slots=()), source=source)
+    SessionEvents(Events([told.append]), state).refused(message, Ack(ok=False), 1.0)
+    assert told[-1].transport == name
+
+
+def test_every_source_of_a_bucket_names_its_transport():
+    assert {type(source) for _, source in SOURCES} == set(get_args(Source))
+    assert {kind.transport for kind in get_args(Source)} <= set(get_args(TransportName))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.watching import SESSION, A, B, ended, report, row, session_events, started, targets, trainer_events
 from weightcast.watch.events import StateChanged
-from weightcast.watch.logs import FIELDS, UpdateLog
+from weightcast.watch.logs import UpdateLog
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def lines(caplog):
             log(event)
         for record in caplog.records:
             assert record.name.startswith("weightcast.")
-            assert all(hasattr(record, field) for field in FIELDS)
+            assert all(hasattr(record, field) for field in ("session", "version", "target"))
         return [
             (record.levelname, record.name, record.getMessage()) for record in caplog.records if record.levelno >= level
         ]

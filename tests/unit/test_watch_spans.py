@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from tests.unit.tracing import plain, spans_in_memory, tree
 from tests.unit.watching import A, B, ended, session_events, started, trainer_events
+from weightcast.watch import spans
 from weightcast.watch.events import Answered, AttemptStarted, SessionEnded
 from weightcast.watch.listeners import Events
 from weightcast.watch.spans import EngineSpans, TrainerSpans
@@ -75,6 +76,16 @@ def test_an_update_is_one_tree_with_phases_and_targets(exporter):
     assert targets[A]["kind"] == "CLIENT"
     assert [name for name, _ in targets[A]["events"]] == ["weightcast.open", "weightcast.buckets", "weightcast.commit"]
     assert targets[A]["events"][1][1] == pytest.approx({"weightcast.seconds": 0.6, "weightcast.count": 2})
+
+
+def test_spans_are_made_after_a_rest_or_when_somebody_waits_for_them(exporter, monkeypatch):
+    monkeypatch.setattr(spans, "_REST_S", 3600.0)
+    watching = TrainerSpans()
+    for event in trainer_events():
+        watching(event)
+    assert not exporter.get_finished_spans()
+    watching.settle()
+    assert "weightcast.update" in {span.name for span in exporter.get_finished_spans()}
 
 
 def test_a_failed_update_says_so(exporter):

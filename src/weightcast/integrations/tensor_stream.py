@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.bucket_sums import sums_of_slots
-from weightcast.digest.definition import RepeatedSums
+from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import ConfigError, VerificationFailed, WireError
 from weightcast.exporters import casting
 from weightcast.wire.bucket import Bucket

@@ -26,7 +26,8 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from weightcast.comm.update_group import GroupFailed, Rendezvous, UpdateGroup
+from weightcast.comm.rendezvous import Rendezvous
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.errors import ConfigError
 from weightcast.integrations.tensor_stream import StreamReceiver, StreamSender
 from weightcast.update.arguments import bytes_of, dtype_name_of

@@ -71,12 +71,14 @@ def to_mlflow(mlflow: Mlflow) -> Listener:
 def values_of(report: UpdateReport) -> Values:
     """The numbers of a report by name; seconds and bytes unless the name says something else."""
     states = [row.status for row in report.targets]
+    ratio = report.changed_ratio
     return {
         "weightcast/version": float(report.version),
         "weightcast/seconds": report.seconds,
         **{f"weightcast/phase/{name}": seconds for name, seconds in report.phases.items()},
         "weightcast/bytes": float(report.bytes),
         "weightcast/peak_extra_bytes": float(report.peak_extra_bytes),
+        **({} if ratio is None else {"weightcast/changed_ratio": ratio}),
         "weightcast/targets/serving": float(states.count("serving")),
         "weightcast/targets/failed": float(len(states) - states.count("serving")),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import get_args
 
@@ -97,22 +98,26 @@ class EngineMetrics(ByKind):
         self._opened: SessionOpened | None = None
         self._transport = ""
         self._steps: list[Step] = []
-        made.started.labels(model_name)
-        made.stall_seconds.labels(model_name)
-        made.last_update.labels(model_name).set(0)
-        for outcome in get_args(SessionOutcome):
-            made.finished.labels(model_name, outcome)
+        # Series are looked up once: a look-up costs more than setting a value.
+        self._started = made.started.labels(model_name)
+        self._stall_seconds = made.stall_seconds.labels(model_name)
+        self._last_update = made.last_update.labels(model_name)
+        self._last_update.set(0)
+        self._finished = {outcome: made.finished.labels(model_name, outcome) for outcome in get_args(SessionOutcome)}
+        self._version = made.version.labels(model_name)
+        self._states = {state: made.state.labels(model_name, state) for state in STATES}
+        self._update_seconds = functools.cache(functools.partial(made.update_seconds.labels, model_name))
         self._now("serving", version)
 
     def _begin(self, event: SessionOpened) -> None:
         self._opened, self._transport = event, ""
         self._steps.clear()
-        self._made.started.labels(self._model).inc()
+        self._started.inc()
 
     def _now(self, state: str, version: int | None) -> None:
-        for name in STATES:
-            self._made.state.labels(self._model, name).set(int(name == state))
-        self._made.version.labels(self._model).set(UNKNOWN if version is None else version)
+        for name, series in self._states.items():
+            series.set(int(name == state))
+        self._version.set(UNKNOWN if version is None else version)
 
     def _answered(self, event: Answered) -> None:
         if self._opened is None or event.session != self._opened.session:
@@ -123,15 +128,14 @@ class EngineMetrics(ByKind):
             self._made.received.labels(self._model, event.transport).inc(event.bytes)
 
     def _ended(self, event: SessionEnded) -> None:
-        made = self._made
-        made.finished.labels(self._model, event.outcome).inc()
+        self._finished[event.outcome].inc()
         opened = self._opened
         if event.outcome != "committed" or opened is None:
             return
         self._opened = None
         for phase in dict.fromkeys(step.phase for step in self._steps):
             seconds = within(self._steps, phase)
-            made.update_seconds.labels(self._model, phase, self._transport).observe(seconds)
-        made.update_seconds.labels(self._model, "total", self._transport).observe(event.at - opened.at)
-        made.stall_seconds.labels(self._model).observe(event.stall_s)
-        made.last_update.labels(self._model).set(time.time())
+            self._update_seconds(phase, self._transport).observe(seconds)
+        self._update_seconds("total", self._transport).observe(event.at - opened.at)
+        self._stall_seconds.observe(event.stall_s)
+        self._last_update.set(time.time())

@@ -23,8 +23,6 @@ from weightcast.watch.events import (
 )
 from weightcast.watch.listeners import ByKind
 
-FIELDS = ("session", "version", "target")
-
 trainer_log = logging.getLogger("weightcast.update")
 engine_log = logging.getLogger("weightcast.receiver")
 

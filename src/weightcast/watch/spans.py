@@ -10,13 +10,15 @@
 Only OpenTelemetry's API is used, and only if the process has imported it, which every application with an SDK has.
 Spans are few, and they are made when the update is over: a phase with many buckets is one span, from its first
 beginning to its last end.  Then ``weightcast.seconds`` is the time that it worked, and ``weightcast.count`` the number
-of its parts.  A thread of their own makes and ends them, so that no update waits for the SDK.
+of its parts.  A thread of their own makes and ends them a moment later, so that no update waits for the SDK.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import MappingProxyType
@@ -38,6 +40,7 @@ from weightcast.watch.listeners import ByKind
 log = logging.getLogger("weightcast.watch")
 
 _SETTLE_S = 10.0
+_REST_S = 0.02  # the last answer of an update leaves first: making spans holds the interpreter for a millisecond
 _Piece = tuple[str, float, float]  # name, beginning, end
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -47,17 +50,24 @@ class _Later:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self._hurry = threading.Event()
 
     def __call__(self, do: Callable[[], None]) -> None:
-        """Calls a function soon; an error is logged."""
+        """Calls a function after a short rest; an error is logged."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightcast-spans")
-        self._pool.submit(_logged, do)
+        self._pool.submit(self._do, do, time.monotonic() + _REST_S)
+
+    def _do(self, do: Callable[[], None], due: float) -> None:
+        self._hurry.wait(max(0.0, due - time.monotonic()))
+        _logged(do)
 
     def settle(self) -> None:
         """Waits until everything so far is done, or for ten seconds."""
         if self._pool is not None:
+            self._hurry.set()
             wait([self._pool.submit(int)], _SETTLE_S)
+            self._hurry.clear()
 
 
 def _logged(do: Callable[[], None]) -> None:

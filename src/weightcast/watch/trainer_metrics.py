@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import Any, get_args
@@ -71,10 +72,11 @@ class _Instruments:
             multiprocess_mode=GAUGE_MODE,
             registry=registry,
         )
-        for outcome in get_args(Outcome):
-            self.finished.labels(outcome)  # a series that starts with its first event has no rate at that event
-        for state in STATES:
-            self.targets.labels(state)
+        # Series are looked up once: a look-up costs more than setting a value.  They exist from the start, since a
+        # series that starts with its first event has no rate at that event.
+        self.of_outcome = {outcome: self.finished.labels(outcome) for outcome in get_args(Outcome)}
+        self.of_state = {state: self.targets.labels(state) for state in STATES}
+        self.of_phase = functools.cache(self.update_seconds.labels)
 
 
 class PrometheusMetrics(ByKind):
@@ -157,7 +159,7 @@ class PrometheusMetrics(ByKind):
             self._report(made, event.report)
         if event.outcome == "succeeded":
             made.last_success.set(time.time())
-        made.finished.labels(event.outcome).inc()
+        made.of_outcome[event.outcome].inc()
 
     def _targets(self, event: TargetsChanged) -> None:
         made, targets = self._made, event.targets
@@ -169,7 +171,7 @@ class PrometheusMetrics(ByKind):
             made.version.labels(target.url).set(UNKNOWN if target.version is None else target.version)
             made.stall_seconds.labels(target.url)
         for state, count in states.items():
-            made.targets.labels(state).set(count)
+            made.of_state[state].set(count)
         urls = frozenset(target.url for target in targets)
         for url in self._known - urls:
             if several_processes():
@@ -182,8 +184,8 @@ class PrometheusMetrics(ByKind):
     def _report(self, made: _Instruments, report: UpdateReport) -> None:
         for phase, seconds in report.phases.items():
             if phase != "stall":
-                made.update_seconds.labels(phase, report.transport).observe(seconds)
-        made.update_seconds.labels("total", report.transport).observe(report.seconds)
+                made.of_phase(phase, report.transport).observe(seconds)
+        made.of_phase("total", report.transport).observe(report.seconds)
         made.changed_ratio.set(UNKNOWN if report.changed_ratio is None else report.changed_ratio)
         served = [row for row in report.targets if row.status == "serving"]
         for row in served:
