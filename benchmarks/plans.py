@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weightcast.lab.bench.rig import Layout
+from weightcast.lab.bench.methods import Layout
 
 MIB, GIB = 1 << 20, 1 << 30
-Kind = Literal["updates", "limits", "loader", "digest", "gather"]
+Kind = Literal["updates", "limits", "loader", "digest", "gather", "direct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +119,9 @@ def _h200(gpus: int) -> list[Case]:
         if half > 1:
             cases.append(_gpu(f"disaggregated-{half}+{half}-8b", "qwen3-8b", "disaggregated", half, half))
     cases.append(_gpu("colocated-1-8b", "qwen3-8b", "colocated", 1, 1))
+    # ``direct`` that keeps the trainer's weights mapped, beside ``ipc`` and the peers, in a short run.
+    short: dict[str, Any] = dict(bucket_bytes=(2 * GIB,), peer_bytes=(GIB,), turns=8, tries=1)
+    cases.append(_gpu("direct-colocated-1-8b", "qwen3-8b", "colocated", 1, 1, budget_s=60, deadline_s=130, **short))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
     # The cost of proof is small, so there are many turns and no other methods.
@@ -174,6 +177,8 @@ def _h200(gpus: int) -> list[Case]:
         cases.append(
             _gpu("disaggregated-1+1-70b", "llama-70b-20-layers", "disaggregated", 1, 1, turns=5, peer_bytes=(2 * GIB,))
         )
+    shared = ("--device", "cuda", "--engines", "1", "--turns", "3", "--warm", "2", "--model", "qwen3-8b")
+    cases.append(Case(name="direct-4-to-tp2-8b", kind="direct", options=shared, deadline_s=230))
     cases.append(Case(name="loader-30b", kind="loader", options=("--model", "qwen3-30b-a3b"), deadline_s=200))
     cases.append(Case(name="digest", kind="digest", deadline_s=120))
     if gpus > 1:
@@ -204,6 +209,7 @@ def _cpu_plan() -> list[Case]:
         _cpu("cpu-disaggregated-moe", "moe-4-layers", "disaggregated", 1, 1),
         _cpu("cpu-stall", "dense-256MiB", "colocated", 1, 1, generate=True, bucket_bytes=(64 * MIB,)),
         _cpu("cpu-limits", "dense-256MiB", "disaggregated", 1, 1, kind="limits", deadline_s=120),
+        Case(name="cpu-direct", kind="direct", options=("--model", "dense-256MiB", "--device", "cpu"), deadline_s=300),
         Case(name="cpu-loader", kind="loader", options=("--model", "moe-4-layers", "--device", "cpu"), deadline_s=120),
         Case(name="cpu-digest", kind="digest", options=("--device", "cpu"), deadline_s=120),
     ]

@@ -69,7 +69,7 @@ How it was measured, and what the words mean: [docs/performance.md](../docs/perf
 def _kind(result: Result) -> str:
     if result.get("what") == "updates beside limits":
         return "updates"
-    if result.get("what") in ("limits", "loader"):
+    if result.get("what") in ("limits", "loader", "direct"):
         return str(result["what"])
     if "tests" in result:
         return "engine"
@@ -303,6 +303,28 @@ def _gather(result: Result) -> str:
     return lines + "\n" + machine + table(["receivers", "ms", "GB/s"], rows)
 
 
+def _direct(result: Result) -> str:
+    asked = result["arguments"]
+    size = result["model_bytes"]
+    rows = [
+        [
+            row["way"],
+            _ms(row["usable_s"]),
+            _ms(row["returned_s"]),
+            f"{row['times_faster']:.2f}",
+            f"{row['loopback_bytes'] / size:.2f}",
+        ]
+        for row in result["ways"]
+    ]
+    lines = (
+        f"{asked['model']}, {size / 1e9:.2f} GB, from {asked['trainers']} trainer ranks to {asked['engines']} engines "
+        f"of TP {asked['tp']}; every update proven `resident`. A plain copy of the model by one process takes "
+        f"{_ms(result['plain_copy_s'])} ms.\n"
+    )
+    header = ["way", "usable, ms", "returned, ms", "times the first", "loopback, models"]
+    return f"{lines}\n{_machine(result)}\n{table(header, rows)}"
+
+
 def _engine(result: Result) -> str:
     """Tables of GPU tests of real engines: the last update of a test, or the median of its last ten."""
     facts = result["machine"]
@@ -355,6 +377,7 @@ _SHOW: dict[str, Callable[[Result], str]] = {
     "loader": _loader,
     "digest": _digest,
     "gather": _gather,
+    "direct": _direct,
     "watching": _watching,
 }
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from weightcast.lab.bench.machine import facts
+from weightcast.lab.bench.methods import EngineSide, Layout, Method, TrainerSide
 from weightcast.lab.bench.raw import RawGroup, synchronize
-from weightcast.lab.bench.rig import EngineSide, Layout, Method, Rig, TrainerSide
+from weightcast.lab.bench.rig import Rig
 
 _MIB = 1 << 20
 SIZES_GPU = (1, 16, 64, 256, 1024)

@@ -37,8 +37,10 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
+from weightcast.wire.answers import RankAck
+from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Message, RankAck, RankInfo
+from weightcast.wire.messages import Message
 
 # -- the task: an image of one colour and some noise, and the token that names the colour
 

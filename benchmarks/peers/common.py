@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from weightcast.lab.bench.methods import EngineSide, TrainerSide
 from weightcast.lab.bench.raw import Pipe, RawGroup, synchronize
-from weightcast.lab.bench.rig import EngineSide, TrainerSide
 
 Named = tuple[str, torch.Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from peers import flattened, sources
 from weightcast.lab.bench.case import Contender
-from weightcast.lab.bench.rig import Layout, Method
+from weightcast.lab.bench.methods import Layout, Method
 from weightcast.lab.bench.shapes import model_shape
 
 _PIPE = "messages go through a pipe, not through HTTP or Ray"

@@ -83,8 +83,8 @@ def checked(made: argparse.ArgumentParser, argv: list[str] | None = None) -> arg
     args.dtype = args.dtype or ("bfloat16" if args.gpus else "float32")
     if not (Path(args.model) / "config.json").is_file():
         made.error(f"--model {args.model} is no Hugging Face folder (`weightcast demo` makes the one of SmolLM2)")
-    if args.engine == "lmdeploy" and not args.gpus:
-        made.error("--engine lmdeploy: LMDeploy does not serve on a CPU; pass --gpus")
+    if args.engine == "lmdeploy" and not args.gpus and not args.engine_program:
+        made.error("--engine lmdeploy: LMDeploy does not serve on a CPU; pass --gpus, or an --engine-program that does")
     return args
 
 
@@ -103,5 +103,5 @@ def engine_kind(args: argparse.Namespace, *, sleeps: bool) -> Any:
     if args.engine == "sglang":
         return sglang_engine(args.model, *dtype, *(["--enable-memory-saver"] if sleeps else []), *more, **program)
     if args.engine == "lmdeploy":
-        return lmdeploy_engine(args.model, *dtype, *more, **program)
+        return lmdeploy_engine(args.model, *dtype, "--logprobs-mode", "raw_logprobs", *more, **program)
     return reference_engine(args.model, *dtype, "--device", "cuda" if args.gpus else "cpu", *more)

@@ -14,6 +14,10 @@ from transformers import AutoTokenizer
 
 from .task import Judge, Problem
 
+# vLLM and LMDeploy take what a request leaves out from the model's generation settings, such as a top_k of 20, or from
+# defaults of their own.  Samples would come from another distribution than the one that is trained.
+WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -97,7 +101,7 @@ def completions_of(
     """OpenAI's completions with token ids, as the reference engine and vLLM have them."""
     model = client.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
     body = {"model": model, "prompt": prompt, "n": count, "max_tokens": args.max_tokens, "temperature": temperature}
-    body |= {"seed": seed, "logprobs": 1, "return_token_ids": True}
+    body |= {"seed": seed, "logprobs": 1, "return_token_ids": True} | WHOLE_DISTRIBUTION
     reply = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()
     versions = [span["version"] for span in reply.get("weight_versions", [])]
     return [
@@ -129,6 +133,7 @@ def generate_of(
         found = client.post(f"{url}/generate", json=body).raise_for_status().json()
     else:
         body = {"input_ids": prompt, "temperature": temperature, "max_tokens": args.max_tokens, "return_logprob": True}
+        body |= WHOLE_DISTRIBUTION
         with ThreadPoolExecutor(count) as pool:
             replies = list(pool.map(lambda _: client.post(f"{url}/generate", json=body), range(count)))
         found = [reply.raise_for_status().json() for reply in replies]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -35,6 +37,10 @@ VLLM_SETTINGS = (
 NAMES = ["rl_colocated", "rl_disaggregated", "rl_disaggregated_async"]
 
 pytestmark = [pytest.mark.example, pytest.mark.timeout(1500)]
+
+
+# A server takes what a request leaves out from the model's generation settings; LMDeploy draws from 50 tokens.
+WHOLE = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def run(name: str, out: Path, *arguments: object, timeout_s: float = 400, **more: str) -> str:
@@ -173,6 +179,47 @@ def test_disaggregated_with_sglang(servable, tmp_path):
         timeout_s=1400,
     )
     check_three_updates(metrics(tmp_path))
+
+
+@pytest.mark.parametrize(("temperature", "count"), [(1.0, 3), (0.0, 1)])
+def test_lmdeploy_is_asked_for_the_whole_distribution(monkeypatch, temperature, count):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from grpo.rollouts import generate_of
+
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        meta = {"output_token_logprobs": [[-1.5, 7]], "finish_reason": {"type": "length"}}
+        return httpx.Response(200, json={"text": "x", "meta_info": meta})
+
+    args = argparse.Namespace(engine="lmdeploy", max_tokens=4)
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        found = generate_of(client, args, "http://e", [5, 6], count=count, temperature=temperature, seed=0)
+    assert [(each.tokens, each.logprobs, each.finished) for each in found] == [([7], [-1.5], False)] * count
+    body = {"input_ids": [5, 6], "temperature": temperature, "max_tokens": 4, "return_logprob": True}
+    assert asked == count * [body | WHOLE]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_completions_are_asked_for_from_the_whole_distribution(monkeypatch, engine):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from grpo.rollouts import completions_of
+
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        asked.append(json.loads(request.content))
+        choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-1.5]}, "text": "x", "finish_reason": "length"}
+        return httpx.Response(200, json={"choices": [choice] * 2})
+
+    args = argparse.Namespace(engine=engine, max_tokens=4)
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        completions_of(client, args, "http://e", [5, 6], count=2, temperature=1.0, seed=3)
+    [body] = asked
+    assert {name: body[name] for name in WHOLE} == WHOLE
 
 
 def test_every_option_of_a_run(tiny, tmp_path):

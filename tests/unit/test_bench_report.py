@@ -15,7 +15,7 @@ import pytest
 from tests.forking import InsteadOfSpawn
 from weightcast.lab.bench import rig
 from weightcast.lab.bench.case import Contender, Plan, run_case
-from weightcast.lab.bench.rig import Layout
+from weightcast.lab.bench.methods import Layout
 from weightcast.lab.bench.shapes import model_shape
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -18,8 +18,8 @@ from weightcast.errors import ConfigError
 from weightcast.lab.bench import rig
 from weightcast.lab.bench.case import Contender, Plan, order_of, run_case
 from weightcast.lab.bench.contenders import ours
+from weightcast.lab.bench.methods import Layout, Method
 from weightcast.lab.bench.raw import chunks
-from weightcast.lab.bench.rig import Layout, Method
 from weightcast.lab.bench.shapes import MODELS, model_shape
 from weightcast.lab.bench.synthetic import Engine, Pattern, key_of
 

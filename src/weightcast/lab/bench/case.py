@@ -17,7 +17,8 @@ from typing import Any
 
 from weightcast.lab.bench.limits import bounds
 from weightcast.lab.bench.machine import facts
-from weightcast.lab.bench.rig import Layout, MeasuringFailed, Method, Rig, Turn, WrongWeights
+from weightcast.lab.bench.methods import Layout, MeasuringFailed, Method, Turn, WrongWeights
+from weightcast.lab.bench.rig import Rig
 from weightcast.lab.bench.shapes import model_shape
 
 Say = Callable[[str], None]

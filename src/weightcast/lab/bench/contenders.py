@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightcast.lab.bench.case import Contender
-from weightcast.lab.bench.rig import Layout, Method
+from weightcast.lab.bench.methods import Layout, Method
 
 _OURS = "weightcast.lab.bench.ours"
 
@@ -38,4 +38,19 @@ def ours(
             for size in bucket_bytes
         )
         found.append(Contender(name=name, settings=settings, ours=True))
+    if layout.placement == "colocated" and layout.device == "cuda":
+        found += [_mapped(level, bucket_bytes[0], staging) for level in levels]
     return found
+
+
+def _mapped(level: str, bucket_bytes: int, staging: str) -> Contender:
+    """``direct`` with ``keep_mapped``, which has no buckets: an engine reads the trainer's weights where they are."""
+    name = "weightcast direct" + ("" if level == "resident" else f", verify {level}")
+    method = Method(
+        name=f"{name}, keep_mapped",
+        trainer=f"{_OURS}:Trainer",
+        engine=f"{_OURS}:Engine",
+        options=dict(transport="direct", bucket_bytes=bucket_bytes, verify=level, staging=staging, direct_by="shards"),
+        pauses=False,
+    )
+    return Contender(name=name, settings=(method,), ours=True)

@@ -9,7 +9,7 @@ from weightcast.comm import http
 from weightcast.receiver.sources import ipc
 
 if TYPE_CHECKING:
-    from weightcast.lab.bench.rig import Side
+    from weightcast.lab.bench.methods import Side
 
 
 class Counting:

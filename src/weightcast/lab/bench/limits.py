@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from weightcast.lab.bench.methods import EngineSide, Layout, Method, TrainerSide
 from weightcast.lab.bench.raw import RawGroup, chunks, synchronize
-from weightcast.lab.bench.rig import EngineSide, Layout, Method, TrainerSide
 
 _HERE = __name__
 CHUNK_BYTES = 1 << 30

@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from weightcast import Target, WeightUpdater
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.lab.bench.counting import Counting
+from weightcast.lab.bench.methods import EngineSide, TrainerSide
 from weightcast.lab.bench.raw import synchronize
-from weightcast.lab.bench.rig import EngineSide, TrainerSide
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor
@@ -25,8 +25,10 @@ from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.version import __version__
 from weightcast.watch.listeners import Events, Listener
+from weightcast.wire.answers import RankAck
+from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Message, RankAck, RankInfo
+from weightcast.wire.messages import Message
 
 _START_S = 60.0
 
@@ -34,9 +36,19 @@ _START_S = 60.0
 class Trainer:
     """``WeightUpdater`` over the rig's model."""
 
-    def __init__(self, side: TrainerSide, *, transport: str, bucket_bytes: int, verify: str, **_: Any) -> None:
+    def __init__(
+        self,
+        side: TrainerSide,
+        *,
+        transport: str,
+        bucket_bytes: int,
+        verify: str,
+        direct_by: str = "auto",
+        **_: Any,
+    ) -> None:
         self._side = side
         self._options: dict[str, Any] = dict(transport=transport, bucket_bytes=bucket_bytes, verify=verify)
+        self._options |= dict(direct_by=direct_by, keep_mapped=direct_by == "shards")
         self._updater: WeightUpdater | None = None
         self._counting = Counting(side)
 
@@ -100,7 +112,7 @@ class Engine:
             host_id=host_id(),
             ranks=(RankInfo(rank=0, pid=os.getpid(), device=device_uuid(side.device)),),
             staging=receiver.loader.staging.place,
-            transports=("ipc", "broadcast"),
+            transports=("ipc", "direct", "broadcast"),
             specs=tuple(expected),
         )
         engine = self._receiving = SessionHandler(executor, side.decoding, facts, events=Events(self.listeners()))

@@ -141,7 +141,8 @@ def dialect_of(target: Target, engine: str, model: str, *, timeout_s: float) -> 
         Failed: The engine answers in no known dialect.
     """
     words: list[str] = []
-    for dialect in (_SGLANG, _OPENAI) if engine.startswith("sglang") else (_OPENAI, _SGLANG):
+    first = {"sglang": _SGLANG, "lmdeploy": _LMDEPLOY}.get(engine.partition(" ")[0], _OPENAI)
+    for dialect in (first, *(other for other in (_OPENAI, _SGLANG, _LMDEPLOY) if other is not first)):
         stream = Stream(target, dialect, model, [5, 6, 7], 1, timeout_s=timeout_s).ended()
         if len(stream.tokens) == 1:
             return dialect
@@ -212,5 +213,11 @@ def _sglang_read(event: dict[str, Any], before: int) -> Event:
     return came, str((meta.get("finish_reason") or {}).get("type") or "")
 
 
+def _lmdeploy_body(_: str, prompt: Sequence[int], count: int) -> dict[str, Any]:
+    greedy = {"temperature": 0.0, "top_k": 1, "ignore_eos": True}
+    return {"input_ids": list(prompt), "max_tokens": count, "stream": True, **greedy}
+
+
 _OPENAI = Dialect(path="/v1/completions", body=_openai_body, read=_openai_read)
 _SGLANG = Dialect(path="/generate", body=_sglang_body, read=_sglang_read)
+_LMDEPLOY = Dialect(path="/generate", body=_lmdeploy_body, read=_sglang_read)

@@ -26,8 +26,9 @@ from weightcast.transports.registry import TRANSPORTS
 from weightcast.update.arguments import Model
 from weightcast.update.recognise import recognise
 from weightcast.update.updater import WeightUpdater
+from weightcast.wire.codec import decode_ack
+from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import total_bytes
-from weightcast.wire.messages import EngineInfo, decode_ack
 
 Name = Literal["A", "B"]
 _FEW = 16  # tokens of a short answer

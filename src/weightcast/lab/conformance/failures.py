@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import msgspec
 
+from weightcast.comm.run_steps import EngineRequest, send_plain
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.doomed import Doom
 from weightcast.lab.conformance.engine import EngineUnderTest
 from weightcast.lab.conformance.result import Failed, need
+from weightcast.report import UpdateReport
+from weightcast.runtime.deadline import Deadline
 
 
 class _Planned(Exception):
@@ -78,6 +82,16 @@ def _keeps_the_old_version(engine: EngineUnderTest) -> bool:
 
 
 def _heals(engine: EngineUnderTest) -> str:
-    engine.push("B")
+    report = engine.push("B")
+    woken = _wake(engine, report)
     engine.says("B")
-    return "the next update made it whole"
+    return f"the next update made it whole{woken}"
+
+
+def _wake(engine: EngineUnderTest, report: UpdateReport) -> str:
+    """Wakes an engine that the update found asleep, and left so, with the request that the report names."""
+    asked = re.search(r"POST (/wakeup\S*?)[\s,;)]", f"{report.targets[0].message} ")
+    if asked is None:
+        return ""
+    send_plain(engine.client, EngineRequest(path=asked[1], body=b"{}"), Deadline(engine.settings.timeout_s))
+    return f", and POST {asked[1]} woke it, as the report asked"

@@ -14,25 +14,16 @@ from weightcast.adapters.native.adapter import NativeAdapter
 from weightcast.comm.http import Lease
 from weightcast.comm.ipc import SharedBuffer, device_of
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.definition import model_digest
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.engine import EngineUnderTest, Name
 from weightcast.lab.conformance.result import NotApplicable
+from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import IpcSource
+from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.layout import plan_buckets
-from weightcast.wire.messages import (
-    Abort,
-    Ack,
-    Announce,
-    Close,
-    Commit,
-    IpcSource,
-    Message,
-    Open,
-    Owner,
-    Revert,
-    decode_ack,
-    encode,
-)
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Message, Open, Owner, Revert
 
 
 class RawSession:
@@ -76,6 +67,7 @@ class RawSession:
             specs=tuple(self._exporter.specs()),
         )
         self.open_message = msgspec.structs.replace(message, **changes)
+        self._received: dict[str, str] = {}
 
     def __enter__(self) -> RawSession:
         return self
@@ -121,11 +113,15 @@ class RawSession:
 
     def close(self) -> Ack:
         """Says that all buckets were sent."""
-        return self.send(Close(session=self.session, buckets=self.num_buckets, by_name=True))
+        ack = self.send(Close(session=self.session, buckets=self.num_buckets, by_name=True))
+        self._received = {name: digest for name, digest in ack.received.items() if name not in ack.unproven}
+        return ack
 
-    def commit(self, **expected: str) -> Ack:
-        """Makes the weights live; they must have these digests, or those of what was received."""
-        return self.send(Commit(session=self.session, expected=expected, as_received=not expected))
+    def commit(self, digest: str = "") -> Ack:
+        """Makes the weights live; they must have this model digest, or that of what was received."""
+        kept = {spec.name for spec in self._engine.info().specs}
+        received = {name: digest for name, digest in self._received.items() if name in kept}
+        return self.send(Commit(session=self.session, digest=digest or model_digest(received)))
 
     def revert(self) -> Ack:
         """Takes the commit back."""

@@ -12,7 +12,7 @@ import msgspec
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import TargetRejected
-from weightcast.wire.messages import decode_info
+from weightcast.wire.codec import decode_info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class DemoConfig:
 
     out: Path = Path("weightcast-demo")
     modes: tuple[Mode, ...] = ("colocated", "disaggregated")
-    steps: int = 14
+    steps: int = 12
     seed: int = 0
     device: DeviceChoice = "auto"
     engine: EngineChoice = "reference"

@@ -54,8 +54,8 @@ def cache_folder() -> Path:
 def ensure_smollm2(progress: Advance) -> Path:
     """Returns the model's folder: config, ``model.safetensors`` (bfloat16, 269 MB), tokenizer and chat template.
 
-    The first call makes it in about 15 s; later calls return at once.  Two processes may call it at the same time.  A
-    folder that exists is complete, since it is renamed into place last.
+    The first call makes it in about 15 s (`make setup` does); later calls return at once.  Two processes may call it at
+    the same time.  A folder that exists is complete, since it is renamed into place last.
 
     Args:
         progress: Called with the bytes expanded and the total bytes.

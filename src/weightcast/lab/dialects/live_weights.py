@@ -21,8 +21,9 @@ from weightcast.comm.ipc import SharedBuffer
 from weightcast.comm.update_group import GroupFailed, UpdateGroup, local_address_towards
 from weightcast.errors import ConfigError, EngineFailure, Refused
 from weightcast.receiver.session import SessionHandler
+from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import Abort, Announce, IpcSource, Message, Open, Owner
+from weightcast.wire.messages import Abort, Announce, Message, Open, Owner
 
 CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64

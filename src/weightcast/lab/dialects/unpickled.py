@@ -10,7 +10,10 @@ import pickletools
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
+
 from weightcast.errors import WireError
+from weightcast.wire.layout import DTYPES
 
 _MARK = object()
 _NUMBERS = frozenset({"INT", "LONG", "LONG1", "LONG4", "BININT", "BININT1", "BININT2", "BINFLOAT"})
@@ -119,3 +122,14 @@ def _to_mark(stack: list[Any]) -> list[Any]:
     items = stack[place + 1 :]
     del stack[place:]
     return items
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """Returns the dtype that a payload names.
+
+    Raises:
+        WireError: It names something else.
+    """
+    if not isinstance(name, Named) or name.module != "torch" or name.name not in DTYPES:
+        raise WireError(f"{name} is not a dtype")
+    return DTYPES[name.name]

@@ -9,7 +9,8 @@ from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded, WeightcastError
 from weightcast.lab.soak.versions import Versions
-from weightcast.wire.messages import EngineInfo, decode_ack, decode_info
+from weightcast.wire.codec import decode_ack, decode_info
+from weightcast.wire.engine_info import EngineInfo
 
 _CACHED_VERSIONS = 16
 

@@ -16,12 +16,15 @@ import torch
 from weightcast import Target, WeightUpdater
 from weightcast.comm.http import Client
 from weightcast.comm.ipc import SharedBuffer
+from weightcast.digest.definition import model_digest
 from weightcast.errors import TargetRejected, UpdateFailed, WeightcastError
 from weightcast.lab.soak.versions import Versions
 from weightcast.report import TargetReport
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import IpcSource
+from weightcast.wire.codec import decode_info, encode
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
-from weightcast.wire.messages import Abort, Announce, Close, Commit, IpcSource, Open, Owner, decode_info, encode
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Open, Owner
 
 Pause = Literal["abort", "retract", "in_place", "wait"]
 Transport = Literal["ipc", "broadcast"]
@@ -153,7 +156,7 @@ class Trainer:
                         "/weightcast/apply", encode(Announce(session=session, layout=layout, source=source))
                     )
                 client.post_json("/weightcast/apply", encode(Close(session=session, buckets=len(layouts))))
-                client.post_json("/weightcast/apply", encode(Commit(session=session, expected=self._expected(specs))))
+                client.post_json("/weightcast/apply", encode(Commit(session=session, digest=self._expected(specs))))
             except TargetRejected as error:
                 client.post_json("/weightcast/apply", encode(Abort(session=session, reason="as ordered")))
                 return "differs from what was sent" in str(error)
@@ -165,9 +168,9 @@ class Trainer:
             if buffer is not None:
                 buffer.close()
 
-    def _expected(self, specs: tuple[TensorSpec, ...]) -> dict[str, str]:
+    def _expected(self, specs: tuple[TensorSpec, ...]) -> str:
         digests = self._versions.digests(self._versions.current)
-        return {spec.name: digests[spec.name] for spec in specs}
+        return model_digest({spec.name: digests[spec.name] for spec in specs})
 
 
 def main() -> None:

@@ -1,0 +1,233 @@
+"""Many streams of a server in one process that does nothing else, so that their times are the server's.
+
+    python -m benchmarks.engine_streams http://127.0.0.1:30000 --engine sglang --streams 32 --tokens 256
+
+Each stream sends one request after another.  The word ``steady`` is printed when each of them has got tokens.  A line
+on the standard input, or its end, lets the running requests finish and sends no more; then one line of JSON follows:
+for every request when it was sent, when each message came, how it ended and how many tokens it got.  Times are those of
+``time.monotonic``, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+_STEADY = 16
+_FINISH_S = 60.0
+_DATA = b"data: {"
+
+
+@dataclass
+class Request:
+    """One request.
+
+    Attributes:
+        sent: When it was sent.
+        times: When each message came.
+        finish: The engine's reason for the end; empty if none was given.
+        tokens: Tokens that came; for vLLM, messages with tokens.
+    """
+
+    sent: float
+    times: list[float] = field(default_factory=list)
+    finish: str = ""
+    tokens: int = 0
+
+
+def _of_sglang(prompt: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return "/generate", {"input_ids": prompt, "sampling_params": sampling}
+
+
+def _of_vllm(prompt: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
+    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    return "/v1/completions", {"model": "m", "prompt": prompt, **sampling}
+
+
+_REQUESTS = {"sglang": _of_sglang, "vllm": _of_vllm}
+
+
+class _Stream:
+    """One connection at a time, read as it comes and taken apart at its end."""
+
+    def __init__(self, url: str, number: int, tokens: int, engine: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self._address = parts.hostname, parts.port
+        self._engine = engine
+        prompt = [100 + (31 * number + 7 * place) % 390 for place in range(32)]
+        path, asked = _REQUESTS[engine](prompt, tokens)
+        body = json.dumps(asked | {"stream": True}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        self._bytes = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+        self.requests: list[Request] = []
+        self.socket: socket.socket | None = None
+
+    def send(self) -> None:
+        self.socket = socket.create_connection(self._address, timeout=30)
+        self.socket.sendall(self._bytes)
+        self.requests.append(Request(time.monotonic()))
+        self._last = b""
+
+    def read(self) -> bool:
+        """Takes in what has come; False at the end of the answer."""
+        assert self.socket is not None
+        request = self.requests[-1]
+        try:
+            came = self.socket.recv(1 << 20)
+        except OSError as error:
+            request.finish, came = type(error).__name__, b""
+        if came:
+            now, carried = time.monotonic(), self._last[-(len(_DATA) - 1) :]
+            request.times += [now] * (carried + came).count(_DATA)
+            self._last += came
+            # The last message is all that is taken apart.
+            begin = self._last.rfind(_DATA)
+            self._last = self._last[begin:] if begin >= 0 else self._last[-(1 << 16) :]
+            return True
+        self.socket.close()
+        self.socket = None
+        if self._last.startswith(_DATA) and not request.finish:
+            said = json.loads(self._last[len(_DATA) - 1 : self._last.find(b"\n")])
+            if self._engine == "vllm":
+                request.tokens = len(request.times)
+                request.finish = str(next(iter(said.get("choices", [])), {}).get("finish_reason") or "")
+            else:
+                meta = said.get("meta_info", {})
+                request.tokens = int(meta.get("completion_tokens", 0))
+                request.finish = str((meta.get("finish_reason") or {}).get("type") or "")
+            if "error" in said:
+                request.finish = f"error: {said['error']}"[:200]
+        elif not request.finish:
+            request.finish = f"no message: {self._last[:200].decode(errors='replace')}"
+        return False
+
+
+def _run(url: str, streams: Sequence[_Stream]) -> None:
+    for stream in streams:
+        stream.send()
+    stopping, steady, deadline = False, False, float("inf")
+    while any(stream.socket is not None for stream in streams) and time.monotonic() < deadline:
+        reading = {stream.socket.fileno(): stream for stream in streams if stream.socket is not None}
+        told = [] if stopping else [sys.stdin.fileno()]
+        ready, _, _ = select.select([*reading, *told], [], [], 1.0)
+        for found in ready:
+            if found in told:
+                stopping, deadline = True, time.monotonic() + _FINISH_S
+            elif not reading[found].read() and not stopping:
+                reading[found].send()
+        if not steady and all(
+            len(stream.requests) > 1 or len(stream.requests[0].times) >= _STEADY for stream in streams
+        ):
+            steady = True
+            print("steady", flush=True)
+
+
+class Load:
+    """The streams, seen from another process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.requests: list[Request] = []
+
+    def wait_steady(self, timeout_s: float) -> None:
+        """Waits until every stream has got tokens.
+
+        Raises:
+            RuntimeError: That did not happen in time.
+        """
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        said = self._process.stdout.readline() if ready else ""
+        if said.strip() != "steady":
+            raise RuntimeError(f"the streams got no tokens within {timeout_s:g} s: {said!r}")
+
+    def stop(self) -> None:
+        """Lets what runs finish, and takes in ``requests``."""
+        out, _ = self._process.communicate("stop\n", timeout=_FINISH_S + 30)
+        self.requests = [Request(**request) for request in json.loads(out.splitlines()[-1])]
+
+
+@contextmanager
+def load(url: str, *, streams: int, tokens: int, engine: str = "sglang") -> Generator[Load]:
+    """Streams of a server while the body runs, which calls ``Load.stop``."""
+    command = [sys.executable, str(Path(__file__).resolve()), url, f"--engine={engine}"]
+    command += [f"--streams={streams}", f"--tokens={tokens}"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Load(process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def gaps(requests: Sequence[Request], begin: float, end: float) -> dict[str, Any]:
+    """Compares the times that clients saw during an update with those of the same requests before it.
+
+    Args:
+        requests: All of them.
+        begin: When the update began.
+        end: When it was over for the clients.
+
+    Returns:
+        Seconds: ``longest`` time between two messages of one request, ``first`` token of requests sent or waiting in
+        that time, and of the time before ``usual`` (the mean of a request, median of them), ``usual_longest`` and
+        ``usual_first``.  The requests are counted by how they ended.
+    """
+    between = [pair for request in requests for pair in pairwise(request.times)]
+    firsts = [(request.sent, request.times[0]) for request in requests if request.times]
+    during = [later - earlier for earlier, later in between if later >= begin and earlier <= end]
+    before = [later - earlier for earlier, later in between if later < begin]
+    # Not the median of the gaps: messages that are read together have none between them.
+    runs = [[at for at in request.times if at < begin] for request in requests]
+    steps = [(run[-1] - run[0]) / (len(run) - 1) for run in runs if len(run) >= _STEADY]
+    ends: dict[str, int] = {}
+    for request in requests:
+        ends[request.finish or "none"] = ends.get(request.finish or "none", 0) + 1
+    return {
+        "longest_s": round(max(during, default=0.0), 4),
+        "first_s": round(
+            max((first - sent for sent, first in firsts if first >= begin and sent <= end), default=0.0), 4
+        ),
+        "usual_s": round(statistics.median(steps), 5) if steps else None,
+        "usual_longest_s": round(max(before, default=0.0), 4),
+        "usual_first_s": round(max((first - sent for sent, first in firsts if first < begin), default=0.0), 4),
+        "requests": len(requests),
+        "ended": ends,
+        "tokens": sum(request.tokens for request in requests),
+    }
+
+
+def main() -> int:
+    """Runs the streams."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--engine", choices=sorted(_REQUESTS), default="sglang")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=256)
+    args = parser.parse_args()
+    streams = [_Stream(args.url, number, args.tokens, args.engine) for number in range(args.streams)]
+    _run(args.url, streams)
+    requests = [request for stream in streams for request in stream.requests]
+    print(json.dumps([vars(request) for request in requests]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
