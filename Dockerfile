@@ -10,7 +10,7 @@ ARG VLLM_VERSION=v0.25.1
 FROM vllm/vllm-openai:${VLLM_VERSION}
 
 WORKDIR /opt/weightcast
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src ./src
 # The image's torch fits, so pip leaves it alone.  The import shows that the plug-in loads beside this vLLM.
 RUN python3 -m pip install --no-cache-dir . \

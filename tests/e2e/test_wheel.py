@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -191,6 +192,33 @@ def test_files_that_the_dockerfile_copies_suffice_for_the_package(wheel: Path, t
     [entry] = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT ")]
     assert json.loads(entry[entry.index("--weight-transfer-config") + 1]) == {"backend": "weightcast"}
     assert "ENV VLLM_PLUGINS=weightcast" in lines
+
+
+@pytest.mark.parametrize("repository", ["", "https://git.invalid/team/weightcast"])
+def test_the_description_has_no_link_that_an_index_cannot_follow(tmp_path, monkeypatch, repository):
+    monkeypatch.setenv("WEIGHTCAST_REPOSITORY", repository)
+    with zipfile.ZipFile(build(ROOT, tmp_path)) as opened:
+        [name] = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(opened.read(name))
+    text = str(metadata.get_payload())
+    assert "One update is a transaction" in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    here = f"{repository}/blob/v{__version__}/"
+    ours = [link.removeprefix(here).partition("#")[0] for link in links if repository and link.startswith(here)]
+    assert all(link.startswith("https://") for link in links)
+    assert all((ROOT / path).exists() for path in ours)
+    assert ("docs/tutorial/first-push.md" in ours) == bool(repository)
+    assert bool(metadata.get_all("Project-URL")) == bool(repository)
+
+
+def test_dockerfile_takes_a_version_of_vllm_that_ran_and_the_page_says_the_same() -> None:
+    text, page = (ROOT / "Dockerfile").read_text(), (ROOT / "docs/engines/vllm.md").read_text()
+    [version] = re.findall(r"^ARG VLLM_VERSION=v(\S+)$", text, re.M)
+    assert "FROM vllm/vllm-openai:${VLLM_VERSION}" in text.splitlines()
+    assert re.search(rf"^\| {re.escape(version)} \| ran on ", page, re.M)
+    assert f"--build-arg VLLM_VERSION=v{version}" in page
+    for command in re.findall(r"^#   (docker run .*)$", text, re.M):
+        assert f"$ {command}" in page
 
 
 @pytest.mark.wide
