@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  # hooks
 
@@ -16,6 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray's workers would run only where nobody else has work to do: beside two other files their starts took minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Beside other work, an example may take any time.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

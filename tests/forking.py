@@ -38,7 +38,7 @@ class InsteadOfSpawn:
         self._method = method
 
     def get_context(self, method: str) -> Any:
-        assert method == "spawn"
+        assert method in ("spawn", "fork")
         return multiprocessing.get_context(self._method)
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from tests import toy_engine
 from tests.clock import PATIENCE_S
@@ -29,11 +31,14 @@ from tests.forking import fork_ranks
 from tests.stolen import Inexcusable
 from tests.toy_engine import toy_weights
 from weightcast import WeightUpdater
+from weightcast.comm.ipc import SharedBuffer, shared_buffer_at
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import Timeline
-from weightcast.wire.messages import Ack, EngineInfo
+from weightcast.update.mapped import MappedShares
+from weightcast.wire.answers import Ack
+from weightcast.wire.engine_info import EngineInfo
 
 SMALL_BUCKETS = 30_000  # 15 buckets for the toy model, its larger matrices cut into rows
 
@@ -183,6 +188,45 @@ class ToyTrainer(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(weights[name])
+
+
+def share_memory(model: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement]) -> SharedBuffer:
+    """Shards a module into a buffer that other processes can map, as GPU memory is; returns the buffer."""
+    whole = {name: distribute_tensor(tensor.data, mesh, placements) for name, tensor in model.named_parameters()}
+    buffer = SharedBuffer(sum(tensor.to_local().nbytes for tensor in whole.values()), torch.device("cpu"))
+    end = 0
+    for name, tensor in whole.items():
+        path, _, last = name.rpartition(".")
+        local = tensor.to_local()
+        view = buffer.data[end : end + local.nbytes].view(local.dtype).view(local.shape).copy_(local)
+        end += local.nbytes
+        moved = DTensor.from_local(view, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        setattr(model.get_submodule(path), last, nn.Parameter(moved))
+    return buffer
+
+
+def map_other_memory(wanted: Callable[[], bool]) -> Callable[[], None]:
+    """Engines map a copy of this rank's weights in which one bit is another, while ``wanted``; returns the undoing."""
+    share, kept = MappedShares.share, list[SharedBuffer]()
+
+    def share_other(self: MappedShares, lying: Any) -> Any:
+        found = share(self, lying)
+        if not wanted():
+            return found
+        real = shared_buffer_at(lying.views()[0][2].data_ptr())
+        assert real is not None
+        other = SharedBuffer(real.data.numel(), torch.device("cpu"))
+        other.data.copy_(real.data)
+        other.data[0] ^= 1
+        kept.append(other)
+        return msgspec.structs.replace(found, memories=(other.handle(),))
+
+    MappedShares.share = share_other  # type: ignore[method-assign]
+
+    def undo() -> None:
+        MappedShares.share = share  # type: ignore[method-assign]
+
+    return undo
 
 
 def trainer_of(version: int) -> ToyTrainer:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -53,6 +55,14 @@ def tiny_model(folder: Path, *, family: str = "llama", seed: int = 0, **changes:
     model.generation_config.eos_token_id = model.config.eos_token_id
     model.save_pretrained(folder)
     return model
+
+
+def in_bfloat16(folder: Path) -> None:
+    """Rewrite a checkpoint of one file as a release has it; engines' kernels of some layers take no float32."""
+    file = folder / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def tiny_tokenizer(folder: Path) -> None:

@@ -22,14 +22,15 @@ from tests.forking import fork_ranks
 from tests.torn import tear
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.config import PauseMode
-from weightcast.receiver import WeightReceiver
-from weightcast.receiver import executor as receiver_executor
+from weightcast.receiver import WeightReceiver, lost_ranks
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor, MpExecutor
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
+from weightcast.wire.answers import RankAck
+from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Message, RankAck, RankInfo
+from weightcast.wire.messages import Message
 
 
 def toy_weights(*, seed: int, rows: int = 96, width: int = 64, layers: int = 3) -> dict[str, torch.Tensor]:
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         "--grace-s", type=float, default=15.0, help="how much later than its deadline a rank may answer"
     )
     args = parser.parse_args(argv)
-    receiver_executor._GRACE_S = args.grace_s
+    lost_ranks.GRACE_S = args.grace_s
     if args.fork:
         fork_ranks()
     settings = {"seed": args.seed, "rows": args.rows, "staging": args.staging, "dtype": args.dtype}

@@ -459,11 +459,12 @@ def test_what_is_kept_otherwise_than_sent_is_flipped_back(engines, monkeypatch):
     before = [serves_whole(engine) for engine in chosen]
     commit = Link.commit
 
-    def expect_another(link: Link, expected: dict[str, str], **kwargs: object) -> object:
-        return commit(link, expected | {"layers.0.up.weight": "0" * 16}, **kwargs)
+    def expect_another(link: Link, digest: str, **kwargs: object) -> object:
+        assert digest
+        return commit(link, "0" * 16, **kwargs)
 
     monkeypatch.setattr(Link, "commit", expect_another)
-    with pytest.raises(UpdateFailed, match=r"what is kept differs from what was sent: layers\.0\.up\.weight"):
+    with pytest.raises(UpdateFailed, match="what is kept differs from what was sent"):
         push(chosen, next_version())
     assert [serves_whole(engine) for engine in chosen] == before
     assert [free(engine).state for engine in chosen] == ["serving"] * 3

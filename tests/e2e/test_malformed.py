@@ -17,22 +17,10 @@ import torch
 
 from tests.harness import Engine, connect, next_version, push, serves_whole, trainer_of
 from weightcast.comm.ipc import SharedBuffer
+from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
+from weightcast.wire.codec import encode
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import (
-    Abort,
-    Announce,
-    BroadcastSource,
-    Close,
-    Commit,
-    IpcSource,
-    Join,
-    Leave,
-    MemoryHandle,
-    Open,
-    Owner,
-    Readback,
-    encode,
-)
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Readback
 
 COUNT = 10_000
 THREADS = 4
@@ -56,7 +44,7 @@ MESSAGES = [
     Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(HANDLE,))),
     Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
     Close(session=SESSION, buckets=1),
-    Commit(session=SESSION, expected={"a": "0" * 16}),
+    Commit(session=SESSION, digest="0" * 16),
     Abort(session=SESSION, reason="no"),
     Leave(group="g"),
     Leave(),

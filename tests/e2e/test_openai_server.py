@@ -78,8 +78,8 @@ class Served:
         self.client.close()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(20)
-        self._reader.join(20)
+        self.process.wait(120)
+        self._reader.join(120)
         self.process.stderr.close()
 
 
@@ -198,7 +198,7 @@ def test_pause_and_continue(served, model, mode):
         status = served.client.get("/health").json()
         assert status["status"] == "ok"
         if mode in ("abort", "wait"):
-            done = [future.result(30)["choices"][0] for future in running]
+            done = [future.result(120)["choices"][0] for future in running]
             assert [choice["finish_reason"] for choice in done] == ["abort" if mode == "abort" else "length"] * 2
         else:
             assert not any(future.done() for future in running)
@@ -332,8 +332,8 @@ def test_sigterm_ends_requests_and_every_process(model):
             while engine.client.get("/health").json()["running"] == 0:
                 time.sleep(0.001)
             engine.process.send_signal(signal.SIGTERM)
-            assert {choice["finish_reason"] for choice in request.result(30)["choices"]} <= {"abort", "length"}
-        assert engine.process.wait(30) == 0
+            assert {choice["finish_reason"] for choice in request.result(120)["choices"]} <= {"abort", "length"}
+        assert engine.process.wait(120) == 0
         wait_until_gone(ranks)
         assert not [name for pid in ranks for name in Path("/dev/shm").glob(f"weightcast-tp-{pid}-*")]
     finally:
@@ -345,7 +345,7 @@ def lose_a_rank(engine, request=None):
     ranks = engine.ranks()
     os.kill(ranks[1], signal.SIGKILL)
     if request is not None:
-        reply = request.result(30)
+        reply = request.result(120)
         assert reply.status_code == 503
         assert f"rank 1 (pid {ranks[1]}) was killed by signal 9" in reply.json()["error"]["message"]
     deadline = time.monotonic() + 30
@@ -378,7 +378,7 @@ def test_a_rank_that_dies_while_generating_and_sigterm_afterwards(model):
                 time.sleep(0.001)
             ranks = lose_a_rank(engine, request)
         engine.process.send_signal(signal.SIGTERM)
-        assert engine.process.wait(30) == 0
+        assert engine.process.wait(120) == 0
         wait_until_gone(ranks)
     finally:
         engine.close()

@@ -52,6 +52,12 @@ def engine(folder: Path, tmp_path: Path) -> Any:
         yield started
 
 
+def test_models_of_the_tutorial_have_heads_that_vllm_takes_on_a_cpu(folder: Path) -> None:
+    for name in ("A", "B"):
+        config = AutoModelForCausalLM.from_pretrained(folder / name).config
+        assert config.hidden_size // config.num_attention_heads >= 32
+
+
 def run(words: list[str], engine: Engine, folder: Path) -> subprocess.CompletedProcess[str]:
     there = {"A": str(folder / "A"), "B": str(folder / "B"), URL: engine.url}
     return weightcast(*(there.get(word, word) for word in words))

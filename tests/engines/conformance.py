@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.engines import Engine, engines
+from tests.engines.lmdeploy_receiver_server import lmdeploy
 from tests.engines.sglang_server import sglang
 from tests.engines.vllm_server import vllm
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -37,6 +38,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
 }
 KEY = "conformance-key"
+# LMDeploy keeps the row of a padding token in its embeddings at zero.
+NO_PAD: dict[str, Any] = {"pad_token_id": None}
 BEGIN, END = "<!-- {} begins -->", "<!-- {} ends -->"
 
 
@@ -46,12 +49,13 @@ class Kind:
 
     Attributes:
         title: Heading on the page.
-        server: ``reference``, ``vllm`` or ``sglang``.
+        server: ``reference``, ``vllm``, ``sglang`` or ``lmdeploy``.
         receiver: True if it has our receiver.
         options: Its own options.
         tp: Tensor-parallel ranks.
         model: Changes of the model's configuration.
         key: Its API key.
+        via: Transport of the updates that are not about one.
         fails: Checks that are known to fail, because of a defect of the engine.
     """
 
@@ -62,6 +66,7 @@ class Kind:
     tp: int = 1
     model: Mapping[str, Any] = field(default_factory=dict)
     key: str | None = None
+    via: str = "auto"
     fails: tuple[str, ...] = ()
 
 
@@ -84,6 +89,10 @@ KINDS: dict[str, Kind] = {
     ),
     "sglang": Kind(title="SGLang 0.5.23 with our receiver", server="sglang"),
     "sglang-stock": Kind(title="SGLang 0.5.23 as it ships", server="sglang", receiver=False),
+    "lmdeploy": Kind(title="LMDeploy 0.18 with our receiver", server="lmdeploy", model=NO_PAD, key=KEY),
+    "lmdeploy-stock": Kind(
+        title="LMDeploy 0.18 as it ships", server="lmdeploy", receiver=False, model=NO_PAD, via="checkpoint-engine"
+    ),
 }
 
 
@@ -97,6 +106,11 @@ def served(kind: Kind, folder: Path, logs: Path) -> Iterator[Engine]:
     elif kind.server == "vllm":
         options = (*kind.options, f"--max-model-len={CONTEXT}")
         with vllm(folder, logs, *options, tp=kind.tp, key=kind.key, stock=not kind.receiver) as engine:
+            yield engine
+    elif kind.server == "lmdeploy":
+        options = (*kind.options, *((f"--api-keys={kind.key}",) if kind.key else ()))
+        log = logs / "lmdeploy.log"
+        with lmdeploy(folder, log, *options, key=kind.key or "", receiver=kind.receiver) as engine:
             yield engine
     else:
         options = (*kind.options, f"--context-length={CONTEXT}", f"--max-total-tokens={8 * CONTEXT}")
@@ -121,7 +135,7 @@ def run(kind: Kind, folder: Path) -> Result:
         return conform(
             target,
             checkpoints,
-            Settings(timeout_s=60.0),
+            Settings(timeout_s=60.0, transport=kind.via),
             told=lambda row: print(f"{row.seconds:6.1f} s  {row.outcome}: {row.check}: {row.words}", flush=True),
         )
 

@@ -14,6 +14,7 @@ Fault = Literal[
     "kill", "stop", "delay", "drop", "refuse", "cut", "lose answer", "flip", "flip answer", "tear", "tear twice"
 ]
 
+WITH_GROUP: tuple[Transport, ...] = ("broadcast", "direct messages")
 STEPS: tuple[Step, ...] = get_args(Step)
 OF_PROCESSES: tuple[Fault, ...] = ("kill", "stop", "delay")
 OF_SWITCHES: tuple[Fault, ...] = ("tear", "tear twice")
@@ -71,8 +72,12 @@ def all_cases() -> Iterator[Case]:
 def _makes_sense(case: Case) -> bool:
     if case.fault in OF_SWITCHES:
         return case.step == "commit" and KINDS[case.kind].can_tear
-    if case.step == "join" and case.transport == "ipc":
+    if case.step == "join" and case.transport not in WITH_GROUP:
         return False  # there is no rendezvous
+    if case.on == "gather" and case.transport.startswith("direct"):
+        return False  # nothing is gathered
+    if case.transport == "direct shards" and case.step in ("first bucket", "last bucket"):
+        return False  # all is one bucket
     if case.step == "close" and not KINDS[case.kind].stock:
         return False  # the last bucket and Close have one answer
     if case.step == "join" and KINDS[case.kind].stock and case.on.startswith("trainer"):
@@ -86,6 +91,8 @@ def _is_played(kind: Kind, case: Case) -> bool:
     """False for cases that another case covers or that the kind does not support; docs/reliability.md says why."""
     if case.step == "middle bucket":
         return _is_played_half_way(kind, case)
+    if case.transport.startswith("direct") and case.step not in ("join", "first bucket", "last bucket"):
+        return case.fault == "kill"  # a session begins and ends in the same way as over ipc
     if case.fault == "delay" and case.on != "network":
         return False
     if case.fault == "stop" and case.on in ("trainer head", "trainer rank") and case.step not in ("open", "commit"):
@@ -105,7 +112,7 @@ def _is_played_half_way(kind: Kind, case: Case) -> bool:
     if not kind.costly:
         return True
     if case.on in ("engine rank", "trainer head", "trainer rank"):
-        return case.fault == {"ipc": "stop", "broadcast": "kill"}[case.transport]
+        return case.fault == ("kill" if case.transport in WITH_GROUP else "stop")
     return case.fault != "cut" and not (case.on == "engine" and case.fault == "kill" and case.transport != "ipc")
 
 
@@ -130,7 +137,7 @@ def _is_played_where_it_is_stock(case: Case) -> bool:
 
 
 # Where a costly engine is ended; elsewhere it is stopped.
-_ENDS: dict[Transport, tuple[Step, ...]] = {"ipc": ("open", "commit"), "broadcast": ("join", "last bucket", "after")}
+_ENDS: dict[str, tuple[Step, ...]] = {"ipc": ("open", "commit"), "broadcast": ("join", "last bucket", "after")}
 
 
 def _rows() -> Iterator[tuple[Subject, Fault]]:

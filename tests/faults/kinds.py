@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from tests.commands import PRELOAD, context
+from tests.engines.lmdeploy_receiver_server import command as lmdeploy_command
 from tests.engines.sglang_server import sglang_command
 from tests.engines.vllm_server import vllm_command
 from tests.faults.weights import LARGEST_BYTES, SIZES, Weights, llama, toy
@@ -36,7 +37,14 @@ from weightcast.lab.dialects import routes_of
 from weightcast.receiver.executor import die_with_parent
 from weightcast.rollout.launch import ServeConfig, serve
 
-Transport = Literal["ipc", "broadcast"]
+Transport = Literal["ipc", "broadcast", "direct memory", "direct messages", "direct shards"]
+WAYS: Mapping[Transport, Mapping[str, Any]] = {
+    "ipc": {"transport": "ipc"},
+    "broadcast": {"transport": "broadcast"},
+    "direct memory": {"transport": "direct", "direct_by": "memory"},
+    "direct messages": {"transport": "direct", "direct_by": "messages"},
+    "direct shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
+}
 START_S = 240.0
 _making = threading.Lock()
 
@@ -131,17 +139,17 @@ def _start_toy(ranks: int) -> Engine:
 # -- language models
 
 
-def _folder() -> Path:
-    """Makes a checkpoint of version 0, which is deleted when this process ends."""
+def _folder(**changes: Any) -> Path:
+    """Makes a checkpoint of version 0, which is deleted when this process ends; ``changes`` of its configuration."""
     with _making:  # engines start side by side
-        return _made_folder()
+        return _made_folder(**changes)
 
 
 @functools.cache
-def _made_folder() -> Path:
+def _made_folder(**changes: Any) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="weightcast-faults-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    model = tiny_model(folder, **SIZES)
+    model = tiny_model(folder, **SIZES, **changes)
     model.load_state_dict(llama(0))
     model.save_pretrained(folder)
     tiny_tokenizer(folder)
@@ -259,7 +267,7 @@ def _stock(name: str, step_of: Callable[[str, bytes], str], paused: Callable[[En
     )
 
 
-# -- vLLM and SGLang with our receiver
+# -- vLLM, SGLang and LMDeploy with our receiver
 
 
 class _Plugged(Engine):
@@ -311,6 +319,12 @@ def _start_sglang(ranks: int) -> Engine:
     return _Plugged("sglang", lambda logs, port: sglang_command(_folder(), 1, (), port, receiver=True)).ready()
 
 
+def _start_lmdeploy(ranks: int) -> Engine:
+    # LMDeploy keeps the row of a padding token at zero, which no version's weights have.
+    folder = _folder(pad_token_id=None)
+    return _Plugged("lmdeploy", lambda logs, port: lmdeploy_command(folder, (), port)).ready()
+
+
 def _plugged(name: str, start: Callable[[int], Engine]) -> Kind:
     return Kind(
         name=name,
@@ -333,7 +347,7 @@ KINDS: Mapping[str, Kind] = {
     for kind in (
         Kind(
             name="native",
-            transports=("ipc", "broadcast"),
+            transports=tuple(WAYS),
             start=_start_toy,
             start_bystander=functools.partial(_start_toy, 1),
             step_of=_native_step,
@@ -347,6 +361,7 @@ KINDS: Mapping[str, Kind] = {
         _stock("lmdeploy", _lmdeploy_step, _lmdeploy_paused, wake=_lmdeploy_wake),
         _plugged("vllm", _start_vllm),
         _plugged("sglang-plugin", _start_sglang),
+        _plugged("lmdeploy-plugin", _start_lmdeploy),
     )
 }
 

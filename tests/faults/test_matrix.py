@@ -80,7 +80,7 @@ def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
         assert {case.step for case in mine} >= set(STEPS) - {"first bucket"} - ends
         assert {case.fault for case in mine} >= {"kill", "stop", "delay", "drop", "refuse", "flip"}
         assert {case.on for case in mine} >= {"gather", "replica"}
-    assert not any(case.step == "join" for case in CASES.values() if case.transport == "ipc")
+    assert {case.transport for case in CASES.values() if case.step == "join"} == {"broadcast", "direct messages"}
     assert {case.step for case in CASES.values() if case.on == "memory"} == {
         *("first bucket", "middle bucket", "last bucket"),
     }

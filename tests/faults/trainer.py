@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.faults.weights import Weights
-from tests.harness import ToyTrainer, num_fds
+from tests.harness import ToyTrainer, map_other_memory, num_fds, share_memory
 from weightcast import Target, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.sent import SentDigests
 from weightcast.errors import WeightcastError
+from weightcast.exporters.held_parts import region
+from weightcast.update.bucket_stream import BucketStream
 from weightcast.wire.bucket import Bucket
 
 
@@ -28,8 +30,9 @@ class Flip(NamedTuple):
     """One bit of the first update is another.
 
     Attributes:
-        where: ``memory``: a bucket after the head has digested it.  ``gather``: a shard that the head has received from
-            another rank.  ``replica``: a parameter of which rank 1 has a copy.
+        where: ``memory``: a bucket after the head has digested it.  ``direct``: a part of the head's that engines read,
+            and which is summed otherwise.  ``gather``: a shard that the head has received from another rank.
+            ``replica``: a parameter of which rank 1 has a copy.
         index: Of the bucket, or of the first one in which the head receives anything after it.
     """
 
@@ -69,8 +72,12 @@ def update(
         How each update ended, and the number of open files at the end.
     """
     model = ToyTrainer(weights(versions[0]))
-    if flip is None or flip.where != "replica":
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = flip is None or flip.where != "replica"
+    if options.get("keep_mapped"):
+        share_memory(model, mesh, [Shard(0) if sharded else Replicate()])
+    elif sharded:
+        fully_shard(model, mesh=mesh)
     told: list[Told] = []
     dist.barrier()  # a busy machine starts ranks seconds apart; deadlines count from here
     restore = _FLIPS[flip.where](flip.index) if flip is not None and dist.get_rank() == 0 else None
@@ -80,7 +87,9 @@ def update(
             for version in versions:
                 _set_weights(model, weights(version))
                 if flip is not None and flip.where == "replica" and dist.get_rank() == 1 and not told:
-                    next(model.parameters()).data.view(-1).view(torch.uint8)[1] ^= 1
+                    first = next(model.parameters()).data
+                    local = first.to_local() if isinstance(first, DTensor) else first
+                    local.view(-1).view(torch.uint8)[1] ^= 1
                 started = time.monotonic()
                 told.append(_update(updater, version, started))
                 if restore is not None:
@@ -150,8 +159,30 @@ def _flip_received(index: int) -> Callable[[], None]:
     return restore
 
 
+def _flip_part(index: int) -> Callable[[], None]:
+    parts, done = BucketStream._own_parts, list[int]()
+
+    def parts_then_flip(self: BucketStream, bucket: Bucket) -> Any:
+        found = parts(self, bucket)
+        if bucket.layout.index >= index and found and not done:
+            region(bucket, bucket.layout.slots[found[0].slot], found[0].box).view(torch.uint8)[..., 0].bitwise_xor_(1)
+            done.append(1)
+        return found
+
+    BucketStream._own_parts = parts_then_flip  # type: ignore[method-assign]
+    unmap = map_other_memory(lambda: not done)
+
+    def restore() -> None:
+        done.append(1)
+        BucketStream._own_parts = parts  # type: ignore[method-assign]
+        unmap()
+
+    return restore
+
+
 _FLIPS: dict[str, Callable[[int], Callable[[], None] | None]] = {
     "memory": _flip_bucket,
+    "direct": _flip_part,
     "gather": _flip_received,
     "replica": lambda _: None,
 }

@@ -27,7 +27,7 @@ import msgspec
 
 from tests.faults import trainer
 from tests.faults.cases import IN_TRAINER, OF_SWITCHES, Case
-from tests.faults.kinds import KINDS, Kind
+from tests.faults.kinds import KINDS, WAYS, Kind
 from tests.faults.wire import Loop, Trap, Wire, WireFault
 from tests.harness import Engine, children, next_version, num_fds
 from tests.unit.ranks import Ranks
@@ -249,7 +249,8 @@ class World:
     def _flip(self, case: Case) -> trainer.Flip | None:
         if case.on not in IN_TRAINER:
             return None
-        return trainer.Flip(case.on, self._trap(case).count)
+        where = "direct" if case.on == "memory" and case.transport.startswith("direct") else case.on
+        return trainer.Flip(where, self._trap(case).count)
 
     def _strike(self, case: Case) -> Callable[[], None]:
         if case.fault in OF_SWITCHES:
@@ -283,7 +284,7 @@ class World:
     ) -> dict[int, list[trainer.Told]]:
         """Runs updates and returns the reports of every trainer rank that is still alive."""
         options = {
-            "transport": case.transport,
+            **WAYS[case.transport],
             "bucket_bytes": self.kind.bucket_bytes,
             "timeout_s": self.limits.deadline_s,
             "on_failure": "quarantine",

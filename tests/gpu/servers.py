@@ -27,10 +27,11 @@ from tests.gpu.test_updates_gpu import train
 from tests.tiny import tiny_tokenizer
 from weightcast.comm.ports import quiet_port
 
-START_S = 400.0
+START_S = float(os.environ.get("WEIGHTCAST_GPU_START_S", "400"))
 PROMPTS = [[5, 6, 7, 8], [40, 30, 20, 10, 99], [200]]
 TOKENS = 24
 BUCKET_BYTES = 256 << 20
+_KEPT_BYTES = 60_000
 GROWTH_BYTES = 64 << 20  # over 20 updates; one bucket that is not let go is more
 Record = Callable[[str, Any], None]
 
@@ -47,7 +48,7 @@ class Server:
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
         while True:
-            assert self.process.poll() is None, f"{self.log.name}: did not start"
+            assert self.process.poll() is None, f"{self.log.name}: did not start; {_reason(self.log)}"
             assert time.monotonic() < deadline, f"{self.log.name}: not ready after {START_S:g} s"
             try:
                 if self.get("/health", timeout_s=10).status_code == 200:
@@ -109,6 +110,23 @@ def started(
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        _keep(log)
+
+
+def _keep(log: Path) -> None:
+    """Appends the end of a log to the file that ``WEIGHTCAST_GPU_LOGS`` names, if it does."""
+    name = os.environ.get("WEIGHTCAST_GPU_LOGS")
+    if name is None:
+        return
+    with Path(name).open("ab") as output:
+        fcntl.flock(output, fcntl.LOCK_EX)
+        output.write(f"\n======== {log.parent.name}/{log.name}\n".encode() + log.read_bytes()[-_KEPT_BYTES:])
+
+
+def _reason(log: Path) -> str:
+    """The last lines of a log that name an error, for a test's own message."""
+    lines = log.read_text(errors="replace").splitlines()
+    return " | ".join([line for line in lines if "rror" in line][-4:])[-1500:]
 
 
 class Engine(Protocol):

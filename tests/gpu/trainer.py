@@ -53,6 +53,19 @@ def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def move(model: nn.Module) -> None:
+    """Gives every weight other memory, with other values; the old memory is overwritten and freed."""
+    for parameter in model.parameters():
+        local = parameter._local_tensor if hasattr(parameter, "to_local") else parameter.data
+        fresh = local.neg()
+        local.fill_(float("nan"))
+        if hasattr(parameter, "to_local"):
+            local.set_(fresh)
+        else:
+            parameter.data = fresh
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, default=0)
@@ -73,12 +86,20 @@ def main() -> None:
     parser.add_argument("--die-after", type=int, default=-1)
     parser.add_argument("--watch", default="", help="processes whose GPU memory rank 0 looks at after each update")
     parser.add_argument("--watch-gpus", default="")
+    parser.add_argument("--direct-by", default="auto")
+    parser.add_argument("--keep-mapped", type=int, default=0)
+    parser.add_argument("--backend", default="nccl", help="gloo where ranks share a GPU")
+    parser.add_argument("--between", default="", help="moved: every weight gets other memory after an update; released")
     args = parser.parse_args()
     device = torch.device(args.device)
     torch.cuda.set_device(device)
     if args.world > 1:
         dist.init_process_group(
-            "nccl", init_method=f"tcp://127.0.0.1:{args.port}", rank=args.rank, world_size=args.world, device_id=device
+            args.backend,
+            init_method=f"tcp://127.0.0.1:{args.port}",
+            rank=args.rank,
+            world_size=args.world,
+            device_id=device if args.backend == "nccl" else None,
         )
     versions = [int(version) for version in args.versions.split(",")]
     reports: list[UpdateReport] = []
@@ -92,9 +113,10 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     result: dict[str, Any]
+    model = build(args, device)
     try:
         with WeightUpdater.connect(
-            build(args, device),
+            model,
             args.targets.split(","),
             transport=args.transport,
             bucket_bytes=args.bucket_bytes,
@@ -102,12 +124,18 @@ def main() -> None:
             behaviour_tolerance=args.tolerance,
             timeout_s=args.timeout,
             progress=progress,
+            direct_by=args.direct_by,
+            keep_mapped=bool(args.keep_mapped),
         ) as updater:
             for version in versions:
                 reports.append(updater.update(version=version))
                 if args.watch and args.rank == 0:
                     pids, gpus = ([int(each) for each in words.split(",")] for words in (args.watch, args.watch_gpus))
                     held.append(held_bytes(pids, gpus)[0])
+                if args.between:
+                    updater.release()
+                if args.between == "moved":
+                    move(model)
         result = {"ok": True}
     except WeightcastError as error:
         result = {"ok": False, "error": type(error).__name__, "text": str(error)}
