@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,17 @@ settings.load_profile("any machine")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The file that takes longest comes first: as one of the last it would be waited for alone."""
     items.sort(key=lambda item: item.path.name != "test_vllm_short.py")
+
+
+@pytest.fixture(autouse=True)
+def restored_logger() -> Iterator[None]:
+    """Undoes what a test did to the package's logger, so that tests after it in the same process see log lines."""
+    logger = logging.getLogger("weightcast")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

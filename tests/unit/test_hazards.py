@@ -102,8 +102,7 @@ def test_a_stock_server_with_prefix_caching_refuses_in_place():
     assert facts(False).no_pause() == {}
 
 
-def test_connect_warns_and_doctor_lists(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logging.getLogger("weightcast"), "propagate", True)  # our plug-in in vLLM turns it off
+def test_connect_warns_and_doctor_lists(caplog: pytest.LogCaptureFixture):
     told = info(hazards=("one", "two"), no_pause={"in_place": "it keeps the cache"})
     assert decode_info(encode(told)) == told
     assert decode_info(encode(msgspec.structs.replace(told, hazards=()))).hazards == ()

@@ -121,12 +121,10 @@ def connect_to_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 def with_token(store: dist.Store, token: str) -> dist.Store:
     """The part of a store that belongs to one group."""
-    """The part of a store that belongs to one group."""
     return dist.PrefixStore(f"weightcast/{token}", store)
 
 
 def words_of(rank: int) -> str:
-    """Key of what a member tells the others."""
     """Key of what a member tells the others."""
     return f"words/{rank}"
 
@@ -149,6 +147,5 @@ def _listener(host: str) -> socket.socket | None:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line, without the traces that torch adds."""
     """An error's first line, without the traces that torch adds."""
     return str(error).split("\n", 1)[0][:300]
