@@ -26,6 +26,7 @@ from tests.tiny import greedy, tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import UpdateFailed
+from weightcast.rollout.cache import cache_name
 from weightcast.exporters.checkpoint import CheckpointExporter
 
 pytestmark = pytest.mark.timeout(300)
@@ -228,9 +229,9 @@ def test_in_place_keeps_the_cache(world: World) -> None:
 def _crossed(old: Any, new: Any, tokens: list[int], after: list[int]) -> float:
     """The same as ``shortfall``, if only the old weights have seen all but the last of ``tokens``."""
     with torch.no_grad():
-        cache = old(torch.tensor([tokens[:-1]]), use_cache=True).past_key_values
+        cache = old(torch.tensor([tokens[:-1]]), use_cache=True)[cache_name(old)]
         fed = torch.tensor([[tokens[-1], *after[:-1]]])
-        logits = new(fed, past_key_values=cache, use_cache=True).logits[0]
+        logits = new(fed, use_cache=True, **{cache_name(new): cache}).logits[0]
     chosen = logits.gather(-1, torch.tensor(after)[:, None])[:, 0]
     return float((logits.max(-1).values - chosen).max())
 

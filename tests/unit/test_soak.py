@@ -22,6 +22,7 @@ from weightcast.lab.soak.processes import Reaper, Running
 from weightcast.lab.soak.result import Result
 from weightcast.lab.soak.trainer import Order
 from weightcast.lab.soak.versions import Versions, make_tiny_model
+from weightcast.rollout.cache import cache_name
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def generate(versions: Versions, prompt: list[int], spans: list[tuple[int, int]]
         for _ in range(count):
             fed = [*prompt, *tokens] if cache is None else tokens[-1:]
             with torch.no_grad():
-                output = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+                output = model(torch.tensor([fed]), use_cache=True, **{cache_name(model): cache})
+            cache = output[cache_name(model)]
             row = output.logits[0, -1].float().log_softmax(-1)
             tokens.append(int(row.argmax()))
             logprobs.append(float(row.max()))

@@ -9,14 +9,24 @@ touched when first written, so an idle slot costs nothing.
 
 from __future__ import annotations
 
+import inspect
 import math
 import mmap
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
 from weightcast.errors import ConfigError
+
+
+def cache_name(model: nn.Module) -> str:
+    """Name of the cache among the arguments, and in the output, of a transformers model.
+
+    It is ``cache`` since transformers 5.24, and was ``past_key_values`` before.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class SlotCache(Cache):

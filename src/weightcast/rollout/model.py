@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 
 from weightcast.errors import ConfigError
 from weightcast.rollout.all_reduce import GroupReduce, Reduce, no_group
-from weightcast.rollout.cache import SlotCache
+from weightcast.rollout.cache import SlotCache, cache_name
 from weightcast.rollout.checkpoint import check_config, config_dtype, read_config, stored_tensors, weight_files
 from weightcast.rollout.experts import ExpertPart, is_stacked, local_shape, parts
 from weightcast.wire.layout import TensorSpec, dtype_name
@@ -134,6 +134,7 @@ class ReferenceModel(nn.Module):
             whole: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
         self.model: nn.Module = whole.model
         self.lm_head: nn.Module = whole.lm_head
+        self._cache_name = cache_name(self.model)
         self.tied = bool(config.tie_word_embeddings)
         self._reduce = reduce
         self._places: dict[str, _Place] = {}
@@ -281,8 +282,8 @@ class ReferenceModel(nn.Module):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{self._cache_name: cache},
         )
         return output.last_hidden_state
 

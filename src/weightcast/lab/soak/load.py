@@ -19,6 +19,7 @@ from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import DeadlineExceeded, WeightcastError
 from weightcast.lab.soak.versions import Versions
+from weightcast.rollout.cache import cache_name
 
 _LONGEST_PROMPT = 12
 _LONGEST_ANSWER = 48
@@ -209,6 +210,7 @@ class Judge:
         ``kept`` says for each change of version whether the KV cache was kept.
         """
         model: Any = self._versions.model
+        name = cache_name(model)
         cache: Any = None
         start, worst = 0, 0.0
         for number, (version, count) in enumerate(answer.spans):
@@ -219,8 +221,8 @@ class Judge:
             else:
                 fed = len(answer.prompt) + start - 1
             with torch.no_grad():
-                output = model(torch.tensor([seen[fed:]]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+                output = model(torch.tensor([seen[fed:]]), use_cache=True, **{name: cache})
+            cache = output[name]
             logprobs = output.logits[0, -count:].float().log_softmax(-1)
             tokens = torch.tensor(answer.tokens[start : start + count])
             reported = torch.tensor(answer.logprobs[start : start + count])
