@@ -387,7 +387,7 @@ def _transports(checks: list[Check], info: EngineInfo) -> Check:
 
 
 def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
-    """Says by which of its ways each transport without a gather can reach the engine, and what auto needs to take it."""
+    """Says which ways of each transport without a gather can reach the engine, and what auto needs to take it."""
     from weightcast.transports.registry import TRANSPORTS
 
     level = {check.name: check.level for check in checks}
