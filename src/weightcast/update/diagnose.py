@@ -355,15 +355,17 @@ def _join_group(client: Client, info: EngineInfo, *, address: str, timeout_s: fl
                 raise refusal
 
 
+def _deliveries(checks: list[Check]) -> dict[Delivery, bool]:
+    """Returns the deliveries that these checks have found possible."""
+    level = {check.name: check.level for check in checks}
+    return {"memory": level.get("ipc") == "ok", "group": level.get("rendezvous") != "fail"}
+
+
 def _transports(checks: list[Check], info: EngineInfo) -> Check:
     """Sums up which transports an update can use."""
     from weightcast.transports.registry import TRANSPORTS
 
-    level = {check.name: check.level for check in checks}
-    possible: dict[Delivery, bool] = {
-        "memory": level.get("ipc") == "ok",
-        "group": level.get("rendezvous") != "fail",
-    }
+    possible = _deliveries(checks)
     # A transport that leaves shards on their ranks has a line of its own.
     ours = [spec for spec in TRANSPORTS if spec.delivery in possible and not spec.scattered]
     both = [spec.name for spec in ours if spec.name in info.transports]
@@ -390,8 +392,7 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
     """Says which ways of each transport without a gather can reach the engine, and what auto needs to take it."""
     from weightcast.transports.registry import TRANSPORTS
 
-    level = {check.name: check.level for check in checks}
-    possible: dict[Delivery, bool] = {"memory": level.get("ipc") == "ok", "group": level.get("rendezvous") != "fail"}
+    possible = _deliveries(checks)
     for spec in TRANSPORTS:
         if not spec.primitives or spec.name not in info.transports:
             continue
