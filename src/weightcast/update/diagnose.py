@@ -71,7 +71,7 @@ def examine(target: Target, *, bucket_bytes: int, host: str | None, timeout_s: f
             if _has_receiver(info) and _transports_by("group", info):
                 checks += _rendezvous(client, info, host=host, timeout_s=timeout_s)
             if _has_receiver(info):
-                checks += [_transports(checks, info), *_direct(checks, info)]
+                checks += [_transports(checks, info), *_scattered(checks, info)]
     finally:
         client.close()
     engine = ""
@@ -184,7 +184,6 @@ def hazards(info: EngineInfo) -> Iterator[Check]:
 def _sharing(info: EngineInfo) -> Iterator[Check]:
     """Checks whether memory can be shared.  Nothing here is a failure, since broadcast remains."""
     from weightcast.comm.ipc import device_of, host_id
-    from weightcast.transports.registry import TRANSPORTS
 
     if info.host_id != host_id():
         yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
@@ -211,12 +210,6 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
         return
     where = "shared memory" if set(devices) == {"cpu"} else f"CUDA IPC on {count_of(len(devices), 'GPU')}"
     yield Check(name="ipc", level="ok", text=f"possible, by {where}")
-    for spec in TRANSPORTS:
-        if spec.scattered and spec.name in info.transports:
-            text = "not possible: it works on CPUs only so far"
-            if set(devices) == {"cpu"}:
-                text = "possible from trainers on CPUs; only if asked for, and not for tensors that the engine casts"
-            yield Check(name=spec.name, level="ok", text=text)
 
 
 def _staging(info: EngineInfo) -> Check:
@@ -362,15 +355,17 @@ def _join_group(client: Client, info: EngineInfo, *, address: str, timeout_s: fl
                 raise refusal
 
 
+def _deliveries(checks: list[Check]) -> dict[Delivery, bool]:
+    """Returns the deliveries that these checks have found possible."""
+    level = {check.name: check.level for check in checks}
+    return {"memory": level.get("ipc") == "ok", "group": level.get("rendezvous") != "fail"}
+
+
 def _transports(checks: list[Check], info: EngineInfo) -> Check:
     """Sums up which transports an update can use."""
     from weightcast.transports.registry import TRANSPORTS
 
-    level = {check.name: check.level for check in checks}
-    possible: dict[Delivery, bool] = {
-        "memory": level.get("ipc") == "ok",
-        "group": level.get("rendezvous") != "fail",
-    }
+    possible = _deliveries(checks)
     # A transport that leaves shards on their ranks has a line of its own.
     ours = [spec for spec in TRANSPORTS if spec.delivery in possible and not spec.scattered]
     both = [spec.name for spec in ours if spec.name in info.transports]
@@ -393,18 +388,19 @@ def _transports(checks: list[Check], info: EngineInfo) -> Check:
     return Check(name="transports", level="ok", text=f"{' and '.join(usable)} can be used")
 
 
-def _direct(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
-    """Says by which of its ways ``direct`` can reach the engine, and what auto needs to take it."""
-    level = {check.name: check.level for check in checks}
-    possible: dict[Delivery, bool] = {"memory": level.get("ipc") == "ok", "group": level.get("rendezvous") != "fail"}
-    from weightcast.transports.registry import spec_of
+def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
+    """Says which ways of each transport without a gather can reach the engine, and what auto needs to take it."""
+    from weightcast.transports.registry import TRANSPORTS
 
-    spec = spec_of("direct")
-    if spec.name not in info.transports:
-        return
-    ways = [one.primitive for one in spec.primitives if possible[one.delivery]]
-    if not ways:
-        yield Check(name=spec.name, level="ok", text="cannot be used, for the reasons above")
-        return
-    auto = "auto takes it if the trainer sets keep_mapped=True" if "shards" in ways else "auto does not take it"
-    yield Check(name=spec.name, level="ok", text=f"{' and '.join(ways)} can be used; {auto}")
+    possible = _deliveries(checks)
+    for spec in TRANSPORTS:
+        if not spec.primitives or spec.name not in info.transports:
+            continue
+        ways = [way for way in spec.primitives if possible[way.delivery]]
+        text = "cannot be used, for the reasons above"
+        if ways:
+            auto = "auto does not take it"
+            if any(way.mapped for way in ways):
+                auto = "auto takes it if the trainer sets keep_mapped=True"
+            text = f"{', '.join(way.primitive for way in ways)} can be used; {auto}"
+        yield Check(name=spec.name, level="ok", text=text)
