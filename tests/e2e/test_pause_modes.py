@@ -26,8 +26,8 @@ from tests.tiny import greedy, tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.errors import UpdateFailed
-from weightcast.rollout.cache import cache_name
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.rollout.cache import cache_name
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ _DEPTHS: dict[str, Any] = {
 }
 _SMALL: dict[str, Any] = {
     "vocab_size": 256,
+    "unpadded_vocab_size": 250,
     "first_k_dense_replace": 1,
     "max_position_embeddings": 128,
     "n_positions": 128,
@@ -149,6 +151,11 @@ def fill(model: Any) -> None:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=dtype))
             elif tensor.dtype in (torch.int64, torch.int32) and tensor.numel():
                 tensor.copy_(torch.randint(0, 99, tensor.shape, generator=generator))
+
+
+def stays_in_float32(model: Any, name: str) -> bool:
+    """True if transformers loads this tensor in float32 into a model of bfloat16."""
+    return any(re.search(rf"(^|\.){part}($|\.)", name) for part in model._keep_in_fp32_modules_strict)
 
 
 def written(model: Any, folder: Path) -> dict[str, torch.Tensor]:

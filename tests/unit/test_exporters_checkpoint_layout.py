@@ -31,7 +31,6 @@ CHOICE = [
     "GptOssForCausalLM",
     "GraniteMoeForCausalLM",
     "HunYuanMoEV1ForCausalLM",
-    "Inkling2ForCausalLM",
     "InternVLForConditionalGeneration",
     "JambaForCausalLM",
     "KimiLinearForCausalLM",
@@ -71,6 +70,13 @@ NOT_TINY = {
     "Qwen4ExpForCausalLM",
     "Qwen4ExpForConditionalGeneration",
     "ZambaForCausalLM",
+}
+# transformers 5.24 pads the output embedding of these with rows of zeros.  An export has no tensors that no rank holds.
+REFUSED = {
+    "Inkling2ForCausalLM",
+    "Inkling2ForConditionalGeneration",
+    "Inkling2LoopForCausalLM",
+    "Inkling2LoopForConditionalGeneration",
 }
 # transformers writes these otherwise than published checkpoints; test_exporters_mapping.py checks them.
 PUBLISHED_OTHERWISE = {"Qwen3VLMoeForConditionalGeneration"}
@@ -114,6 +120,12 @@ def test_every_export_equals_save_pretrained(class_name, tmp_path):
             pytest.skip(str(error))
         raise
     assert class_name not in NOT_TINY
+    if class_name in REFUSED:
+        with pytest.raises(
+            ConfigError, match=rf"{class_name}.*unembed\.weight: its values are computed by aten::new_zeros"
+        ):
+            ModuleExporter(model)
+        return
     want = library.written(model, tmp_path)
     if class_name in PUBLISHED_OTHERWISE:
         assert set(exported(model)) == set(want)
@@ -243,8 +255,9 @@ def test_a_table_is_used_and_logged_if_recording_fails(conversion, function, wor
 def test_tensors_that_transformers_keeps_in_float32_are_not_cast():
     model = library.make("Dots1ForCausalLM")
     dtypes = {spec.name: spec.dtype for spec in ModuleExporter(model, wire_dtype=torch.bfloat16).specs()}
-    kept = [name for name, dtype in dtypes.items() if dtype == "float32"]
-    assert kept == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)]
+    kept = {name for name, dtype in dtypes.items() if dtype == "float32"}
+    assert kept >= {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)}
+    assert kept == {name for name in dtypes if library.stays_in_float32(model, name)}
 
 
 def test_a_model_inside_another_module_is_refused_with_its_path():
