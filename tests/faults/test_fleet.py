@@ -20,7 +20,7 @@ from tests.faults.wire import Loop, Trap, Wire
 from tests.harness import Engine, next_version, serves_whole, trainer_of, wait_for
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
-from weightcast.errors import TargetsFailed, TargetUnreachable, UpdateFailed, WeightcastError
+from weightcast.errors import TargetLost, TargetsFailed, TargetUnreachable, UpdateFailed, WeightcastError
 from weightcast.update import head
 from weightcast.update.messages import AttemptResult
 
@@ -112,7 +112,7 @@ def test_an_engine_that_is_cut_off_at_commit_is_unknown_until_a_full_update(two,
             def updated() -> bool:
                 try:
                     return updater.update(version=version).ok
-                except TargetUnreachable:  # the last question to it is still out
+                except (TargetUnreachable, TargetLost):  # the last question to it is still out, or is cut off only now
                     return False
 
             wait_for(updated, "an update of all")
