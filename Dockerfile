@@ -1,11 +1,12 @@
 # vLLM with weightcast's receiver.
 #
 #   docker build -t vllm-weightcast .
-#   docker run --gpus all --ipc=host -p 8000:8000 -v /models:/models vllm-weightcast /models/Qwen3-8B
+#   docker run --gpus all --ipc=host --pid=host --cap-add=SYS_PTRACE -p 8000:8000 -v /models:/models vllm-weightcast /models/Qwen3-8B
 #   weightcast push B --to http://127.0.0.1:8000 --version 1
 #
-# `ipc` from a trainer outside of the container needs --ipc=host and --pid=host, and the trainer's user.  See
-# docs/engines/vllm.md for staging, keys and the versions that ran.
+# `ipc` from a trainer outside of the container needs --ipc=host, --pid=host, the trainer's user and, if that is root,
+# --cap-add=SYS_PTRACE.  Without them use broadcast.  See docs/engines/vllm.md for staging, keys and the versions that
+# ran.
 ARG VLLM_VERSION=v0.25.1
 FROM vllm/vllm-openai:${VLLM_VERSION}
 
