@@ -220,8 +220,8 @@ class Mapping:
         except OSError as error:
             raise MappingFailed(
                 f"cannot map memory of process {handle.pid}: {error.strerror}",
-                hint="run trainer and engine on one host, as one user with the same capabilities, in one pid namespace, "
-                "or use broadcast",
+                hint="run trainer and engine on one host, as one user with the same capabilities, in one pid "
+                "namespace, or use broadcast",
             ) from error
         try:
             # If the owner could still truncate the file, a copy from it could be killed by SIGBUS.
