@@ -179,6 +179,7 @@ def test_the_command_line_pushes_and_says_what_it_found(two_ranks: Engine, tmp_p
     assert '"version": 90' in told.stdout or '"version":90' in told.stdout
 
 
+@pytest.mark.engine_full
 def test_smollm2_answers_as_transformers_does(servers: list[Engine]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

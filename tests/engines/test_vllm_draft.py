@@ -96,6 +96,7 @@ def test_a_draft_that_is_kept_is_named(tmp_path: Path) -> None:
         assert "the draft model keeps the weights" in " ".join(weightcast("doctor", engine.url).stdout.split())
 
 
+@pytest.mark.engine_full
 def test_an_eagle_head_is_updated_with_the_model(tmp_path: Path) -> None:
     import torch
 

@@ -206,6 +206,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.wide
 def test_a_machine_where_nothing_can_be_kept_compiles_each_time(installed, tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()  # no folder can be made in a file, not even by root
@@ -215,6 +216,7 @@ def test_a_machine_where_nothing_can_be_kept_compiles_each_time(installed, tmp_p
     assert "True a1fa19993e081a6b" in text
 
 
+@pytest.mark.wide
 def test_machine_code_that_is_cut_short_is_replaced(installed):
     assert "True a1fa19993e081a6b" in _said(installed)
     kept = sorted((installed / "weightcast" / "digest" / "__pycache__").glob("*.nb[ci]"))
