@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.harness import Engine, connect, next_version, serves_whole, trainer_of
+from tests.e2e import engines as reference
+from tests.harness import Engine, connect, next_version, on_every_rank, serves_whole, trainer_of
 from tests.placed import PlacedEngine, become_another_user, move_to_another_host, needs_root
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.ranks import Ranks
+from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.watch.events import Asked, UpdateEnded
 
@@ -211,3 +219,67 @@ def test_weights_that_are_not_finite_are_no_reason_to_leave_a_transport(engines,
         assert updater.transport == "ipc+broadcast"
         assert serves_whole(engines.one) == serves_whole(away) == served
         assert update(updater, model).ok
+
+
+def update_sharded(urls: list[str], versions: list[int]) -> list[str]:
+    model = trainer_of(versions[0])
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    found = []
+    with WeightUpdater.connect(model, urls, bucket_bytes=30_000, timeout_s=PATIENT_S) as updater:
+        for version in versions:
+            found += [updater.transport, on_every_rank(updater.update(version=version))]
+        found.append(updater.transport)
+    return found
+
+
+def test_every_trainer_rank_follows_when_a_transport_gives_way(engines, placed, away):
+    walled = placed(become_another_user)
+    chosen = [engines.two, walled, away]
+    version = next_version()
+    ranks = Ranks(2)
+    try:
+        answers = ranks.run(update_sharded, [engine.url for engine in chosen], [version, version])
+    finally:
+        ranks.close()
+    assert answers[0] == answers[1]
+    before, first, between, second, after = answers[0]
+    assert (before, between, after) == ("ipc+broadcast",) * 3
+    for report in (first, second):
+        rows = json.loads(report)["targets"]
+        assert [row["transport"] for row in rows] == ["ipc", "broadcast", "broadcast"]
+        assert [row["proof"] for row in rows] == ["resident"] * 3
+    assert "ipc gave way to broadcast" in first
+    assert "gave way" not in second
+    assert [serves_whole(engine) for engine in chosen] == [version] * 3
+
+
+def test_engine_without_staging_that_cannot_map_memory_is_made_whole_in_the_same_update(placed):
+    walled = placed(become_another_user, "--staging", "none")
+    model = trainer_of(next_version())
+    with connect(model, [walled], timeout_s=PATIENT_S) as updater:
+        report = update(updater, model)
+    assert report.ok
+    assert ways(report) == [("broadcast", "resident")]
+    assert serves_whole(walled) == report.version
+
+
+@pytest.mark.slow
+def test_reference_engines_here_and_elsewhere_answer_alike_after_one_push(tmp_path):
+    for seed, name in enumerate(("old", "new")):
+        tiny_model(tmp_path / name, seed=seed)
+        tiny_tokenizer(tmp_path / name)
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    settings = {"tp": 2}, {"tp": 1, "program": "tests.e2e.elsewhere"}
+    with reference.engines(tmp_path / "old", tmp_path, *settings) as found:
+        here, there = found
+        assert here.info()["host_id"] != there.info()["host_id"]
+        before = here.greedy(prompts, 12)
+        report = reference.push(tmp_path / "new", found, 3)
+        assert report["transport"] == "ipc+broadcast"
+        assert [(row["transport"], row["proof"]) for row in report["targets"]] == [
+            ("ipc", "resident"),
+            ("broadcast", "resident"),
+        ]
+        assert here.digests() == there.digests()
+        answers = [engine.greedy(prompts, 12) for engine in found]
+        assert answers[0] == answers[1] != before
