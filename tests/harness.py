@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(self, *args: str, port: int = 0) -> None:
         self.args = args
-        self._launch(_serve, ["--seed", "0", "--port", str(port), *args])
+        self._launch(serve, ["--seed", "0", "--port", str(port), *args])
 
     def _launch(self, serve: Callable[..., None], *args: Any) -> None:
         """Start its process.
@@ -124,7 +124,7 @@ class Engine:
         self._ready.close()
 
 
-def _serve(argv: list[str], ready: Connection) -> None:
+def serve(argv: list[str], ready: Connection) -> None:
     die_with_parent()  # which ends with the tests, however these end
     os.setsid()
     os.environ["OMP_NUM_THREADS"] = "1"

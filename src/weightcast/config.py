@@ -113,8 +113,9 @@ class UpdateConfig:
             trainer and engines), ``"disk"`` (a checkpoint folder, for engines that load one while they run),
             ``"checkpoint-engine"`` (that project's protocol, same host, for engines that have its receiver),
             ``"direct"`` (shards to the engine ranks that keep them, without a gather) or ``"auto"`` (direct with
-            ``keep_mapped`` where every target is on this host and can read shards; else ipc if every target is on
-            this host; else broadcast).
+            ``keep_mapped`` where every target is on this host and can read shards; else ipc to the targets on this
+            host and broadcast to the others, in one update).  With ``"auto"``, a target that refuses ipc gets the same
+            update by broadcast.
         bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.  Where sums
             are taken on a CPU, add up to 40 MiB: blocks of 2 MiB, and 16 MiB for each cast that is summed.
         pause: Fate of the requests that run at the moment of the switch.

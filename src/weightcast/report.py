@@ -41,6 +41,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
         stall_s: Time without generation, in seconds.
         peak_extra_bytes: Most extra memory of any engine rank during the session, in bytes.
         not_updated: Names of the engine's tensors that this update did not write.
+        transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
         message: Further information; the engine's own words after a refusal.
         notes: Failures beside the update that did not stop it, such as a group that the engine did not leave.
     """
@@ -59,6 +60,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 0.0
     peak_extra_bytes: int = 0
     not_updated: tuple[str, ...] = ()
+    transport: str = ""
     message: str = ""
     notes: tuple[str, ...] = ()
 
@@ -68,7 +70,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: Requested version.
-        transport: ``"ipc"``, ``"broadcast"``, ``"disk"`` or ``"checkpoint-engine"``.
+        transport: ``"ipc"``, ``"broadcast"``, ``"disk"`` and so on; ``"ipc+broadcast"`` if targets were reached in
+            different ways, which their rows name.
         bytes: Bytes sent: the payload of one copy of the model, or less if the update failed before all was sent.
         buckets: Number of buckets.
         seconds: Wall time of the whole update.
@@ -140,6 +143,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     def text(self, *, told: str = "") -> str:
         """The same as ``str``, without messages that are part of the text ``told``."""
         lines = self._head_lines()
+        mixed = len({row.transport for row in self.targets if row.transport}) > 1
         for row in self.targets:
             before = "?" if row.version_before is None else row.version_before
             after = "?" if row.version_after is None else row.version_after
@@ -147,7 +151,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             digest = f", digest {row.digest} on {row.digests_matched} of {ranks}" if row.digest else ""
             part = f" ({row.proven} of {row.proven + row.unproven} tensors)" if row.proof == "partial" else ""
             proof = f"proof {row.proof}{part}"
-            lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}")
+            by = f", by {row.transport}" if mixed and row.transport else ""
+            lines.append(f"  {row.status:<11} {row.url} ({row.engine}) {before} -> {after}, {proof}{digest}{by}")
             if row.not_updated:
                 shown = ", ".join(row.not_updated[:5])
                 lines.append(f"              not updated: {shown}{' ...' if len(row.not_updated) > 5 else ''}")

@@ -50,7 +50,7 @@ def push(
             metavar="auto|ipc|broadcast|disk|checkpoint-engine",
             help="Transport. ipc: shared memory on one host. broadcast: a process group. disk: a checkpoint folder "
             "that the engines load. checkpoint-engine: for engines that have that project's receiver. "
-            "auto: ipc if every engine is on this host, else broadcast.",
+            "auto: ipc to engines on this host, broadcast to the others.",
         ),
     ] = "auto",
     engine: EngineKind = "auto",

@@ -38,6 +38,7 @@ class BroadcastTransport(Pumped):
         bucket_bytes: int,
         timeout_s: float,
         trainers: int | None = None,
+        in_flight: int | None = None,
     ) -> None:
         """Creates no group yet.
 
@@ -48,11 +49,12 @@ class BroadcastTransport(Pumped):
             bucket_bytes: Size of the largest bucket, in bytes.
             timeout_s: Deadline of each wait, in seconds.
             trainers: As for ``Channel``.
+            in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
 
         Raises:
             ConfigError: As ``Channel``.
         """
-        in_flight = in_flight_to(links)
+        in_flight = in_flight or in_flight_to(links)
         super().__init__(self._send_one, in_flight=in_flight)
         self._device = device
         meetings: dict[Meeting, None] = dict.fromkeys(link.adapter.meeting for link in links)
@@ -138,6 +140,7 @@ def _build(wiring: Wiring) -> BroadcastTransport:
         host=config.rendezvous_host or wiring.address(),
         bucket_bytes=config.bucket_bytes,
         timeout_s=config.timeout_s,
+        in_flight=wiring.in_flight,
     )
 
 
@@ -158,5 +161,5 @@ def _check(placement: Placement) -> None:
 
 
 SPEC = TransportSpec(
-    name="broadcast", delivery="group", zero_copy=True, suits=lambda _: True, build=_build, check=_check
+    name="broadcast", delivery="group", mixes=True, zero_copy=True, suits=lambda _: True, build=_build, check=_check
 )

@@ -208,7 +208,7 @@ class Channel:
         Args:
             bucket: The bucket.
             filled: Event that completes when the bucket is filled; None on the host.
-            shared: The parts that each trainer rank sends; empty if the head broadcasts.
+            shared: The parts that each trainer rank sends; not used if the head broadcasts.
 
         Raises:
             TargetError, GroupFailed, DeadlineExceeded: The group is aborted; the error names the culprit if known.
@@ -216,12 +216,14 @@ class Channel:
         group = self._group
         assert group is not None, "connect() comes first"
         index = bucket.layout.index
+        # Another transport of a mixed update may share the bucket in memory, which members of a group must not read.
+        parts = shared if self._trainers is not None else ()
         self._read_replies(index - self._in_flight)
         posts: list[Future[None]] = [
             self._pool.submit(
                 tell,
                 link,
-                link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=shared),
+                link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=parts),
                 what=f"bucket {index}",
                 timeout_s=self._timeout_s,
                 bucket=index,

@@ -22,10 +22,17 @@ class IpcTransport(Pumped):
 
     name = "ipc"
 
-    def __init__(self, links: Sequence[Link], *, timeout_s: float) -> None:
+    def __init__(self, links: Sequence[Link], *, timeout_s: float, in_flight: int | None = None) -> None:
+        """Sends nothing yet.
+
+        Args:
+            links: The targets.
+            timeout_s: Deadline of each answer, in seconds.
+            in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
+        """
         self._links = list(links)
         self._timeout_s = timeout_s
-        in_flight = in_flight_to(self._links)
+        in_flight = in_flight or in_flight_to(self._links)
         super().__init__(self._send_one, in_flight=in_flight)
         self._pool = ThreadPoolExecutor(
             max_workers=max(1, in_flight * len(self._links)), thread_name_prefix="weightcast-post"
@@ -79,6 +86,7 @@ SPEC = TransportSpec(
     name="ipc",
     one_host=True,
     delivery="memory",
+    mixes=True,
     suits=_suits,
-    build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+    build=lambda wiring: IpcTransport(wiring.links, timeout_s=wiring.config.timeout_s, in_flight=wiring.in_flight),
 )

@@ -39,6 +39,7 @@ class Outcome:
         ahead: True if the target serves the new version although others were switched back.
         notes: Failures that did not fail the update.
         peak_extra_bytes: Most extra memory of any engine rank, in bytes.
+        transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
         message: Remarks for the report.
     """
 
@@ -54,6 +55,7 @@ class Outcome:
     ahead: bool = False
     notes: list[str] = field(default_factory=list[str])
     peak_extra_bytes: int = 0
+    transport: str = ""
     message: str = ""
 
     @property
@@ -151,6 +153,7 @@ class Outcome:
             stall_s=ack.stall_s if ack is not None else 0.0,
             peak_extra_bytes=self.peak_extra_bytes,
             not_updated=ack.not_updated if ack is not None else (),
+            transport=self.transport,
             message=message,
             notes=tuple(self.notes),
         )

@@ -191,7 +191,13 @@ def choose_transport(asked: TransportName, placement: Placement, *, without: Col
         ConfigError: An engine cannot be reached that way.
     """
     if asked == "auto":
-        spec = next(spec for spec in TRANSPORTS if spec.name not in without and spec.suits(placement))
+        spec = next((spec for spec in TRANSPORTS if spec.name not in without and spec.suits(placement)), None)
+        if spec is None:
+            raise ConfigError(
+                f"no transport is left for {', '.join(placement.infos)}: {', '.join(sorted(without))} failed or cannot "
+                "be mixed with others",
+                hint="weightcast doctor URL says which transports can work",
+            )
     else:
         spec = spec_of(asked)
     spec = _choose_primitive(spec, placement)

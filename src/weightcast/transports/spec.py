@@ -62,6 +62,7 @@ class Wiring:
         device: The device of the buckets.
         config: The caller's settings.
         num_trainers: Number of trainer ranks.
+        in_flight: Buckets that may be announced to all targets of the update before the first answer: 1 or 2.
         address: Returns an address of this process that every target can reach.
     """
 
@@ -70,6 +71,7 @@ class Wiring:
     device: torch.device
     config: UpdateConfig
     num_trainers: int
+    in_flight: int
     address: Callable[[], str]
 
 
@@ -95,6 +97,7 @@ class TransportSpec:
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
         primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
         primitive: Name of the way, if it is one of several; empty otherwise.
+        mixes: True if another transport may send the same gathered buckets to other targets of the update.
         zero_copy: True if host tensors can be sent from the model's own memory.
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
@@ -110,6 +113,7 @@ class TransportSpec:
     mapped: bool = False
     primitives: tuple[TransportSpec, ...] = ()
     primitive: str = ""
+    mixes: bool = False
     zero_copy: bool = False
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = _never

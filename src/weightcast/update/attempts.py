@@ -59,7 +59,8 @@ class Attempts:
             stream: The buckets for the present targets.
 
         Returns:
-            The last attempt's result, the same on every rank; the head's report has the timeline as well.
+            The last attempt's result, the same on every rank; the head's report has the timeline as well.  If it has a
+            ``choice``, the caller makes another stream and calls this again.
 
         Raises:
             TrainerRankFailed: Another trainer rank failed.
@@ -67,7 +68,7 @@ class Attempts:
         """
         while True:
             result = self._attempt(version, head, stream)
-            if not result.again:
+            if not result.again or result.choice is not None:
                 return result
 
     def _attempt(self, version: int, head: Head | None, stream: BucketStream) -> AttemptResult:

@@ -1,4 +1,4 @@
-"""Everything that the head decides before anything moves: targets, transport, and whether the weights fit.
+"""Everything that the head decides before anything moves: targets, transports, and whether the weights fit.
 
 ``Plan`` belongs to one membership.  ``retarget`` makes a new one, which inherits the links of targets that stay.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -14,11 +14,12 @@ import msgspec
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.update_group import local_address_towards
 from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError, WeightcastError
+from weightcast.errors import ConfigError, TargetRejected, WeightcastError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link, in_flight_to
+from weightcast.transports.mixed import MixedTransport, join_names
 from weightcast.transports.preflight import (
     check_first_version,
     check_fits,
@@ -30,6 +31,7 @@ from weightcast.transports.preflight import (
     choose_transport,
     warn_hazards,
 )
+from weightcast.transports.registry import TRANSPORTS
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
@@ -42,7 +44,7 @@ Probed = dict[str, EngineInfo | WeightcastError]  # by URL
 
 
 class Plan:
-    """The targets, their links and the transport that reaches them."""
+    """The targets, their links and the transport that reaches each of them."""
 
     def __init__(
         self,
@@ -77,6 +79,9 @@ class Plan:
         self._places = tuple(places)
         self._roster = roster
         self._transport: TransportSpec | None = None
+        self._chosen: dict[str, TransportSpec] = {}  # by URL; an absent target gets its own when it comes
+        self._left: dict[str, set[str]] = {}  # by URL: names of transports that failed for the target
+        self._sharings: frozenset[Sharing] = frozenset()
         self._packing = Packing()
         self._zero_copy = False
 
@@ -87,9 +92,22 @@ class Plan:
 
     @property
     def transport(self) -> TransportSpec:
-        """The chosen transport; ``choose`` comes first."""
+        """The best of the chosen transports; ``choose`` comes first.
+
+        If it leaves shards where they are, all targets take it.
+        """
         assert self._transport is not None, "choose() comes first"
         return self._transport
+
+    def transport_of(self, url: str) -> TransportSpec:
+        """The transport that reaches a target."""
+        return self._chosen.get(url, self.transport)
+
+    def label(self, links: Sequence[Link]) -> str:
+        """Names of the transports that reach these targets: ``"ipc"``, or ``"ipc+broadcast"`` for a mixed update."""
+        if not links:
+            return join_names(spec.name for spec in _in_order(self._chosen.values())) or self.transport.name
+        return join_names(spec.name for spec in _in_order([self.transport_of(link.url) for link in links]))
 
     def choose(self) -> Choice:
         """Probes every target; chooses the transport and everything that it needs.
@@ -104,6 +122,43 @@ class Plan:
             raise_together([info for info in infos.values() if not isinstance(info, EngineInfo)])
         if self._roster.current is None:
             check_first_version(healthy, self._config)
+        return self._choose_for(healthy)
+
+    def leave_transport(self, url: str, error: WeightcastError) -> str | None:
+        """Leaves a target's transport, which failed for it, for the next best one; ``choose_again`` must follow.
+
+        Only ``transport="auto"`` does so, and only if the engine itself refused: one that is gone is gone for every
+        transport.
+
+        Args:
+            url: The target.
+            error: Its failure at connect or at a bucket.
+
+        Returns:
+            A remark for the report with the engine's words; None if the target must fail.
+        """
+        link = self.links.get(url)
+        if self._config.transport != "auto" or link is None or not isinstance(error, TargetRejected):
+            return None
+        failed = self.transport_of(url)
+        try:
+            spec = self._best_for(url, link.info, {failed.name})
+        except ConfigError as why:
+            log.info("%s stays with %s: %s", url, failed.name, why)
+            return None
+        self._left.setdefault(url, set()).add(failed.name)
+        log.warning("%s: %s gives way to %s: %s", url, failed.name, spec.name, error)
+        return f"{failed.name} gave way to {spec.name}, which stays until retarget(): {error}"
+
+    def choose_again(self) -> Choice:
+        """As ``choose``, for the targets that were planned for, without the transports that failed; asks nothing.
+
+        Raises:
+            ConfigError: The transports that are left do not fit together.
+        """
+        return self._choose_for({url: link.info for url, link in self.links.items() if link.planned})
+
+    def _choose_for(self, healthy: Mapping[str, EngineInfo]) -> Choice:
         for link in self.links.values():
             link.planned = False
             link.opens = slice(0, 0)
@@ -111,32 +166,41 @@ class Plan:
         for link in links:
             check_fits(link, self._specs)
         placement = self._placement(healthy)
-        spec = self._transport = self._choose_transport(links, placement)
-        check_places(spec, placement)
-        self.receivers = choose_receivers(spec, placement)
+        self._chosen = self._choose_transports(links, placement)
+        chosen = _in_order(self._chosen.values())
+        spec = self._transport = chosen[0]
+        self.receivers = (0,)
+        for one in chosen:
+            its = replace(placement, infos={url: healthy[url] for url, by in self._chosen.items() if by is one})
+            one.check(its)
+            check_places(one, its)
+            self.receivers = max(self.receivers, choose_receivers(one, its), key=len)
         self._packing = links[0].adapter.packing
         opens: dict[Sharing, int] = {"weightcast": 0, "torch": 0, "ring": 0}
         for link in links:
             self._check(link)
             self._packing = self._packing.also(link.adapter.packing)
+            if not self.transport_of(link.url).shares_memory:
+                continue
             first = opens[link.sharing]
             opens[link.sharing] += link.info.tp_size
             link.opens = slice(first, opens[link.sharing])
-        shares = spec.shares_memory
+        sharing = [link for link in links if self.transport_of(link.url).shares_memory]
+        ways = self._sharings = frozenset(link.sharing for link in sharing)
         # A copy hides behind the link of a GPU; on the host it takes the cores and the memory that the sending needs.
-        on_host = spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
+        on_host = len(chosen) == 1 and spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Choice(
             zero_copy=self._zero_copy,
-            transport=spec.name,
+            transport=self.label(links),
             scattered=spec.scattered,
             exchanges=spec.exchanges,
             mapped=spec.mapped,
             receivers=self.receivers,
             packing=self._packing,
-            ways=tuple({link.sharing for link in links}) if shares else (),
-            opens=opens["torch"] if shares else 0,
-            ring_opens=opens["ring"] if shares else 0,
+            ways=tuple(ways),
+            opens=opens["torch"],
+            ring_opens=opens["ring"],
             served=max((info.version for info in healthy.values() if info.version is not None), default=None),
         )
 
@@ -185,31 +249,67 @@ class Plan:
         return link
 
     def build_transport(self, links: Sequence[Link]) -> Transport:
-        """Builds the chosen transport for these links."""
-        return self.transport.build(
+        """Builds the transport of these links: one, or one for each group of targets."""
+        specs = _in_order([self.transport_of(link.url) for link in links])
+        in_flight = in_flight_to(links)
+        parts = list[Transport]()
+        for spec in specs:
+            its = [link for link in links if self.transport_of(link.url) is spec]
+            parts.append(self._build_one(spec, its, in_flight))
+        return parts[0] if len(parts) == 1 else MixedTransport(parts)
+
+    def _build_one(self, spec: TransportSpec, links: Sequence[Link], in_flight: int) -> Transport:
+        return spec.build(
             Wiring(
                 links=links,
                 specs=self._specs,
                 device=self._exporter.device,
                 config=self._config,
                 num_trainers=len(self._places),
+                in_flight=in_flight,
                 address=lambda: _address_for(links),
             )
         )
 
-    def _choose_transport(self, links: Sequence[Link], placement: Placement) -> TransportSpec:
-        """The transport; ``"auto"`` passes over one that these tensors cannot go by."""
+    def _choose_transports(self, links: Sequence[Link], placement: Placement) -> dict[str, TransportSpec]:
+        """Each target's transport, by URL.
+
+        ``"auto"`` takes one that leaves shards where they are only if it suits all targets.  Otherwise each target gets
+        the best of those that send gathered buckets.
+        """
         asked = self._config.transport
-        spec = choose_transport(asked, placement)
-        if asked != "auto" or not spec.scattered:
-            return spec
+        left = set[str]().union(*(self._left.get(link.url, ()) for link in links))
+        whole = (
+            choose_transport(asked, placement) if asked != "auto" else self._choose_scattered(links, placement, left)
+        )
+        if whole is not None:
+            return dict.fromkeys(placement.infos, whole)
+        return {url: self._best_for(url, info) for url, info in placement.infos.items()}
+
+    def _choose_scattered(
+        self, links: Sequence[Link], placement: Placement, without: Collection[str]
+    ) -> TransportSpec | None:
+        """The transport that leaves shards where they are and suits all targets; None if none does."""
+        others = {spec.name for spec in TRANSPORTS if not spec.scattered}
         try:
+            spec = choose_transport("auto", placement, without={*without, *others})
             for link in links:
                 check_scattered(link, self._specs, self._config, self._exporter)
         except ConfigError as error:
-            log.info("%s is passed over: %s", spec.name, error)
-            return choose_transport(asked, placement, without=(spec.name,))
+            log.debug("shards are gathered: %s", error)
+            return None
         return spec
+
+    def _best_for(self, url: str, info: EngineInfo, without: Collection[str] = ()) -> TransportSpec:
+        """The best transport for one target that may be mixed with others.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        unmixed = {spec.name for spec in TRANSPORTS if not spec.mixes}
+        return choose_transport(
+            "auto", self._placement({url: info}), without={*unmixed, *self._left.get(url, ()), *without}
+        )
 
     def _placement(self, infos: Mapping[str, EngineInfo]) -> Placement:
         return Placement(
@@ -222,11 +322,11 @@ class Plan:
         )
 
     def _check(self, link: Link) -> None:
-        """Checks that the target can be updated by the chosen transport."""
+        """Checks that the target can be updated by the transport that was chosen for it."""
         check_pause(link, self._config.pause)
         warn_hazards(link)
         check_proof(link, self._config.require, scores=hasattr(self._exporter, "logprobs"))
-        spec = self.transport
+        spec = self.transport_of(link.url)
         if spec.scattered:
             check_scattered(link, self._specs, self._config, self._exporter)
         link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
@@ -236,6 +336,15 @@ class Plan:
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
         check_fits(link, self._specs)
+        self._chosen[link.url] = self._choose_late(link)
+        self._check(link)
+
+    def _choose_late(self, link: Link) -> TransportSpec:
+        """The transport of a target that was away: its best one if that needs no buffers that were not planned."""
+        if self._config.transport == "auto" and self.transport.mixes:
+            spec = self._best_for(link.url, link.info)
+            if spec in self._chosen.values() or not spec.shares_memory:
+                return spec
         spec = choose_transport(self.transport.name, self._placement({link.url: link.info}))
         if spec is not self.transport:
             raise ConfigError(
@@ -243,15 +352,17 @@ class Plan:
                 f"{self.transport.primitive}",
                 hint="call retarget() with the targets as they are now",
             )
-        self._check(link)
+        return spec
 
     def _check_still_fits(self, link: Link) -> None:
         """Checks that buckets and handles were planned for an engine like this one."""
         check_pause(link, self._config.pause)
         opens = len(range(1 << 30)[link.opens])
-        shares = self.transport.shares_memory and link.sharing != "weightcast"
+        sharing = self.transport_of(link.url).shares_memory
+        shares = sharing and link.sharing != "weightcast"
         other = self._packing.also(link.adapter.packing) != self._packing
         other = other or (self._zero_copy and link.adapter.in_flight < 2)
+        other = other or (sharing and bool(self._sharings) and link.sharing not in self._sharings)
         if other or (shares and opens != link.info.tp_size):
             raise ConfigError(
                 f"{link.url} is another engine than the buckets were planned for: {link.info.engine}, "
@@ -269,6 +380,12 @@ class Plan:
             state="quarantined",
             message="an update of it broke off: it may hold parts of two versions; send it a full update",
         )
+
+
+def _in_order(specs: Iterable[TransportSpec]) -> list[TransportSpec]:
+    """Each transport once, best first."""
+    names = [spec.name for spec in TRANSPORTS]
+    return sorted(dict.fromkeys(specs), key=lambda spec: names.index(spec.name))
 
 
 def _address_for(links: Sequence[Link]) -> str:

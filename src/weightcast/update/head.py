@@ -142,6 +142,8 @@ class Head:
         with self._phase("open"):
             try:
                 links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
+                for link in links:
+                    self._outcomes[link.url].transport = self._plan.transport_of(link.url).name
                 self._sessions.open(links, version, plan, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 return self._fail(error)
@@ -297,12 +299,16 @@ class Head:
             if isinstance(error, WeightsChanged)
             else _culprits(error, self._plan, self._sessions.links, self._outcomes)
         )
-        for url, failure in culprits.items():
-            self._outcomes[url].failed = failure
         active = [link.url for link in self._sessions.links]
-        self._excluded |= culprits.keys()
-        remaining = [url for url in active if url not in self._excluded]
         nothing_committed = not any(link.committed for link in self._sessions.links)
+        notes = self._leave_transports(culprits) if nothing_committed else {}
+        failed = {url: failure for url, failure in culprits.items() if url not in notes}
+        for url, failure in failed.items():
+            self._outcomes[url].failed = failure
+        self._excluded |= failed.keys()
+        remaining = [url for url in active if url not in self._excluded]
+        if notes:
+            return self._choose_again(notes)
         if self._config.on_failure == "quarantine" and culprits and remaining and nothing_committed:
             return AttemptResult(again=True)
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
@@ -310,6 +316,27 @@ class Head:
         if untouched or isinstance(error, WeightsChanged):
             return AttemptResult(failure=Failure.of(error))
         return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
+
+    def _leave_transports(self, culprits: Mapping[str, WeightcastError]) -> dict[str, str]:
+        """Returns a remark for each target whose transport gives way to another; none if the update must fail."""
+        if not self._sessions.transport_failed:
+            return {}
+        notes = dict[str, str]()
+        for url, failure in culprits.items():
+            note = self._plan.leave_transport(url, failure)
+            if note is not None:
+                notes[url] = note
+        return notes if self._config.on_failure == "quarantine" or len(notes) == len(culprits) else {}
+
+    def _choose_again(self, notes: Mapping[str, str]) -> AttemptResult:
+        """The result of an attempt that is repeated over other transports."""
+        for url, note in notes.items():
+            self._outcomes[url].notes.append(note)
+        try:
+            choice = self._plan.choose_again()
+        except WeightcastError as error:
+            return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
+        return AttemptResult(again=True, choice=choice)
 
     def _conclude_failed(self, error: WeightcastError, text: str) -> AttemptResult:
         """Switches targets back where the caller asked for all or nothing, and reports."""
@@ -399,7 +426,7 @@ class Head:
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(
             version=self._version,
-            transport=self._plan.transport.name,
+            transport=self._plan.label(self._sessions.links),
             bytes=min(self._sessions.sent_bytes, self._bytes) if self._failure is not None else self._bytes,
             buckets=self._sessions.num_buckets,
             seconds=time.monotonic() - self._started,

@@ -61,7 +61,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         failure: The reason why there is no choice.
-        transport: Name of the transport.
+        transport: Name of the transport; several names joined by ``+`` if targets are reached in different ways.
         receivers: The trainer ranks that fill a bucket.
         scattered: True if each of them fills its own parts only, and nothing is gathered.
         exchanges: True if each of them sends its parts to engine ranks by itself.
@@ -95,6 +95,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         report: The report of an update that is over.
         failure: The error to raise.
         again: True if an attempt follows, with the targets that are left.
+        choice: The choices for that attempt; None if they stay as they are.
         score: True if the head needs the trainer's forward pass next.
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
         invited: The group that every trainer rank joins next; None if there is none to join.
@@ -103,6 +104,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     report: UpdateReport | None = None
     failure: Failure | None = None
     again: bool = False
+    choice: Choice | None = None
     score: bool = False
     sums_buckets: bool = False
     invited: Invited | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared
@@ -36,12 +37,14 @@ class Sessions:
         num_buckets: Number of buckets sent in the attempt.
         sent_bytes: Bytes of these buckets.
         invited: The group that the other trainer ranks must join before anything is sent; None if there is none.
+        transport_failed: True if the attempt failed because a target could not be connected or given a bucket.
     """
 
     def __init__(self, plan: Plan, roster: Roster, config: UpdateConfig) -> None:
         self.links: Sequence[Link] = ()
         self.num_buckets = self.sent_bytes = 0
         self.invited: Invited | None = None
+        self.transport_failed = False
         self._plan = plan
         self._roster = roster
         self._config = config
@@ -52,6 +55,7 @@ class Sessions:
         """Starts an attempt, which has no targets yet."""
         self.links = ()
         self.invited = None
+        self.transport_failed = False
         self.num_buckets = self.sent_bytes = 0
 
     def open(
@@ -81,10 +85,11 @@ class Sessions:
             for link in links:
                 if link.session:
                     self._roster.opened(link.url)
-        if isinstance(transport, Exchanging):
-            self.invited = transport.invite()
-        else:
-            transport.connect()
+        with self._moving():
+            if isinstance(transport, Exchanging):
+                self.invited = transport.invite()
+            else:
+                transport.connect()
 
     def connect(self) -> UpdateGroup:
         """Makes the group of all trainer ranks and engine ranks, to which the others are ``invited``.
@@ -94,7 +99,8 @@ class Sessions:
         """
         transport = self._transport
         assert isinstance(transport, Exchanging)
-        transport.connect()
+        with self._moving():
+            transport.connect()
         return transport.member()
 
     def blame(self, error: WeightcastError) -> WeightcastError:
@@ -114,14 +120,16 @@ class Sessions:
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Sends a bucket; ``shared`` has the handles to the buffers that hold it."""
         assert self._transport is not None
-        self._transport.send(bucket, shared)
+        with self._moving():
+            self._transport.send(bucket, shared)
         self.num_buckets += 1
         self.sent_bytes += bucket.layout.size_bytes
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket."""
         assert self._transport is not None
-        self._transport.drain()
+        with self._moving():
+            self._transport.drain()
 
     def close_one(self, link: Link, *, by_name: bool) -> Ack:
         """Tells a target that everything was sent; ``by_name`` asks for the digest of each tensor."""
@@ -165,9 +173,20 @@ class Sessions:
             self._transport.close()
             self._transport = None
 
+    @contextmanager
+    def _moving(self) -> Generator[None]:
+        """Notes a failure to reach a target, as opposed to a failure of its session."""
+        try:
+            yield
+        except WeightcastError:
+            self.transport_failed = True
+            raise
+
     def _renew_transport(self) -> Transport:
         """Returns the transport; a new one if a target came back as another member of its groups."""
-        signature = tuple((link.url, link.info.incarnation) for link in self.links)
+        signature = tuple(
+            (link.url, link.info.incarnation, self._plan.transport_of(link.url).name) for link in self.links
+        )
         shown = all(link.info.shows_restart for link in self.links)
         if self._transport is not None and shown and signature == self._signature:
             return self._transport

@@ -200,7 +200,10 @@ class WeightUpdater:
 
     @property
     def transport(self) -> str:
-        """Name of the transport, as the caller asked or as ``"auto"`` chose: ``"ipc"``, ``"broadcast"`` and so on."""
+        """Name of the transport, as the caller asked or as ``"auto"`` chose: ``"ipc"``, ``"broadcast"`` and so on.
+
+        Where ``"auto"`` reaches targets in different ways, the names are joined: ``"ipc+broadcast"``.
+        """
         return self._choice.transport
 
     @property
@@ -369,10 +372,19 @@ class WeightUpdater:
         choice = self._ranks.hear(choice)
         if choice.failure is not None:
             raise choice.failure.rebuild()
+        self._head, self._served = head, choice.served
+        self._use(choice, layouts)
+
+    def _use(self, choice: Choice, layouts: Sequence[BucketLayout] = ()) -> None:
+        """Makes the buckets' stream for the head's choices.  Collective.
+
+        Args:
+            choice: The choices.
+            layouts: The buckets, if they are known already.
+        """
         if self._stream is not None:
-            self._stream.close()  # other targets may need other buffers
-        self._head, self._choice = head, choice
-        self._served = choice.served
+            self._stream.close()  # other targets and transports may need other buffers
+        self._choice = choice
         self._group.receivers = choice.receivers
         num_mapped = 0
         if choice.mapped:
@@ -384,7 +396,7 @@ class WeightUpdater:
             layouts or self._layouts_for(choice),
             self._group,
             choice,
-            head,
+            self._head,
             num_mapped=num_mapped,
             verifies=self._config.verify != "none",
             check_finite=checks_finite(self._config, self._exporter.device),
@@ -400,7 +412,8 @@ class WeightUpdater:
     def _transact(self, version: int) -> UpdateReport:
         """Runs the update; the version counts on the head alone."""
         assert self._stream is not None
-        result = self._attempts.run(version, self._head, self._stream)
+        while (result := self._attempts.run(version, self._head, self._stream)).choice is not None:
+            self._use(result.choice)  # a transport gave way
         if result.report is not None:
             known = [row.version_after for row in result.report.targets if row.version_after is not None]
             self._served = max(known, default=self._served)

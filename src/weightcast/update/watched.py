@@ -100,7 +100,7 @@ def run_watched(
         events.emit(
             UpdateEnded(
                 version=version if report is None else report.version,
-                transport=transport,
+                transport=transport if report is None else report.transport,
                 outcome=outcome,
                 report=report,
                 error="" if error is None else str(error) or repr(error),

@@ -190,4 +190,4 @@ class PrometheusMetrics(ByKind):
         served = [row for row in report.targets if row.status == "serving"]
         for row in served:
             made.stall_seconds.labels(row.url).observe(row.stall_s)
-        made.bytes.labels(report.transport).inc(report.bytes * sum(row.ranks for row in served))
+            made.bytes.labels(row.transport or report.transport).inc(report.bytes * row.ranks)
