@@ -90,7 +90,7 @@ def test_every_message_has_an_example():
 
 
 ANSWERS = [
-    Ack(ok=False, error="no", failed_ranks=(1,), group_failed=True, state="quarantined", version=None, ranks=2),
+    Ack(ok=False, error="no", failed_ranks=(1,), cause="group", state="quarantined", version=None, ranks=2),
     Ack(
         ok=True,
         received_all="2",

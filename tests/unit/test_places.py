@@ -170,7 +170,7 @@ def test_a_broadcast_that_was_given_up_may_go_on_writing(model, receiver, breaks
     broken.group.breaks_at = breaks_at
     acks = [receiver.apply(message) for message in broken.transfer()]
     failed = next(ack for ack in acks if not ack.ok)
-    assert failed.group_failed
+    assert failed.cause == "group"
     assert not failed.touched
     assert receiver.apply(broken.abort()).ok
 
@@ -197,7 +197,7 @@ def test_a_session_whose_bucket_was_given_up_takes_no_other(model, receiver):
     sender = Broadcaster(NEW, receiver)
     assert receiver.apply(sender.open).ok
     sender.group.breaks_at = 1
-    assert receiver.apply(sender.announce(0)).group_failed
+    assert receiver.apply(sender.announce(0)).cause == "group"
     again = Broadcaster(NEW, receiver)
     again.session, again.layouts = sender.session, sender.layouts
     for index in range(len(again.layouts)):

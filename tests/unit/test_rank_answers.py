@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weightcast.digest.definition import model_digest, partial_sums, tensor_digest
 from weightcast.digest.pieces import Piece
 from weightcast.errors import WireError
-from weightcast.receiver.rank_answers import ResidentFold, failures, fold_received, fold_resident, group_failed
+from weightcast.receiver.rank_answers import ResidentFold, cause_of, failures, fold_received, fold_resident
 from weightcast.wire.answers import RankAck
 from weightcast.wire.box import Box
 from weightcast.wire.codec import decode_rank_ack, encode
@@ -143,7 +143,7 @@ def test_failures_say_who_and_say_it_once():
 
 def test_a_group_is_to_blame_only_if_no_rank_is():
     fine, own = RankAck(rank=0), RankAck(rank=1, ok=False, error="mine")
-    group = RankAck(rank=2, ok=False, group_failed=True, error="closed by peer")
-    assert not group_failed([fine])
-    assert group_failed([fine, group])
-    assert not group_failed([own, group])
+    group = RankAck(rank=2, ok=False, cause="group", error="closed by peer")
+    assert cause_of([fine]) == "engine"
+    assert cause_of([fine, group]) == "group"
+    assert cause_of([own, group]) == "engine"

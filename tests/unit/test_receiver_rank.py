@@ -259,7 +259,7 @@ def test_an_interrupt_before_a_meeting_ends_it(receiver):
     )
     receiver.interrupt("the trainer is gone")
     ack = receiver.apply(join)
-    assert (ack.ok, ack.group_failed) == (False, True)
+    assert (ack.ok, ack.cause) == (False, "group")
     assert "cancelled" in ack.error
 
 
@@ -268,7 +268,7 @@ def test_a_backend_for_other_devices_is_refused(receiver):
         group="g", host="127.0.0.1", port=9, token="ab" * 16, first_rank=1, world_size=2, backend="nccl", timeout_s=60.0
     )
     ack = receiver.apply(join)
-    assert (ack.ok, ack.group_failed) == (False, False)
+    assert (ack.ok, ack.cause) == (False, "engine")
     assert "nccl" in ack.error
     assert receiver.apply(Leave(group="g")).ok
     assert receiver.apply(Leave()).ok

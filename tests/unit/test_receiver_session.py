@@ -730,14 +730,14 @@ def under_way(made: Bench, message: Message) -> tuple[threading.Thread, list[Ack
 def test_a_group_that_failed_is_told_from_a_rank_that_did(bench):
     made = bench()
     ack = made.engine.apply(meeting(timeout_s=0.2))
-    assert (ack.ok, ack.group_failed, ack.state) == (False, True, "serving")
+    assert (ack.ok, ack.cause, ack.state) == (False, "group", "serving")
     made.tell(Leave(group="g"))
 
 
 def test_a_meeting_without_a_session_ends_soon(bench, monkeypatch):
     monkeypatch.setattr(module, "_UNOWNED_JOIN_S", 0.2)
     made = bench()
-    assert made.engine.apply(meeting(timeout_s=80000.0)).group_failed
+    assert made.engine.apply(meeting(timeout_s=80000.0)).cause == "group"
     made.update(1)
 
 
@@ -746,7 +746,7 @@ def test_a_meeting_without_a_session_gives_way_to_an_update(bench):
     waiting, answers = under_way(made, meeting())
     made.update(1)
     waiting.join(PATIENCE_S)
-    assert answers[0].group_failed
+    assert answers[0].cause == "group"
     assert made.serves(1)
 
 
@@ -768,7 +768,7 @@ def test_the_end_of_a_session_ends_its_meeting(bench):
     waiting, answers = under_way(made, meeting(session=sender.session))
     made.engine.lease_lost(sender.session)
     waiting.join(PATIENCE_S)
-    assert answers[0].group_failed
+    assert answers[0].cause == "group"
     assert made.engine.state == "serving"
     made.update(2)
 
@@ -860,10 +860,10 @@ def test_of_two_in_flight_both_say_that_their_group_has_failed(bench, monkeypatc
     made = bench()
     sender = Sender(weights_of(3), version=3)
     made.tell(sender.open)
-    lost = RankAck(rank=0, ok=False, group_failed=True, error="the trainer is gone")
+    lost = RankAck(rank=0, ok=False, cause="group", error="the trainer is gone")
     monkeypatch.setattr(made.ranks, "apply", lambda message, timeout_s: [lost])
     acks = [made.engine.apply(sender.announce(index)) for index in (0, 1)]
-    assert [ack.group_failed for ack in acks] == [True, True]
+    assert [ack.cause for ack in acks] == ["group", "group"]
     assert all("the trainer is gone" in ack.error for ack in acks)
 
 

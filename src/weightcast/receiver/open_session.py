@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightcast.errors import Refused
+from weightcast.wire.answers import Cause
 from weightcast.wire.fields import shown
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import Announce, Close, Commit, Join, Leave, Message, Open, Revert
@@ -21,7 +22,7 @@ class OpenSession:
         buckets: Number of buckets that have arrived.
         closed: True once every rank has said that everything arrived.
         failed: Reason why a message failed; empty if none did.
-        group_failed: True if a message failed because the process group did.
+        cause: The part because of which a message failed.
         ending: Reason why the session is being ended; empty if it is not.
         paused_at: Monotonic time of the pause; None before it.
         not_updated: Parameters that no tensor of the update writes, by name.
@@ -35,7 +36,7 @@ class OpenSession:
     buckets: int = 0
     closed: bool = False
     failed: str = ""
-    group_failed: bool = False
+    cause: Cause = "engine"
     ending: str = ""
     paused_at: float | None = None
     not_updated: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from typing import Literal, assert_never
 import torch
 from torch import nn
 
+from weightcast.comm.ipc import MappingFailed
 from weightcast.comm.update_group import GroupFailed
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
@@ -30,7 +31,7 @@ from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
-from weightcast.wire.answers import RankAck
+from weightcast.wire.answers import Cause, RankAck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
@@ -141,7 +142,9 @@ class WeightReceiver:
         except Refused as error:
             return self._ack(ok=False, refused=True, error=_text(error))
         except (GroupFailed, DeadlineExceeded) as error:
-            return self._ack(ok=False, group_failed=True, error=_text(error))
+            return self._ack(ok=False, cause="group", error=_text(error))
+        except MappingFailed as error:
+            return self._ack(ok=False, cause="mapping", error=_text(error))
         except Exception as error:  # noqa: BLE001  the model's loader and its finishers are other people's code
             return self._ack(ok=False, error=_text(error))
 
@@ -431,7 +434,7 @@ class WeightReceiver:
         ok: bool = True,
         error: str = "",
         refused: bool = False,
-        group_failed: bool = False,
+        cause: Cause = "engine",
         touched: bool = False,
         missing: tuple[str, ...] = (),
         received: dict[str, str] | None = None,
@@ -449,7 +452,7 @@ class WeightReceiver:
             ok=ok,
             error=error,
             refused=refused,
-            group_failed=group_failed,
+            cause=cause,
             touched=touched or self.loader.touched,
             missing=missing,
             not_updated=(*self.loader.not_updated, *self._draft),

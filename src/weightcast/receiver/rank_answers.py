@@ -11,7 +11,7 @@ import torch
 
 from weightcast.digest.definition import key_of
 from weightcast.digest.table import EMPTY, DigestTable
-from weightcast.wire.answers import RankAck
+from weightcast.wire.answers import Cause, RankAck
 from weightcast.wire.box import Box, are_disjoint
 from weightcast.wire.held import HeldPart, HeldTable
 from weightcast.wire.layout import TensorSpec
@@ -138,10 +138,10 @@ def failures(acks: Sequence[RankAck]) -> tuple[tuple[int, ...], str]:
     return tuple(ack.rank for ack in failed), "; ".join(f"rank {ack.rank}: {ack.error}" for ack in failed)
 
 
-def group_failed(acks: Sequence[RankAck]) -> bool:
-    """True if ranks failed, and only because their process group did."""
-    failed = [ack for ack in acks if not ack.ok]
-    return bool(failed) and all(ack.group_failed for ack in failed)
+def cause_of(acks: Sequence[RankAck]) -> Cause:
+    """The part that failed, if it is the same on every rank that failed; else ``engine``."""
+    causes = {ack.cause for ack in acks if not ack.ok}
+    return causes.pop() if len(causes) == 1 else "engine"
 
 
 def union(names_of_ranks: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.receiver.schemas import json_content
-from weightcast.wire.answers import GROUP_FAILED, UNKNOWN_PLAN, Ack
+from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, Ack
 from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, decode, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
@@ -274,7 +274,7 @@ def reply(body: msgspec.Struct, status: int = 200) -> Response:
 
 
 def _answer(ack: Ack) -> Response:
-    status = 200 if ack.ok else 500 if ack.failed_ranks else GROUP_FAILED if ack.group_failed else 409
+    status = 200 if ack.ok else 500 if ack.failed_ranks else _STATUSES[ack.cause]
     return reply(ack, status)
 
 
@@ -283,6 +283,7 @@ def refusal(status: int, text: str) -> Response:
     return reply(Refusal(error=Words(message=text)), status)
 
 
+_STATUSES = {"engine": 409, "group": GROUP_FAILED, "mapping": MAPPING_FAILED}
 _INFO = json_content("The engine's description, with every tensor that an update must contain", EngineInfo)
 _STATUS = json_content("State, version and last update", EngineStatus)
 _ACK = json_content("Done", Ack)
@@ -296,5 +297,5 @@ _LEASE = {
 _MESSAGES = json_content("One message", Join | Leave | ANNOUNCE_SCHEMA | Close | Commit | Revert | Abort | Readback)
 _OPEN = json_content("The first message of an update", OPEN_SCHEMA)
 _SCORED = json_content("A text as tokens", Scored)
-_FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (409, GROUP_FAILED, 500)}
+_FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (*_STATUSES.values(), 500)}
 _REFUSALS: dict[int | str, dict[str, Any]] = {400: _REFUSED, 413: _REFUSED, UNKNOWN_PLAN: _REFUSED, **_FAILURES}

@@ -21,12 +21,12 @@ from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineSta
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner
-from weightcast.receiver.rank_answers import Resident, ResidentFold, costs, failures, fold_received, group_failed, union
+from weightcast.receiver.rank_answers import Resident, ResidentFold, cause_of, costs, failures, fold_received, union
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
-from weightcast.wire.answers import Ack, RankAck, State
+from weightcast.wire.answers import Ack, Cause, RankAck, State
 from weightcast.wire.bucket_sources import BroadcastSource, ExchangeSource
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
@@ -40,8 +40,12 @@ _REASON_CHARS = 4096  # of ``Abort.reason``
 _UNOWNED_JOIN_S = 30.0  # a Join outside a session has no lease that could end it
 
 
-class _GroupBroken(Refused):
-    """The ranks failed because their process group did."""
+class _RanksFailed(Refused):
+    """Ranks failed in a message; ``cause`` is the part that failed."""
+
+    def __init__(self, message: str, cause: Cause) -> None:
+        super().__init__(message)
+        self.cause: Cause = cause
 
 
 # Over 350 lines: one lock guards the open session, and every step of a session changes it.
@@ -114,8 +118,8 @@ class SessionHandler:
     def _attempt(self, message: Message) -> Ack:
         try:
             return self._apply(message)
-        except _GroupBroken as error:
-            return self._engine.ack(ok=False, error=error_words(error), group_failed=True)
+        except _RanksFailed as error:
+            return self._engine.ack(ok=False, error=error_words(error), cause=error.cause)
         except Refused as error:
             return self._engine.ack(ok=False, error=error_words(error))
         except WeightcastError as error:
@@ -404,13 +408,13 @@ class SessionHandler:
         acks = self._executor.apply(message, timeout_s=timeout_s)
         ranks, error = failures(acks)
         if ranks:
-            broken = group_failed(acks)
+            cause = cause_of(acks)
             session = self._part_of(message)
             if session is not None:
-                session.failed, session.group_failed = error, broken
+                session.failed, session.cause = error, cause
             missing = sorted({name for ack in acks for name in ack.missing})
             shown = f": {', '.join(missing[:8])}" if missing else ""
-            raise (_GroupBroken if broken else Refused)(error + shown)
+            raise _RanksFailed(error + shown, cause)
         return acks
 
     def _part_of(self, message: Message) -> OpenSession | None:
@@ -427,8 +431,7 @@ class SessionHandler:
         assert current is not None
         if current.failed:
             # Two buckets in flight fail for the same reason, and get the same kind of error.
-            kind = _GroupBroken if current.group_failed else Refused
-            raise kind(f"this session has failed: {current.failed}")
+            raise _RanksFailed(f"this session has failed: {current.failed}", current.cause)
         current.deadline = time.monotonic() + current.open.lease_s
         return current
 

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from weightcast.comm.update_group import WHERE_TO_LOOK, GroupFailed
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, TargetsFailed, WeightcastError
 from weightcast.transports.link import Link
-from weightcast.wire.answers import GROUP_FAILED
+from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED
 
 _LATE_S = 10.0  # engines keep the deadline themselves; an engine that has not answered this much later is lost
 
@@ -77,6 +77,16 @@ def run_each(do: Callable[[Link], object], links: Sequence[Link]) -> None:
         do(links[0])
         return
     raise_together(try_each(do, links))
+
+
+def is_the_transports(error: WeightcastError, link: Link) -> bool:
+    """True if an engine refused because of the transport, so that another one may reach it.
+
+    An engine with our receiver says so by its status.  A stock engine has one status for everything.
+    """
+    if not isinstance(error, TargetRejected):
+        return False
+    return link.info.kind != "native" or error.status in (MAPPING_FAILED, GROUP_FAILED)
 
 
 def _only_its_group(error: WeightcastError) -> bool:

@@ -14,10 +14,10 @@ import msgspec
 from weightcast.adapters.registry import adapter_for
 from weightcast.comm.update_group import local_address_towards
 from weightcast.config import Target, UpdateConfig
-from weightcast.errors import ConfigError, TargetRejected, WeightcastError
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Sharing, Transport
-from weightcast.transports.blame import raise_together
+from weightcast.transports.blame import is_the_transports, raise_together
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.mixed import MixedTransport, join_names
 from weightcast.transports.preflight import (
@@ -127,8 +127,8 @@ class Plan:
     def leave_transport(self, url: str, error: WeightcastError) -> str | None:
         """Leaves a target's transport, which failed for it, for the next best one; ``choose_again`` must follow.
 
-        Only ``transport="auto"`` does so, and only if the engine itself refused: one that is gone is gone for every
-        transport.
+        Only ``transport="auto"`` does so, and only if the engine says that the transport failed: an engine that is gone
+        is gone for every transport, and another one would not change what the engine thinks of the weights.
 
         Args:
             url: The target.
@@ -138,7 +138,7 @@ class Plan:
             A remark for the report with the engine's words; None if the target must fail.
         """
         link = self.links.get(url)
-        if self._config.transport != "auto" or link is None or not isinstance(error, TargetRejected):
+        if self._config.transport != "auto" or link is None or not is_the_transports(error, link):
             return None
         failed = self.transport_of(url)
         try:

@@ -9,10 +9,12 @@ import msgspec
 from weightcast.wire.fields import Count, Digest, Rank, Steps, Text, Version
 from weightcast.wire.held import NOTHING_HELD, HeldSums
 
-GROUP_FAILED = 424  # HTTP status of an answer with ``group_failed``
+MAPPING_FAILED = 421  # HTTP status of an answer with the cause ``mapping``
+GROUP_FAILED = 424  # HTTP status of an answer with the cause ``group``
 UNKNOWN_PLAN = 428  # HTTP status of an answer to a message whose plan must be sent in full
 
 State = Literal["serving", "updating", "quarantined"]
+Cause = Literal["engine", "group", "mapping"]
 
 
 class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +25,8 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ok: False if the rank refused or failed; ``error`` says why.
         error: The rank's own words.
         refused: True if the rank refused before it changed anything.
-        group_failed: True if the rank failed because its process group did, so another member is to blame.
+        cause: The part that failed: the rank itself, its process group (another member is to blame), or the mapping of
+            trainer memory (another transport may work).
         touched: True if this session may have changed live parameters.
         missing: Names of source tensors that did not arrive whole.
         not_updated: Names of parameters and buffers that no source tensor writes.
@@ -41,7 +44,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ok: bool = True
     error: str = ""
     refused: bool = False
-    group_failed: bool = False
+    cause: Cause = "engine"
     touched: bool = False
     missing: tuple[str, ...] = ()
     not_updated: tuple[str, ...] = ()
@@ -62,7 +65,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ok: False if the engine refused or failed.
         error: Reason of the refusal or failure.
         failed_ranks: Engine ranks that failed.
-        group_failed: True if the engine failed because its process group did, so another member may be to blame.
+        cause: The part that failed on every rank that failed; ``engine`` if there are several.
         state: The engine's state now.
         version: Version that the engine serves now; None before the first one is known.
         ranks: Number of engine ranks.
@@ -93,7 +96,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ok: bool
     error: str = ""
     failed_ranks: tuple[Rank, ...] = ()
-    group_failed: bool = False
+    cause: Cause = "engine"
     state: State = "serving"
     version: Version | None = None
     ranks: Count = 0
