@@ -31,6 +31,7 @@ from weightcast.transports.preflight import (
     warn_hazards,
 )
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
+from weightcast.update.memory_limit import within_limit
 from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
 from weightcast.wire.engine_info import EngineInfo
@@ -115,10 +116,14 @@ class Plan:
         check_places(spec, placement)
         self.receivers = choose_receivers(spec, placement)
         self._packing = links[0].adapter.packing
+        for link in links:
+            self._packing = self._packing.also(link.adapter.packing)
+        self._config = within_limit(
+            self._config, self._exporter, self._specs, packing=self._packing, world_size=len(self._places)
+        )
         opens: dict[Sharing, int] = {"weightcast": 0, "torch": 0, "ring": 0}
         for link in links:
             self._check(link)
-            self._packing = self._packing.also(link.adapter.packing)
             first = opens[link.sharing]
             opens[link.sharing] += link.info.tp_size
             link.opens = slice(first, opens[link.sharing])
@@ -127,6 +132,7 @@ class Plan:
         on_host = spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Choice(
+            bucket_bytes=self._config.bucket_bytes,
             zero_copy=self._zero_copy,
             transport=spec.name,
             scattered=spec.scattered,
