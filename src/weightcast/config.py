@@ -116,8 +116,11 @@ class UpdateConfig:
             ``keep_mapped`` where every target is on this host and can read shards; else ipc to the targets on this
             host and broadcast to the others, in one update).  With ``"auto"``, a target that refuses ipc gets the same
             update by broadcast.
-        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model.  Where sums
-            are taken on a CPU, add up to 40 MiB: blocks of 2 MiB, and 16 MiB for each cast that is summed.
+        bucket_bytes: Size of one bucket, in bytes.  A trainer rank uses at most two buckets for any model, and
+            up to 64 MiB for sums and casts.
+        max_extra_bytes: Most extra memory that a trainer rank may take, in bytes; None for no limit.  Buckets are made
+            smaller than ``bucket_bytes`` where it asks for that.  ``connect`` refuses a limit that is too low, with the
+            bytes that it needs.  NCCL's own memory does not count.
         pause: Fate of the requests that run at the moment of the switch.
         verify: Highest level of proof to reach; the report has the level of each target.
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
@@ -151,6 +154,7 @@ class UpdateConfig:
 
     transport: TransportName = "auto"
     bucket_bytes: int = 512 << 20
+    max_extra_bytes: int | None = None
     pause: PauseMode = "abort"
     verify: VerifyLevel = "resident"
     digest: DigestKind = "fast"
@@ -194,6 +198,8 @@ class UpdateConfig:
             )
         if self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
+        if self.max_extra_bytes is not None and self.max_extra_bytes < 1:
+            raise ConfigError(f"max_extra_bytes={self.max_extra_bytes}: a limit is a positive number of bytes")
         if not 0 <= self.min_proven_share <= 1:
             raise ConfigError(f"min_proven_share={self.min_proven_share}: a share is a number from 0 to 1")
         if not self.timeout_s > 0:

@@ -117,6 +117,18 @@ class Shard:
 
 
 @runtime_checkable
+class Budgeted(Protocol):
+    """An exporter that knows the memory it takes.  ``max_extra_bytes`` needs one."""
+
+    def computing_bytes(self) -> int | None:
+        """Most memory, in bytes, that values computed on the way take beside buckets and the gather.
+
+        It is 0 if nothing is computed, and None if it is not known.  No communication.
+        """
+        ...
+
+
+@runtime_checkable
 class Summing(Protocol):
     """An exporter whose ranks sum their shards before the gather.
 

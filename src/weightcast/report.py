@@ -80,6 +80,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             waits for the transport and the engines.  ``load``: inside the engines.  ``verify``: digests read back.
             ``commit``.  ``stall``: the longest of all targets.
         peak_extra_bytes: Most extra memory that any trainer rank held at once, in bytes, measured.
+        planned_extra_bytes: The same as ``connect`` has planned it; the limit ``max_extra_bytes`` holds for this.
         digest: Model digest of the sent weights; None if ``verify="none"``.
         targets: One row for each target.
         unsummed: Names of tensors that were summed in the sender's bucket, because the exporter's ranks do not sum
@@ -100,6 +101,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[TargetReport, ...]
     unsummed: tuple[str, ...] = ()
     changed_ratio: float | None = None
+    planned_extra_bytes: int = 0
     timeline: Timeline = Timeline()
 
     @property
@@ -173,11 +175,14 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         if not any(row.status == "serving" for row in self.targets):
             sent = f"failed after {buckets} ({format_bytes(self.bytes)}) over {self.transport}"
             return [f"version {self.version}: {sent} and {self.seconds:.3f} s", phases]
+        extra = format_bytes(self.peak_extra_bytes)
+        if self.planned_extra_bytes:
+            extra += f" (planned {format_bytes(self.planned_extra_bytes)})"
         rate = self.bytes / self.seconds / 1e9 if self.seconds else 0.0
         ranks = count_of(sum(row.ranks for row in self.targets), "rank")
         return [
             f"version {self.version}: {format_bytes(self.bytes)} to {ranks} over {self.transport} "
-            f"in {self.seconds:.3f} s, {rate:.2f} GB/s, {buckets}, peak extra {format_bytes(self.peak_extra_bytes)}",
+            f"in {self.seconds:.3f} s, {rate:.2f} GB/s, {buckets}, peak extra {extra}",
             phases,
         ]
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from tests.unit import families
 from weightcast.cli.app import app
 from weightcast.cli.plan_model import model_at
+from weightcast.exporters.memory_estimate import WORK_BYTES
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.quantise import Fp8Blocks
 from weightcast.runtime.peak_memory import PeakMemory
@@ -35,7 +36,7 @@ def test_plan_names_what_is_cut_and_what_travels_alone():
     assert "c" in found.alone or "d" in found.alone
     assert found.size_bytes == total_bytes(SPECS)
     assert found.largest_bucket_bytes <= 16384
-    assert found.trainer_peak_bytes == 2 * found.largest_bucket_bytes
+    assert found.trainer_peak_bytes == 2 * found.largest_bucket_bytes + WORK_BYTES
     assert found.all_links_bytes == 6 * found.link_bytes == 6 * found.size_bytes
     assert found.seconds is None
 
@@ -43,7 +44,7 @@ def test_plan_names_what_is_cut_and_what_travels_alone():
 def test_one_bucket_needs_no_second_one():
     found = make_plan(SPECS, model="m", engine="native", packing=Packing(), bucket_bytes=1 << 20, engine_ranks=1)
     assert found.buckets == 1
-    assert found.trainer_peak_bytes == found.largest_bucket_bytes
+    assert found.trainer_peak_bytes == found.largest_bucket_bytes + WORK_BYTES
     assert found.cut == found.alone == ()
 
 
@@ -134,7 +135,7 @@ def test_plan_says_everything_about_a_config(tmp_path):
     assert "on each of 4 trainer ranks" in shown.stdout
     found = json.loads(run("plan", path, "--bucket-bytes", "2KiB", "--trainer-ranks", "4", "--json").stdout)
     assert "model.embed_tokens.weight" in found["oversized"]
-    assert found["trainer_peak_bytes"] == 2 * found["largest_bucket_bytes"] + (1 << 20)
+    assert found["trainer_peak_bytes"] == 2 * found["largest_bucket_bytes"] + (1 << 20) + WORK_BYTES
     assert {other["engine"]: other["buckets"] > 0 for other in found["others"]} == {
         "native": True,
         "sglang": False,
@@ -152,15 +153,15 @@ def test_plan_says_everything_about_a_config(tmp_path):
 def test_a_ceiling_sets_the_size_of_a_bucket_or_says_what_it_needs(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(1000, 1000), "n": torch.zeros(100)}, path)
-    done = run("plan", path, "--ceiling", "3MiB", "--trainer-ranks", "2", "--json")
+    done = run("plan", path, "--ceiling", "67MiB", "--trainer-ranks", "2", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["bucket_bytes"] == 1 << 20
-    assert found["trainer_peak_bytes"] <= 3 << 20
-    failed = run("plan", path, "--ceiling", "3MiB", "--engine", "sglang", "--trainer-ranks", "2")
+    assert found["trainer_peak_bytes"] <= 67 << 20
+    failed = run("plan", path, "--ceiling", "67MiB", "--engine", "sglang", "--trainer-ranks", "2")
     assert failed.exit_code == 2
     assert "w has 4000000 bytes" in failed.stderr
-    assert "allow 10000000 bytes or more" in failed.stderr
+    assert f"allow {10_000_000 + (64 << 20)} bytes or more" in failed.stderr
 
 
 def test_a_model_with_thousands_of_experts_is_planned_without_their_memory(tmp_path):

@@ -15,7 +15,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
-from weightcast.exporters.memory_estimate import bucket_bytes_for, peak_bytes
+from weightcast.exporters.memory_estimate import COMPUTED_BYTES, bucket_bytes_for, peak_bytes
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
 from weightcast.runtime.peak_memory import PeakMemory
@@ -111,7 +111,7 @@ SPECS = [
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 @pytest.mark.parametrize("ceiling_mib", [3, 17, 64, 1000])
 def test_a_ceiling_gives_the_largest_buckets_that_stay_under_it(world_size, ceiling_mib):
-    options = {"packing": Packing(), "world_size": world_size}
+    options = {"packing": Packing(), "world_size": world_size, "work_bytes": 0}
     bucket_bytes = bucket_bytes_for(SPECS, ceiling_bytes=ceiling_mib * MIB, **options)
     assert peak_bytes(SPECS, bucket_bytes=bucket_bytes, **options) <= ceiling_mib * MIB
     if ceiling_mib < 200:
@@ -131,10 +131,11 @@ def test_a_ceiling_gives_the_largest_buckets_that_stay_under_it(world_size, ceil
 )
 def test_a_ceiling_that_is_too_low_is_refused_with_the_bytes_needed(packing, needed, name):
     with pytest.raises(ConfigError, match=rf"^{name} has \d+ bytes, .*: {needed} bytes are needed\n") as caught:
-        bucket_bytes_for(SPECS, ceiling_bytes=needed - 1, packing=packing, world_size=4)
+        bucket_bytes_for(SPECS, ceiling_bytes=needed - 1, packing=packing, world_size=4, work_bytes=0)
     assert caught.value.hint == f"allow {needed} bytes or more"
-    bucket_bytes = bucket_bytes_for(SPECS, ceiling_bytes=needed, packing=packing, world_size=4)
-    assert peak_bytes(SPECS, bucket_bytes=bucket_bytes, packing=packing, world_size=4) <= needed
+    options = {"packing": packing, "world_size": 4, "work_bytes": 0}
+    bucket_bytes = bucket_bytes_for(SPECS, ceiling_bytes=needed, **options)
+    assert peak_bytes(SPECS, bucket_bytes=bucket_bytes, **options) <= needed
 
 
 def measure(kind: str, ceiling_bytes: int) -> int:
@@ -168,8 +169,10 @@ def measure(kind: str, ceiling_bytes: int) -> int:
     group = TrainerGroup.connect(CPU, timeout_s=60)
     group.receivers = (0, 1)
     specs = exporter.specs()
+    computing = exporter.computing_bytes()
+    assert computing == (COMPUTED_BYTES if kind == "fp8" else 0)
     bucket_bytes = bucket_bytes_for(
-        specs, ceiling_bytes=ceiling_bytes, packing=Packing(), world_size=world, computed=kind == "fp8"
+        specs, ceiling_bytes=ceiling_bytes, packing=Packing(), world_size=world, work_bytes=computing
     )
     layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing())
     for _ in range(2):  # the first time loads parts of torch itself

@@ -100,6 +100,15 @@ Checkpoint = Annotated[
 BucketBytes = Annotated[
     str, typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket, such as 512MiB, 1.5GiB, 64MB.")
 ]
+MaxExtraBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--max-extra-bytes",
+        metavar="SIZE",
+        help="Extra memory that this process may take, such as 1GiB; makes buckets smaller where it must.",
+        show_default=False,
+    ),
+]
 WireDtype = Annotated[
     str | None,
     typer.Option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to this dtype first, such as bfloat16."),

@@ -32,7 +32,10 @@ def plan(
     ceiling: Annotated[
         str | None,
         typer.Option(
-            "--ceiling", metavar="SIZE", help="Extra memory allowed on a trainer rank; sets the size of a bucket."
+            "--max-extra-bytes",
+            "--ceiling",
+            metavar="SIZE",
+            help="Extra memory allowed on a trainer rank; sets the size of a bucket.",
         ),
     ] = None,
     quantise: Annotated[
@@ -56,7 +59,7 @@ def plan(
     \b
     weightcast plan runs/step-412 --targets 4 --tp 2 --link-gb-per-s 45
     weightcast plan config.json --dtype bfloat16 --bucket-bytes 256MiB --json
-    weightcast plan config.json --engine lmdeploy --trainer-ranks 8 --ceiling 1GiB --quantise fp8
+    weightcast plan config.json --engine lmdeploy --trainer-ranks 8 --max-extra-bytes 1GiB --quantise fp8
     """
     from weightcast.cli.plan_model import model_at
     from weightcast.update.estimate import make_plan, packings_of_engines
@@ -76,14 +79,14 @@ def plan(
 
     asked = model_at(model, dtype, fp8=quantise is not None)
     if ceiling is not None:
-        from weightcast.exporters.memory_estimate import bucket_bytes_for
+        from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, bucket_bytes_for
 
         size_bytes = bucket_bytes_for(
             asked.specs,
             ceiling_bytes=parse_size(ceiling),
             packing=packings[engine],
             world_size=trainer_ranks,
-            computed=quantise is not None,
+            work_bytes=WORK_BYTES + (COMPUTED_BYTES if quantise is not None else 0),
         )
     result = make_plan(
         asked.specs,
@@ -129,10 +132,10 @@ def _show(result: Plan) -> None:
         f"({result.engine})"
     )
     ranks = f"each of {result.trainer_ranks} trainer ranks" if result.trainer_ranks > 1 else "a trainer rank"
-    scratch = " and what a gather needs" if result.trainer_ranks > 1 else ""
+    scratch = ", what a gather needs" if result.trainer_ranks > 1 else ""
     say(
-        f"memory: {format_bytes(result.trainer_peak_bytes)} extra on {ranks}, at most two buckets{scratch}; "
-        "on a CPU up to 40 MiB more for sums"
+        f"memory: {format_bytes(result.trainer_peak_bytes)} extra on {ranks}: two buckets{scratch}, "
+        "and room for sums and casts"
     )
     say(
         f"wire: {format_bytes(result.link_bytes)} into each of {result.engine_ranks} engine "

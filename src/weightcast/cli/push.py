@@ -19,6 +19,7 @@ from weightcast.cli.options import (
     HtmlFile,
     Json,
     KeyFile,
+    MaxExtraBytes,
     Traceback,
     WireDtype,
     check_writable,
@@ -59,6 +60,7 @@ def push(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
     bucket_bytes: BucketBytes = "512MiB",
+    max_extra_bytes: MaxExtraBytes = None,
     pause: Annotated[
         str,
         typer.Option(
@@ -157,6 +159,7 @@ def push(
     weightcast push runs/step-90 --to http://127.0.0.1:8000 --version 90 --allow-older --pause wait --json
     """
     size_bytes = parse_size(bucket_bytes)
+    limit_bytes = None if max_extra_bytes is None else parse_size(max_extra_bytes)
     found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:
         raise ConfigError(f"--version {version} is negative")
@@ -179,6 +182,7 @@ def push(
             targets=found,
             transport=cast("TransportName", via),
             bucket_bytes=size_bytes,
+            max_extra_bytes=limit_bytes,
             pause=cast("PauseMode", pause),
             verify=cast("VerifyLevel", verify),
             min_proven_share=min_proven_share,

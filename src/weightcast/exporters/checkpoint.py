@@ -109,6 +109,10 @@ class CheckpointExporter:
         """Every tensor, in the order in which they lie on disk."""
         return self._specs
 
+    def computing_bytes(self) -> int:
+        """As ``Budgeted.computing_bytes``: nothing is computed."""
+        return 0
+
     def shards(self) -> Iterator[Shard]:
         """Every tensor, whole, in host memory and in the dtype of the file; each is read when it is asked for."""
         for spec in self._specs:

@@ -132,6 +132,10 @@ class Merger:
         """True if the stored tensor with this number has adapters."""
         return number in self._deltas or number in self._layers
 
+    def computing_bytes(self) -> int | None:
+        """Size of all adapters, in bytes; None if PEFT merges some, which takes copies of layers."""
+        return None if self._layers else self.extra_bytes(tuple(self._deltas)) if self._deltas else 0
+
     def extra_bytes(self, sources: Sequence[int]) -> int:
         """Size of the adapters of these weights, in bytes."""
         return sum(spec.size_bytes for spec in self._needed(sources))

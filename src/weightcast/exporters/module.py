@@ -109,6 +109,13 @@ class WeightsExporter:
         """Every tensor, in the order of the model's ``state_dict``; the tensors of a stacked one stay together."""
         return self._specs
 
+    def computing_bytes(self) -> int | None:
+        """As ``Budgeted.computing_bytes``; None with adapters that PEFT merges, a layer at a time."""
+        merging = self._merger.computing_bytes()
+        if merging is None:
+            return None
+        return merging + (16 * lora.CHUNK_ELEMENTS if merging or self._quantiser is not None else 0)
+
     def shards(self) -> Iterator[Shard]:
         """This rank's shards, in the order of ``specs``: the model's own memory.  No communication.
 

@@ -56,6 +56,10 @@ class StateDictExporter:
         """Every tensor, in the given order."""
         return self._inner.specs()
 
+    def computing_bytes(self) -> int | None:
+        """As ``Budgeted.computing_bytes``."""
+        return self._inner.computing_bytes()
+
     def shards(self) -> Iterator[Shard]:
         """This rank's shards: the tensors' own memory.  No communication."""
         return self._inner.shards()

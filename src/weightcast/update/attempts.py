@@ -101,7 +101,7 @@ class Attempts:
                     self._group.abort(f"{type(error).__name__}: {error}")
                 raise
         try:
-            return self._conclude(result, head, lambda: kept_bytes + peak.extra_bytes)
+            return self._conclude(result, head, stream.planned_bytes, lambda: kept_bytes + peak.extra_bytes)
         except TrainerRankFailed as error:
             report = head.switched() if head is not None else None
             if report is None:
@@ -123,7 +123,9 @@ class Attempts:
             result = head.after_meeting(others, msgspec.structs.replace(result, invited=None))
         return self._ranks.hear(result)
 
-    def _conclude(self, result: AttemptResult, head: Head | None, extra_bytes: Callable[[], int]) -> AttemptResult:
+    def _conclude(
+        self, result: AttemptResult, head: Head | None, planned_bytes: int, extra_bytes: Callable[[], int]
+    ) -> AttemptResult:
         """Tells every rank the attempt's result, with the largest peak memory of all ranks in the report.
 
         The head's report has the timeline as well, which may be long.
@@ -138,7 +140,9 @@ class Attempts:
         ends = gather_ends(self._group, self._timeline, extra_bytes(), heard=heard, asked_at=asked_at)
         if ends is None:
             return self._ranks.hear(result)
-        report = msgspec.structs.replace(result.report, peak_extra_bytes=ends.extra_bytes)
+        report = msgspec.structs.replace(
+            result.report, peak_extra_bytes=ends.extra_bytes, planned_extra_bytes=planned_bytes
+        )
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))
         return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=ends.timeline()))
 

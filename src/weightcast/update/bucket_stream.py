@@ -29,6 +29,7 @@ from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import MappedShares
+from weightcast.update.memory_limit import planned_bytes
 from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket, run_sizes
@@ -111,6 +112,11 @@ class BucketStream:
             rank=group.rank, num_trainers=group.world_size, device=exporter.device, timeout_s=timeout_s
         )
         self._mapped = MappedShares(exporter, group)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Extra memory of this rank at its peak, in bytes, as planned; 0 if that is not known."""
+        return planned_bytes(self._exporter, self._layouts[self._num_mapped :], world_size=self._group.world_size)
 
     @property
     def buffer_bytes(self) -> int:

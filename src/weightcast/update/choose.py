@@ -33,6 +33,7 @@ from weightcast.transports.preflight import (
 )
 from weightcast.transports.registry import TRANSPORTS
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
+from weightcast.update.memory_limit import within_limit
 from weightcast.update.messages import Choice
 from weightcast.watch.listeners import Events
 from weightcast.wire.engine_info import EngineInfo
@@ -176,10 +177,14 @@ class Plan:
             check_places(one, its)
             self.receivers = max(self.receivers, choose_receivers(one, its), key=len)
         self._packing = links[0].adapter.packing
+        for link in links:
+            self._packing = self._packing.also(link.adapter.packing)
+        self._config = within_limit(
+            self._config, self._exporter, self._specs, packing=self._packing, world_size=len(self._places)
+        )
         opens: dict[Sharing, int] = {"weightcast": 0, "torch": 0, "ring": 0}
         for link in links:
             self._check(link)
-            self._packing = self._packing.also(link.adapter.packing)
             if not self.transport_of(link.url).shares_memory:
                 continue
             first = opens[link.sharing]
@@ -191,6 +196,7 @@ class Plan:
         on_host = len(chosen) == 1 and spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
         return Choice(
+            bucket_bytes=self._config.bucket_bytes,
             zero_copy=self._zero_copy,
             transport=self.label(links),
             scattered=spec.scattered,

@@ -46,8 +46,8 @@ class Plan:
         family: Table of names that was used, if any.
         not_covered: Tensors that no update contains, with the reason.
         trainer_ranks: Number of trainer ranks.
-        trainer_peak_bytes: Extra memory of a trainer rank at its peak: two buckets (one if there is only one), and the
-            scratch buffer of a gather.
+        trainer_peak_bytes: Extra memory of a trainer rank at its peak: two buckets (one if there is only one), the
+            scratch buffer of a gather, and 64 MiB for sums and casts.
         engine_ranks: Number of engine ranks that receive.
         link_bytes: Bytes that each engine rank receives.
         all_links_bytes: Bytes that all engine ranks receive.
@@ -117,7 +117,7 @@ def make_plan(
     Raises:
         ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
     """
-    from weightcast.exporters.memory_estimate import peak_bytes
+    from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, peak_bytes
     from weightcast.wire.layout import plan_buckets, total_bytes
 
     layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing)
@@ -146,7 +146,11 @@ def make_plan(
         not_covered=not_covered,
         trainer_ranks=trainer_ranks,
         trainer_peak_bytes=peak_bytes(
-            specs, bucket_bytes=bucket_bytes, packing=packing, world_size=trainer_ranks, computed=computed
+            specs,
+            bucket_bytes=bucket_bytes,
+            packing=packing,
+            world_size=trainer_ranks,
+            work_bytes=WORK_BYTES + (COMPUTED_BYTES if computed else 0),
         ),
         engine_ranks=engine_ranks,
         link_bytes=size_bytes,

@@ -71,6 +71,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         opens: Number of engine processes that open a buffer in torch's way.
         ring_opens: Number of engine processes that open the storage of all buffers.
         zero_copy: True if large tensors are sent without a copy, from the model's own memory.
+        bucket_bytes: Largest size of a bucket, in bytes.
         served: Highest version that a target serves; None if no target knows its own.
     """
 
@@ -85,6 +86,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     opens: int = 0
     ring_opens: int = 0
     zero_copy: bool = False
+    bucket_bytes: int = 0
     served: int | None = None
 
 

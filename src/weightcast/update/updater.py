@@ -114,6 +114,7 @@ class WeightUpdater:
         *,
         transport: TransportName = "auto",
         bucket_bytes: int | str = 512 << 20,
+        max_extra_bytes: int | str | None = None,
         pause: PauseMode = "abort",
         verify: VerifyLevel = "resident",
         digest: DigestKind = "fast",
@@ -146,6 +147,7 @@ class WeightUpdater:
                 checkpoint, or any ``Exporter``.
             targets: The engines, or one engine, as ``Target`` or URL.
             bucket_bytes: Bytes of one bucket, or text (``"512MiB"``).
+            max_extra_bytes: Bytes, or text (``"1GiB"``).
             wire_dtype: A torch dtype, or its name (``"bf16"``).
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
             on_event: One function or several, called with each event of ``weightcast.watch.events`` on every rank.
@@ -162,6 +164,7 @@ class WeightUpdater:
         config = UpdateConfig(
             transport=transport,
             bucket_bytes=bytes_of("bucket_bytes", bucket_bytes),
+            max_extra_bytes=None if max_extra_bytes is None else bytes_of("max_extra_bytes", max_extra_bytes),
             pause=pause,
             verify=verify,
             digest=digest,
@@ -389,11 +392,12 @@ class WeightUpdater:
         num_mapped = 0
         if choice.mapped:
             layouts, num_mapped = layouts_in_place(
-                self._exporter, self._group, self._specs, choice.packing, bucket_bytes=self._config.bucket_bytes
+                self._exporter, self._group, self._specs, choice.packing, bucket_bytes=choice.bucket_bytes
             )
+        layouts = layouts or self._layouts_for(choice)
         self._stream = BucketStream(
             self._exporter,
-            layouts or self._layouts_for(choice),
+            layouts,
             self._group,
             choice,
             self._head,
@@ -407,7 +411,7 @@ class WeightUpdater:
         )
 
     def _layouts_for(self, choice: Choice) -> list[BucketLayout]:
-        return plan_buckets(self._specs, bucket_bytes=self._config.bucket_bytes, packing=choice.packing)
+        return plan_buckets(self._specs, bucket_bytes=choice.bucket_bytes, packing=choice.packing)
 
     def _transact(self, version: int) -> UpdateReport:
         """Runs the update; the version counts on the head alone."""
