@@ -140,7 +140,7 @@ def failures(acks: Sequence[RankAck]) -> tuple[tuple[int, ...], str]:
 
 def cause_of(acks: Sequence[RankAck]) -> Cause:
     """The part that failed, if it is the same on every rank that failed; else ``engine``."""
-    causes = {ack.cause for ack in acks if not ack.ok}
+    causes: set[Cause] = {ack.cause for ack in acks if not ack.ok}
     return causes.pop() if len(causes) == 1 else "engine"
 
 
