@@ -17,10 +17,11 @@ from tests.engines.lmdeploy_receiver_server import (
     expected,
     fresh,
     lmdeploy,
+    question,
 )
 from tests.engines.test_sglang_cpu import nudge
 from tests.tiny import tiny_model, tiny_tokenizer
-from weightcast import WeightUpdater
+from weightcast import UpdateFailed, WeightUpdater
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(600)]
 
@@ -43,18 +44,28 @@ class Served:
     def __init__(self, engine: Engine, model: Any) -> None:
         self.engine, self.model, self.version = engine, model, 0
 
-    def step(self, pause: Any, via: Any = "ipc") -> Any:
+    def step(self, pause: Any, via: Any = "ipc", **more: Any) -> Any:
         """Updates to weights that are a step of training away; returns the model that was served before."""
-        before = copy.deepcopy(self.model)
-        nudge(self.model, seed=self.version + 1)
-        with WeightUpdater.connect(
-            self.model, [self.engine.url], pause=pause, transport=via, bucket_bytes=300_000, timeout_s=SOON_S
-        ) as updater:
+        before, new = self.model, copy.deepcopy(self.model)
+        nudge(new, seed=self.version + 1)
+        options = {"transport": via, "bucket_bytes": 300_000, "timeout_s": SOON_S} | more
+        with WeightUpdater.connect(new, [self.engine.url], pause=pause, **options) as updater:
             report = updater.update(version=self.version + 1)
         self.version += 1
+        self.model = new
         [row] = report.targets
         assert (row.status, row.proof, row.version_after) == ("serving", "resident", self.version), report
         return before
+
+    def info(self) -> dict[str, Any]:
+        return self.engine.client.get(self.engine.url + "/weightcast/info").json()
+
+    def ask(self, path: str, **body: Any) -> Any:
+        return self.engine.client.post(self.engine.url + path, json=body)
+
+    def refused(self, path: str, words: str) -> None:
+        answer = self.ask(path)
+        assert (answer.status_code, words in answer.text) == (409, True), answer.text
 
     def answers_with_its_weights(self) -> None:
         assert fresh(self.engine, PROMPTS, COUNT) == expected(self.model, PROMPTS, COUNT)
@@ -98,6 +109,70 @@ def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode:
         else:
             assert choices(before, stream.prompt, stream.tokens) != stream.tokens
     served.answers_with_its_weights()
+
+
+class TestSleep:
+    """LMDeploy's own sleep, of the same server."""
+
+    def test_level_1_brings_the_same_weights_back_and_a_colocated_update_comes_between(self, served: Served) -> None:
+        running = [LmdeployStream(served.engine.url, prompt, LONG) for prompt in PROMPTS]
+        for stream in running:
+            stream.wait_for(SEEN)
+        assert served.ask("/sleep?level=1").status_code == 200
+        assert [stream.ended().finish for stream in running] == ["abort"] * len(PROMPTS)
+        info = served.info()
+        assert (info["state"], info["version"], info["paused"]) == ("serving", served.version, True)
+        assert "asleep: kv_cache, weights" in info["message"]
+        assert "asleep: kv_cache, weights" in served.engine.client.get(served.engine.url + "/weightcast/status").text
+        with pytest.raises(UpdateFailed, match=r"the engine is asleep.*/wakeup\?tags=weights"):
+            served.step("retract")
+        served.refused("/sleep?level=1", "sleeps already: weights")
+        served.refused("/wakeup?tags=all", "no memory of LMDeploy is called all")
+        assert served.ask("/wakeup").status_code == 200
+        assert served.info()["message"] == ""
+        served.answers_with_its_weights()
+
+        assert served.ask("/sleep?level=1").status_code == 200
+        assert served.ask("/wakeup?tags=weights").status_code == 200
+        for mode in MODES:
+            served.step(mode, "broadcast" if mode == "wait" else "ipc")
+            info = served.info()
+            assert (info["state"], info["paused"], info["message"]) == ("serving", True, "asleep: kv_cache"), mode
+            assert served.ask("/generate", **question(PROMPTS[0], 1)).status_code == 503
+        assert served.ask("/wakeup?tags=kv_cache").status_code == 200
+        served.answers_with_its_weights()
+        for mode in MODES:
+            served.step(mode)
+            served.answers_with_its_weights()
+
+    def test_weights_that_level_2_discarded_come_back_by_an_update(self, served: Served) -> None:
+        for tags in ("tags=weights", "tags=weights&tags=kv_cache"):
+            assert served.ask("/sleep?level=2").status_code == 200
+            info = served.info()
+            assert (info["state"], info["version"], info["digest"]) == ("quarantined", None, None)
+            assert "sleep level 2 discarded the weights" in info["message"]
+            assert served.ask(f"/wakeup?{tags}").status_code == 200
+            waiting = None
+            if "kv_cache" in tags:  # awake, and nobody may be answered from what came back
+                waiting = LmdeployStream(served.engine.url, PROMPTS[0], COUNT)
+                assert served.info()["paused"]
+            served.step("retract")
+            assert served.ask("/wakeup").status_code == 200
+            if waiting is not None:
+                assert expected(served.model, PROMPTS[:1], COUNT) == [waiting.ended().tokens]
+            info = served.info()
+            assert (info["state"], info["version"], info["paused"]) == ("serving", served.version, False)
+            served.answers_with_its_weights()
+            served.step("in_place")
+            served.answers_with_its_weights()
+
+    def test_sleep_and_wake_up_are_refused_during_an_update(self, served: Served) -> None:
+        def interfere(done: int, total: int) -> None:
+            served.refused("/sleep?level=2", "being updated by process")
+            served.refused("/wakeup", "being updated by process")
+
+        served.step("retract", progress=interfere)
+        served.answers_with_its_weights()
 
 
 def test_lmdeploys_own_updates_are_refused(served: Served) -> None:

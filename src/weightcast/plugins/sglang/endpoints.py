@@ -19,7 +19,8 @@ from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.settings import check_settings, ranks_of
-from weightcast.plugins.sglang.sleep import SleepingSessions, guard_sleep, loses_weights
+from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
+from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
@@ -68,7 +69,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(server_args.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
-    engine.hooks = hooks
+    engine.sleep_hooks = hooks
     guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(server_args))
     _add_routes(app, engine, hooks, AuthLevel.ADMIN_OPTIONAL)
 
