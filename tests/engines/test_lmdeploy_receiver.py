@@ -29,7 +29,17 @@ SOON_S = 120.0
 MODES = ("retract", "in_place", "wait", "abort")
 PROMPTS = ([5, 6, 7, 8], [9, 8, 7, 6, 5, 4], [20 + number for number in range(100)])
 COUNT, SEEN, LONG = 12, 6, 3900
-OURS = {"/update_weights", "/init_weights_update_group", "/update_weights_from_distributed"}
+GROUP = {"group_name": "update", "backend": "gloo"}
+# What trainers send that speak LMDeploy's own protocol.
+OWN: dict[str, dict[str, Any]] = {
+    "/update_weights": {"serialized_named_tensors": [""], "load_format": "flattened_bucket", "finished": True},
+    "/update_weights_from_ipc": {"zmq_handles": {}},
+    "/init_weights_update_group": GROUP
+    | {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2},
+    "/update_weights_from_distributed": GROUP
+    | {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]},
+    "/destroy_weights_update_group": GROUP,
+}
 
 
 def model_in(folder: Path, *, seed: int = 0, **changes: Any) -> Any:
@@ -175,7 +185,13 @@ class TestSleep:
         served.answers_with_its_weights()
 
 
-def test_lmdeploys_own_updates_are_refused(served: Served) -> None:
-    for path in OURS:
-        answer = served.engine.client.post(served.engine.url + path, json={})
-        assert (answer.status_code, "/weightcast" in answer.text) == (409, True), path
+@pytest.mark.parametrize("path", OWN)
+def test_lmdeploys_own_updates_are_refused_and_change_nothing(served: Served, path: str) -> None:
+    served.step("retract")
+    before = served.info()
+    answer = served.ask(path, **OWN[path])
+    assert (answer.status_code, "/weightcast" in answer.text) == (409, True), answer.text
+    assert served.engine.client.get(served.engine.url + path).status_code == 409
+    assert served.info() == before
+    assert before["digest"]
+    served.answers_with_its_weights()
