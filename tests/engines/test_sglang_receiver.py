@@ -498,6 +498,8 @@ class TestMore:
             (("--enable-lora", "--max-lora-rank=8", "--lora-target-modules=q_proj"), "LoRA adapters"),
             (("--tokenizer-worker-num=2",), "several tokenizer workers"),
             (("--load-format=dummy",), "has no checkpoint to read"),
+            # Its own way to new weights would leave our version and digest as they were.
+            (("--grpc-port=30001",), "a gRPC server beside HTTP"),
         ],
     )
     def test_what_was_not_shown_to_be_right_does_not_start(
