@@ -213,7 +213,9 @@ class AsyncEngine:
         self.is_sleeping, self.sleeping_tags = True, {"weights", "kv_cache"}
 
     def wakeup(self, tags: list[str] | None = None) -> None:
-        self.sleeping_tags -= set(tags or self.sleeping_tags)
+        wanted = set(tags or self.sleeping_tags)
+        if wanted <= self.sleeping_tags:
+            self.sleeping_tags -= wanted
         self.is_sleeping = bool(self.sleeping_tags)
 
 
@@ -268,7 +270,8 @@ def test_requests_are_held_from_the_beginning_of_sleep_until_all_memory_is_back(
     server.hooks.pause("abort", SOON_S)  # an update
     server.hooks.resume()
     assert (server.asked, server.hooks.paused) == (["pause"], True)
-    server.wake()
+    server.wake("weights", "kv_cache")
+    server.wake("weights")
     assert (server.asked, server.hooks.paused) == (["pause", "resume"], False)
 
 

@@ -511,7 +511,9 @@ def test_settings_that_were_not_shown_to_be_right_are_refused_by_name(setting: d
 
 
 def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SimpleNamespace(dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", offload_group_size=-1)
+    plain = SimpleNamespace(
+        dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", offload_group_size=-1
+    )
     check_settings(plain)
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(ConfigError, match="Rust"):

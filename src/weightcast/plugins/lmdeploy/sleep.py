@@ -56,15 +56,19 @@ def guard_sleep(
         await between_updates(engine, do, refusal)
 
     async def guarded_wakeup(request: Request) -> Response:
-        tags = request.query_params.getlist("tags") or None
+        tags = request.query_params.getlist("tags")
         calls.set_loop(asyncio.get_running_loop())
 
-        async def wake() -> None:
-            wakeup(tags)
-
         def do() -> None:
-            _check_tags(tags or ())
-            wake_up(engine, hooks, lambda: calls.result(wake(), _SLEEP_S))
+            _check_tags(tags)
+            # LMDeploy would wake nothing if one of them is awake.
+            asleep = [tag for tag in tags or TAGS if tag in hooks.asleep]
+
+            async def wake() -> None:
+                wakeup(asleep)
+
+            if asleep:
+                wake_up(engine, hooks, lambda: calls.result(wake(), _SLEEP_S))
 
         await between_updates(engine, do, refusal)
         return Response(status_code=200)
