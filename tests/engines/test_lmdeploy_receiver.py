@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.engines import Engine
@@ -21,7 +22,7 @@ from tests.engines.lmdeploy_receiver_server import (
 )
 from tests.engines.test_sglang_cpu import nudge
 from tests.tiny import tiny_model, tiny_tokenizer
-from weightcast import UpdateFailed, WeightUpdater
+from weightcast import Target, UpdateFailed, WeightUpdater
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(600)]
 
@@ -51,15 +52,16 @@ def model_in(folder: Path, *, seed: int = 0, **changes: Any) -> Any:
 class Served:
     """A server with our receiver, and the model whose weights it has."""
 
-    def __init__(self, engine: Engine, model: Any) -> None:
+    def __init__(self, engine: Engine, model: Any, *, key: str | None = None) -> None:
         self.engine, self.model, self.version = engine, model, 0
+        self.target = Target(engine.url, api_key=key)
 
     def step(self, pause: Any, via: Any = "ipc", **more: Any) -> Any:
         """Updates to weights that are a step of training away; returns the model that was served before."""
         before, new = self.model, copy.deepcopy(self.model)
         nudge(new, seed=self.version + 1)
         options = {"transport": via, "bucket_bytes": 300_000, "timeout_s": SOON_S} | more
-        with WeightUpdater.connect(new, [self.engine.url], pause=pause, **options) as updater:
+        with WeightUpdater.connect(new, [self.target], pause=pause, **options) as updater:
             report = updater.update(version=self.version + 1)
         self.version += 1
         self.model = new
@@ -196,3 +198,36 @@ def test_lmdeploys_own_updates_are_refused_and_change_nothing(served: Served, pa
     assert served.info() == before
     assert before["digest"]
     served.answers_with_its_weights()
+
+
+class TestPrefixes:
+    """A server that keeps prefixes for other requests, and asks for a key."""
+
+    def cached(self, engine: Engine) -> int:
+        """Tokens of a long question that LMDeploy has kept."""
+        [model] = engine.client.get(f"{engine.url}/v1/models").json()["data"]
+        body = {"model": model["id"], "max_tokens": 1, "messages": [{"role": "user", "content": "same words " * 60}]}
+        return engine.post("/v1/chat/completions", **body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def test_no_prefix_of_old_weights_is_found_after_an_update(self, tmp_path: Path) -> None:
+        model, key = model_in(tmp_path), "secret"
+        tiny_tokenizer(tmp_path)
+        prompts = [[20 + number % 400 for number in range(300)]]
+        with lmdeploy(tmp_path, tmp_path / "log", "--enable-prefix-caching", "--api-keys", key, key=key) as engine:
+            assert httpx.get(f"{engine.url}/weightcast/info", trust_env=False).status_code == 401
+            served = Served(engine, model, key=key)
+            for mode in ("retract", "wait", "abort"):
+                self.cached(engine)
+                assert self.cached(engine) > 0
+                assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
+                served.step(mode)
+                assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
+                assert self.cached(engine) == 0, mode
+            with pytest.raises(UpdateFailed, match="would leave prefixes of the old weights to others"):
+                served.step("in_place")
+            # The KV cache of the prefixes is gone with sleep; what LMDeploy knows of them must be gone too.
+            assert self.cached(engine) > 0
+            assert served.ask("/sleep?level=1").status_code == 200
+            assert served.ask("/wakeup").status_code == 200
+            assert self.cached(engine) == 0
+            assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
