@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import Engine
+from tests.e2e.engines import Engine, weightcast
 from tests.engines.lmdeploy_receiver_server import (
     CONTEXT,
     LmdeployStream,
@@ -22,6 +23,7 @@ from tests.engines.lmdeploy_receiver_server import (
 )
 from tests.engines.test_sglang_cpu import nudge
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.test_watch_metrics import series
 from weightcast import Target, UpdateFailed, WeightUpdater
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(600)]
@@ -135,7 +137,8 @@ class TestSleep:
         info = served.info()
         assert (info["state"], info["version"], info["paused"]) == ("serving", served.version, True)
         assert "asleep: kv_cache, weights" in info["message"]
-        assert "asleep: kv_cache, weights" in served.engine.client.get(served.engine.url + "/weightcast/status").text
+        told = weightcast("status", served.engine.url)
+        assert "asleep: kv_cache, weights" in told.stdout + told.stderr
         with pytest.raises(UpdateFailed, match=r"the engine is asleep.*/wakeup\?tags=weights"):
             served.step("retract")
         served.refused("/sleep?level=1", "sleeps already: weights")
@@ -231,3 +234,20 @@ class TestPrefixes:
             assert served.ask("/wakeup").status_code == 200
             assert self.cached(engine) == 0
             assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
+
+
+def test_metrics_are_on_lmdeploys_own_page(tmp_path: Path) -> None:
+    served_model = model_in(tmp_path)
+    tiny_tokenizer(tmp_path)
+    with lmdeploy(tmp_path, tmp_path / "log", metrics=True) as engine:
+        served = Served(engine, served_model)
+        for mode in ("abort", "retract"):
+            served.step(mode)
+        served.answers_with_its_weights()
+        page = engine.client.get(f"{engine.url}/metrics").text
+        assert re.search(r"^lmdeploy:\w+\{.*model_name=", page, re.MULTILINE)
+        found = series(page)
+        [(_, name)] = [labels for labels in found if labels[0] == "weightcast_engine_version"]
+        assert found["weightcast_engine_version", name] == served.version
+        assert found["weightcast_engine_state", name, "serving"] == 1
+        assert found["weightcast_engine_updates_finished_total", name, "committed"] == 2
