@@ -36,6 +36,7 @@ VARIABLES = {
     "NCCL_CUMEM_ENABLE": "Trainer. Must be set for `broadcast` to SGLang over NCCL, to the server's value.",
     "NO_COLOR": "Command line. If set, output has no colours.",
     "PROMETHEUS_MULTIPROC_DIR": "Trainer and engines. The folder of prometheus_client's multiprocess mode.",
+    "SGLANG_GRPC_PORT": "SGLang with the plug-in. Must not be set: SGLang's gRPC server could change proven weights.",
     "SGLANG_PLUGINS": "SGLang with the plug-in. Must contain `weightcast`.",
     "SGLANG_RUST_SERVER": "SGLang with the plug-in. Must not be set: the plug-in needs the Python front end.",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "Trainer and engines. weightcast sets it to 0 for a moment while it makes a "

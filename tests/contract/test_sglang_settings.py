@@ -22,21 +22,37 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "ranks on several hosts": ("--nnodes=2",),
     "several tokenizer workers": ("--tokenizer-worker-num=2",),
     "SGLang's Ray executor": ("--use-ray",),
+    "SGLang's gRPC server (--grpc-mode)": ("--grpc-mode",),
+    "SGLang's gRPC server (--smg-grpc-mode)": ("--smg-grpc-mode",),
+    "a gRPC server beside HTTP": ("--grpc-port=30001",),
     "prefill and decode side by side": ("--enable-pdmux",),
     "prefill and decode on servers of their own": ("--disaggregation-mode=prefill",),
     "a draft model": ("--speculative-algorithm=EAGLE",),
     "LoRA adapters": ("--enable-lora",),
     "quantised weights (--quantization)": ("--quantization=fp8",),
     "quantised weights (--torchao-config)": ("--torchao-config=int4wo-128",),
+    "quantised weights (--modelopt-quant)": ("--modelopt-quant=fp8",),
+    "quantised weights (--quantize-and-serve)": ("--quantize-and-serve",),
     "experts that move between ranks": ("--enable-eplb",),
     "redundant experts": ("--ep-num-redundant-experts=2",),
+    "elastic expert parallelism": ("--elastic-ep-backend=mooncake",),
+    "a backup of experts": ("--enable-elastic-expert-backup",),
+    "experts that are paged in": ("--enable-paged-experts",),
+    "experts of KTransformers": ("--kt-weight-path=nowhere",),
+    "NVIDIA's megakernel": ("--enable-nvidia-megakernel",),
+    "a weight cache that processes share": ("--weight-cache-mode=daemon",),
     "a KV cache on the host": ("--enable-hierarchical-cache",),
     "an external KV cache": ("--enable-lmcache",),
-    "weights on the host": ("--cpu-offload-gb=1",),
+    "weights on the host (--cpu-offload-gb)": ("--cpu-offload-gb=1",),
+    "weights on the host (--offload-group-size)": ("--offload-group-size=4",),
+    "embeddings on the host": ("--ple-offload-embedding",),
     "diffusion language models": ("--dllm-algorithm=LowConfidence",),
 }
 # Options that a version does not have.
-LACKING = {"0.5.17": (), "0.5.23": ("quantised weights (--torchao-config)",)}
+LACKING = {
+    "0.5.17": ("experts that are paged in", "NVIDIA's megakernel", "embeddings on the host"),
+    "0.5.23": ("quantised weights (--torchao-config)",),
+}
 TAKEN = ("--tp-size=2", "--pp-size=2", "--dp-size=2", "--enable-memory-saver", "--disable-radix-cache")
 SCRIPT = """
 import argparse, json, sys

@@ -17,6 +17,7 @@ import torch
 
 from tests.e2e.engines import Engine
 from tests.engines.environment import LISTS, ROOT, engine_python
+from tests.engines.overlays import overlay
 from tests.engines.sglang_load import LIMIT_S, Stream
 from weightcast.comm.ports import quiet_port
 
@@ -78,18 +79,20 @@ def choices(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[in
 
 
 def command(
-    model: Path, options: Sequence[str], port: int, *, receiver: bool = True
+    model: Path, options: Sequence[str], port: int, *, receiver: bool = True, metrics: bool = False
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command and the environment of a server."""
     python = engine_python("lmdeploy-0.18.0-cpu")
     module = "weightcast.plugins.lmdeploy" if receiver else "lmdeploy"
     words = [str(python), "-m", module, "serve", "api_server", str(model), "--backend=pytorch"]
     words += ["--server-name=127.0.0.1", f"--server-port={port}", f"--session-len={CONTEXT}", "--eager-mode"]
-    words += ["--num-gpu-blocks=256", "--max-batch-size=8", "--max-prefill-token-num=256", "--disable-metrics"]
+    words += ["--num-gpu-blocks=256", "--max-batch-size=8", "--max-prefill-token-num=256"]
+    words += [] if metrics else ["--disable-metrics"]
+    more = [overlay(python, "prometheus-client==0.26.0")] if metrics else []
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "LMDEPLOY_"))},
         "PYTHONPATH": os.pathsep.join(
-            map(str, (*((ROOT / "src",) if receiver else ()), LISTS / "lmdeploy_cpu", LISTS))
+            map(str, (*((ROOT / "src",) if receiver else ()), LISTS / "lmdeploy_cpu", LISTS, *more))
         ),
         "WEIGHTS_FROM_HOST": "1",
         "HF_HUB_OFFLINE": "1",
@@ -103,7 +106,7 @@ def command(
 
 @contextmanager
 def lmdeploy(
-    model: Path, log: Path, *options: str, key: str = "", receiver: bool = True, tp: int = 1
+    model: Path, log: Path, *options: str, key: str = "", receiver: bool = True, metrics: bool = False, tp: int = 1
 ) -> Iterator[Engine]:
     """A server, ended on the way out.
 
@@ -113,10 +116,11 @@ def lmdeploy(
         options: More options of LMDeploy.
         key: API key for our own questions.
         receiver: False for the server as it ships.
+        metrics: True for a server with ``/metrics``.
         tp: Number of ranks.
     """
     port = quiet_port()
-    words, environment = command(model, options, port, receiver=receiver)
+    words, environment = command(model, options, port, receiver=receiver, metrics=metrics)
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
     headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.e2e.engines import Engine
+from tests.e2e.engines import Engine, weightcast
 from tests.engines.lmdeploy_receiver_server import (
     CONTEXT,
     LmdeployStream,
@@ -17,10 +19,12 @@ from tests.engines.lmdeploy_receiver_server import (
     expected,
     fresh,
     lmdeploy,
+    question,
 )
 from tests.engines.test_sglang_cpu import nudge
 from tests.tiny import tiny_model, tiny_tokenizer
-from weightcast import WeightUpdater
+from tests.unit.test_watch_metrics import series
+from weightcast import Target, UpdateFailed, WeightUpdater
 
 pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(600)]
 
@@ -28,7 +32,17 @@ SOON_S = 120.0
 MODES = ("retract", "in_place", "wait", "abort")
 PROMPTS = ([5, 6, 7, 8], [9, 8, 7, 6, 5, 4], [20 + number for number in range(100)])
 COUNT, SEEN, LONG = 12, 6, 3900
-OURS = {"/update_weights", "/init_weights_update_group", "/update_weights_from_distributed"}
+GROUP = {"group_name": "update", "backend": "gloo"}
+# What trainers send that speak LMDeploy's own protocol.
+OWN: dict[str, dict[str, Any]] = {
+    "/update_weights": {"serialized_named_tensors": [""], "load_format": "flattened_bucket", "finished": True},
+    "/update_weights_from_ipc": {"zmq_handles": {}},
+    "/init_weights_update_group": GROUP
+    | {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2},
+    "/update_weights_from_distributed": GROUP
+    | {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]},
+    "/destroy_weights_update_group": GROUP,
+}
 
 
 def model_in(folder: Path, *, seed: int = 0, **changes: Any) -> Any:
@@ -40,21 +54,32 @@ def model_in(folder: Path, *, seed: int = 0, **changes: Any) -> Any:
 class Served:
     """A server with our receiver, and the model whose weights it has."""
 
-    def __init__(self, engine: Engine, model: Any) -> None:
+    def __init__(self, engine: Engine, model: Any, *, key: str | None = None) -> None:
         self.engine, self.model, self.version = engine, model, 0
+        self.target = Target(engine.url, api_key=key)
 
-    def step(self, pause: Any, via: Any = "ipc") -> Any:
+    def step(self, pause: Any, via: Any = "ipc", **more: Any) -> Any:
         """Updates to weights that are a step of training away; returns the model that was served before."""
-        before = copy.deepcopy(self.model)
-        nudge(self.model, seed=self.version + 1)
-        with WeightUpdater.connect(
-            self.model, [self.engine.url], pause=pause, transport=via, bucket_bytes=300_000, timeout_s=SOON_S
-        ) as updater:
+        before, new = self.model, copy.deepcopy(self.model)
+        nudge(new, seed=self.version + 1)
+        options = {"transport": via, "bucket_bytes": 300_000, "timeout_s": SOON_S} | more
+        with WeightUpdater.connect(new, [self.target], pause=pause, **options) as updater:
             report = updater.update(version=self.version + 1)
         self.version += 1
+        self.model = new
         [row] = report.targets
         assert (row.status, row.proof, row.version_after) == ("serving", "resident", self.version), report
         return before
+
+    def info(self) -> dict[str, Any]:
+        return self.engine.client.get(self.engine.url + "/weightcast/info").json()
+
+    def ask(self, path: str, **body: Any) -> Any:
+        return self.engine.client.post(self.engine.url + path, json=body)
+
+    def refused(self, path: str, words: str) -> None:
+        answer = self.ask(path)
+        assert (answer.status_code, words in answer.text) == (409, True), answer.text
 
     def answers_with_its_weights(self) -> None:
         assert fresh(self.engine, PROMPTS, COUNT) == expected(self.model, PROMPTS, COUNT)
@@ -100,7 +125,129 @@ def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode:
     served.answers_with_its_weights()
 
 
-def test_lmdeploys_own_updates_are_refused(served: Served) -> None:
-    for path in OURS:
-        answer = served.engine.client.post(served.engine.url + path, json={})
-        assert (answer.status_code, "/weightcast" in answer.text) == (409, True), path
+class TestSleep:
+    """LMDeploy's own sleep, of the same server."""
+
+    def test_level_1_brings_the_same_weights_back_and_a_colocated_update_comes_between(self, served: Served) -> None:
+        running = [LmdeployStream(served.engine.url, prompt, LONG) for prompt in PROMPTS]
+        for stream in running:
+            stream.wait_for(SEEN)
+        assert served.ask("/sleep?level=1").status_code == 200
+        assert [stream.ended().finish for stream in running] == ["abort"] * len(PROMPTS)
+        info = served.info()
+        assert (info["state"], info["version"], info["paused"]) == ("serving", served.version, True)
+        assert "asleep: kv_cache, weights" in info["message"]
+        told = weightcast("status", served.engine.url)
+        assert "asleep: kv_cache, weights" in told.stdout + told.stderr
+        with pytest.raises(UpdateFailed, match=r"the engine is asleep.*/wakeup\?tags=weights"):
+            served.step("retract")
+        served.refused("/sleep?level=1", "sleeps already: weights")
+        served.refused("/wakeup?tags=all", "no memory of LMDeploy is called all")
+        assert served.ask("/wakeup").status_code == 200
+        assert served.info()["message"] == ""
+        served.answers_with_its_weights()
+
+        assert served.ask("/sleep?level=1").status_code == 200
+        assert served.ask("/wakeup?tags=weights").status_code == 200
+        for mode in MODES:
+            served.step(mode, "broadcast" if mode == "wait" else "ipc")
+            info = served.info()
+            assert (info["state"], info["paused"], info["message"]) == ("serving", True, "asleep: kv_cache"), mode
+            assert served.ask("/generate", **question(PROMPTS[0], 1)).status_code == 503
+        assert served.ask("/wakeup?tags=kv_cache").status_code == 200
+        served.answers_with_its_weights()
+        for mode in MODES:
+            served.step(mode)
+            served.answers_with_its_weights()
+
+    def test_weights_that_level_2_discarded_come_back_by_an_update(self, served: Served) -> None:
+        for tags in ("tags=weights", "tags=weights&tags=kv_cache"):
+            assert served.ask("/sleep?level=2").status_code == 200
+            info = served.info()
+            assert (info["state"], info["version"], info["digest"]) == ("quarantined", None, None)
+            assert "sleep level 2 discarded the weights" in info["message"]
+            assert served.ask(f"/wakeup?{tags}").status_code == 200
+            waiting = None
+            if "kv_cache" in tags:  # awake, and nobody may be answered from what came back
+                waiting = LmdeployStream(served.engine.url, PROMPTS[0], COUNT)
+                assert served.info()["paused"]
+            served.step("retract")
+            # LMDeploy itself would wake nothing, because the weights are awake.
+            assert served.ask("/wakeup?tags=weights&tags=kv_cache").status_code == 200
+            if waiting is not None:
+                assert expected(served.model, PROMPTS[:1], COUNT) == [waiting.ended().tokens]
+            info = served.info()
+            assert (info["state"], info["version"], info["paused"]) == ("serving", served.version, False)
+            served.answers_with_its_weights()
+            served.step("in_place")
+            served.answers_with_its_weights()
+
+    def test_sleep_and_wake_up_are_refused_during_an_update(self, served: Served) -> None:
+        def interfere(done: int, total: int) -> None:
+            served.refused("/sleep?level=2", "being updated by process")
+            served.refused("/wakeup", "being updated by process")
+
+        served.step("retract", progress=interfere)
+        served.answers_with_its_weights()
+
+
+@pytest.mark.parametrize("path", OWN)
+def test_lmdeploys_own_updates_are_refused_and_change_nothing(served: Served, path: str) -> None:
+    served.step("retract")
+    before = served.info()
+    answer = served.ask(path, **OWN[path])
+    assert (answer.status_code, "/weightcast" in answer.text) == (409, True), answer.text
+    assert served.engine.client.get(served.engine.url + path).status_code == 409
+    assert served.info() == before
+    assert before["digest"]
+    served.answers_with_its_weights()
+
+
+class TestPrefixes:
+    """A server that keeps prefixes for other requests, and asks for a key."""
+
+    def cached(self, engine: Engine) -> int:
+        """Tokens of a long question that LMDeploy has kept."""
+        [model] = engine.client.get(f"{engine.url}/v1/models").json()["data"]
+        body = {"model": model["id"], "max_tokens": 1, "messages": [{"role": "user", "content": "same words " * 60}]}
+        return engine.post("/v1/chat/completions", **body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def test_no_prefix_of_old_weights_is_found_after_an_update(self, tmp_path: Path) -> None:
+        model, key = model_in(tmp_path), "secret"
+        tiny_tokenizer(tmp_path)
+        prompts = [[20 + number % 400 for number in range(300)]]
+        with lmdeploy(tmp_path, tmp_path / "log", "--enable-prefix-caching", "--api-keys", key, key=key) as engine:
+            assert httpx.get(f"{engine.url}/weightcast/info", trust_env=False).status_code == 401
+            served = Served(engine, model, key=key)
+            for mode in ("retract", "wait", "abort"):
+                self.cached(engine)
+                assert self.cached(engine) > 0
+                assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
+                served.step(mode)
+                assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
+                assert self.cached(engine) == 0, mode
+            with pytest.raises(UpdateFailed, match="would leave prefixes of the old weights to others"):
+                served.step("in_place")
+            # The KV cache of the prefixes is gone with sleep; what LMDeploy knows of them must be gone too.
+            assert self.cached(engine) > 0
+            assert served.ask("/sleep?level=1").status_code == 200
+            assert served.ask("/wakeup").status_code == 200
+            assert self.cached(engine) == 0
+            assert fresh(engine, prompts, COUNT) == expected(served.model, prompts, COUNT)
+
+
+def test_metrics_are_on_lmdeploys_own_page(tmp_path: Path) -> None:
+    served_model = model_in(tmp_path)
+    tiny_tokenizer(tmp_path)
+    with lmdeploy(tmp_path, tmp_path / "log", metrics=True) as engine:
+        served = Served(engine, served_model)
+        for mode in ("abort", "retract"):
+            served.step(mode)
+        served.answers_with_its_weights()
+        page = engine.client.get(f"{engine.url}/metrics").text
+        assert re.search(r"^lmdeploy:\w+\{.*model_name=", page, re.MULTILINE)
+        found = series(page)
+        [(_, name)] = [labels for labels in found if labels[0] == "weightcast_engine_version"]
+        assert found["weightcast_engine_version", name] == served.version
+        assert found["weightcast_engine_state", name, "serving"] == 1
+        assert found["weightcast_engine_updates_finished_total", name, "committed"] == 2

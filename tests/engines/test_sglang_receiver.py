@@ -18,7 +18,7 @@ import torch
 
 from tests.e2e.engines import Engine, weightcast
 from tests.engines.sglang_load import Stream, wait_until_waiting
-from tests.engines.sglang_server import generate, greedy_tokens, sglang
+from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
 from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
 from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -27,6 +27,7 @@ from tests.unit.test_watch_metrics import series
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.plugins.sglang.other_updates import ROUTES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -277,10 +278,18 @@ def test_weights_of_another_shape_are_refused_and_nothing_moves(moe: Served, tmp
     assert greedy_tokens(moe.engine, PROMPTS, COUNT) == before
 
 
-def test_sglangs_own_updates_are_refused(moe: Served) -> None:
-    for path in ("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"):
-        answer = moe.engine.client.post(moe.engine.url + path, json={"model_path": "elsewhere"})
-        assert (answer.status_code, "/weightcast" in answer.text) == (409, True)
+def test_sglangs_own_updates_are_refused_and_change_nothing(moe: Served) -> None:
+    moe.step("retract", "ipc")
+    before, sums = moe.info(), checksum(moe.engine)
+    asked = {path: {"model_path": "elsewhere"} for path in ROUTES}
+    # SGLang's test tool, which fills all weights with random numbers.
+    for path, body in {**asked, "/weights_checker": {"action": "reset_tensors"}}.items():
+        answer = moe.engine.client.post(moe.engine.url + path, json=body)
+        assert (answer.status_code, "/weightcast" in answer.text) == (409, True), (path, answer.text)
+    assert moe.info() == before
+    assert before["digest"]
+    assert checksum(moe.engine) == sums
+    assert greedy_tokens(moe.engine, PROMPTS, COUNT) == answers(moe.model)
 
 
 @pytest.mark.engine_full
@@ -498,6 +507,8 @@ class TestMore:
             (("--enable-lora", "--max-lora-rank=8", "--lora-target-modules=q_proj"), "LoRA adapters"),
             (("--tokenizer-worker-num=2",), "several tokenizer workers"),
             (("--load-format=dummy",), "has no checkpoint to read"),
+            # Its own way to new weights would leave our version and digest as they were.
+            (("--grpc-port=30001",), "a gRPC server beside HTTP"),
         ],
     )
     def test_what_was_not_shown_to_be_right_does_not_start(

@@ -7,19 +7,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from fastapi import APIRouter, HTTPException, Request
+from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure, Refused
-from weightcast.plugins.lmdeploy import hook_points
+from weightcast.plugins.lmdeploy import hook_points, rank
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET, SWITCH, RequestsAtSwitch
 from weightcast.plugins.lmdeploy.settings import check_settings
+from weightcast.plugins.lmdeploy.sleep import guard_sleep
+from weightcast.plugins.lmdeploy.sleeping_weights import SleepingWeights
+from weightcast.receiver.loader import residents_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -152,7 +159,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def hooks_of(engine: Engine, loop: asyncio.AbstractEventLoop) -> LmdeployHooks:
     calls = EngineCalls(engine)
     calls.set_loop(loop)
-    return LmdeployHooks(SimpleNamespace(is_sleeping=False), calls)
+    return LmdeployHooks(SimpleNamespace(is_sleeping=False, sleeping_tags=set()), calls)
 
 
 def test_abort_and_wait_hold_requests_back_and_the_other_modes_do_not(loop: asyncio.AbstractEventLoop) -> None:
@@ -186,6 +193,185 @@ def test_an_engine_process_that_is_gone_is_named(loop: asyncio.AbstractEventLoop
     engine.answers["weightcast_pause"] = RuntimeError("PyTorch ZMQ engine process is not alive.")
     with pytest.raises(EngineFailure, match="engine process is not alive"):
         hooks.pause("abort", SOON_S)
+
+
+# -- sleep
+
+
+class AsyncEngine:
+    """LMDeploy's ``AsyncEngine``, as far as it sleeps."""
+
+    def __init__(self) -> None:
+        self.is_sleeping, self.sleeping_tags = False, set[str]()
+        self.levels: list[int] = []
+        self.failure = ""
+
+    async def sleep(self, level: int = 1) -> None:
+        if self.failure:
+            raise RuntimeError(self.failure)
+        self.levels.append(level)
+        self.is_sleeping, self.sleeping_tags = True, {"weights", "kv_cache"}
+
+    def wakeup(self, tags: list[str] | None = None) -> None:
+        wanted = set(tags or self.sleeping_tags)
+        if wanted <= self.sleeping_tags:
+            self.sleeping_tags -= wanted
+        self.is_sleeping = bool(self.sleeping_tags)
+
+
+class Session:
+    """As much of ``SessionHandler`` as sleep asks."""
+
+    def __init__(self) -> None:
+        self.state, self.busy = "serving", False
+
+    @contextmanager
+    def between_updates(self) -> Iterator[None]:
+        if self.busy:
+            raise Refused("being updated by process 1", hint="wait for it to finish, or end it")
+        yield
+
+    def discarded(self, why: str) -> None:
+        self.state = "quarantined"
+
+
+class Sleeper:
+    """A server with the guard around sleep."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.engine, self.lmdeploy, self.session = loop, Engine(), AsyncEngine(), Session()
+        calls = EngineCalls(self.engine)
+        self.hooks = LmdeployHooks(self.lmdeploy, calls)
+        self.router = APIRouter()
+        self.router.post("/wakeup")(lambda: None)
+        guard_sleep(self.router, self.lmdeploy, self.session, self.hooks, calls)  # type: ignore[arg-type]
+
+    def sleep(self, level: int = 1) -> None:
+        asyncio.run_coroutine_threadsafe(self.lmdeploy.sleep(level), self.loop).result(SOON_S)
+
+    def wake(self, *tags: str) -> None:
+        query = "&".join(f"tags={tag}" for tag in tags).encode()
+        request = Request({"type": "http", "query_string": query, "headers": []})
+        endpoint: Any = self.router.routes[0]
+        asyncio.run_coroutine_threadsafe(endpoint.endpoint(request), self.loop).result(SOON_S)
+
+    @property
+    def asked(self) -> list[str]:
+        return [call[0].removeprefix("weightcast_") for call in self.engine.calls]
+
+
+def test_requests_are_held_from_the_beginning_of_sleep_until_all_memory_is_back(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    server = Sleeper(loop)
+    server.sleep()
+    assert (server.asked, server.hooks.asleep) == (["pause"], {"weights", "kv_cache"})
+    server.wake("weights")
+    server.hooks.pause("abort", SOON_S)  # an update
+    server.hooks.resume()
+    assert (server.asked, server.hooks.paused) == (["pause"], True)
+    server.wake("weights", "kv_cache")
+    server.wake("weights")
+    assert (server.asked, server.hooks.paused) == (["pause", "resume"], False)
+
+
+def test_engine_without_its_weights_lets_requests_go_on_after_an_update(loop: asyncio.AbstractEventLoop) -> None:
+    server = Sleeper(loop)
+    server.sleep(2)
+    assert server.session.state == "quarantined"
+    server.wake()
+    assert (server.asked, server.hooks.paused, server.hooks.asleep) == (["pause"], True, frozenset())
+    server.hooks.pause("retract", SOON_S)
+    server.hooks.resume()
+    assert (server.asked[-1], server.hooks.paused) == ("resume", False)
+
+
+def test_sleep_that_cannot_be_is_refused_and_requests_go_on(loop: asyncio.AbstractEventLoop) -> None:
+    server = Sleeper(loop)
+    server.engine.answers["weightcast_pause"] = "the forward that runs did not end within 30 s"
+    with pytest.raises(HTTPException, match="did not end within 30 s") as caught:
+        server.sleep(2)
+    assert (caught.value.status_code, server.asked, server.session.state) == (409, ["pause", "resume"], "serving")
+    assert server.lmdeploy.levels == []
+    server.engine.answers.clear()
+    server.session.busy = True
+    for refused in (server.sleep, server.wake):
+        with pytest.raises(HTTPException, match="being updated by process 1"):
+            refused()
+    server.session.busy = False
+    server.lmdeploy.failure = "no memory on the host"
+    with pytest.raises(EngineFailure, match="no memory on the host"):
+        server.sleep()
+    assert (server.asked[-1], server.hooks.paused) == ("resume", False)
+    server.lmdeploy.failure = ""
+    server.sleep()
+    with pytest.raises(HTTPException, match="sleeps already: weights"):
+        server.sleep()
+    with pytest.raises(HTTPException, match="no memory of LMDeploy is called cache"):
+        server.wake("cache")
+
+
+class Tied(nn.Module):
+    """A model with tied weights, and a buffer that an update writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 2)
+        self.head = nn.Linear(3, 2, bias=False)
+        self.head.weight = nn.Parameter(self.body.weight.data)
+        self.register_buffer("bias", torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_tensors_keep_their_identity_and_stay_tied_through_sleep(discards: bool) -> None:
+    with torch.inference_mode():
+        model = Tied()
+        known, body = residents_of(model), model.body.weight.clone()
+        weights = SleepingWeights(model)
+        if discards:
+            weights.discard()
+            assert sum(parameter.numel() for parameter in model.parameters()) == 0
+        for module in model.modules():  # as a move to another device does
+            for name, parameter in module.named_parameters(recurse=False):
+                getattr(module, name).data = parameter.data.clone()
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.clone())
+        weights.restore()
+        assert all(tensor is known[name] for name, tensor in residents_of(model).items())
+        assert list(residents_of(model)) == list(known) == ["body.weight", "body.bias", "bias"]
+        assert model.head.weight.data_ptr() == model.body.weight.data_ptr()
+        assert model.get_buffer("bias").tolist() == [1.0, 2.0]
+        assert model.body.weight.shape == (2, 3)
+        if not discards:
+            assert torch.equal(model.body.weight, body)
+
+
+def test_weights_are_whole_before_a_waking_worker_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Agent:
+        async def _async_step(self, **inputs: Any) -> None: ...
+        def wakeup(self, tags: Any = None) -> None:
+            done.append(f"wake {tags}")
+
+        async def sleep(self, level: int = 1) -> None:
+            done.append(f"sleep {level}")
+
+    agent = SimpleNamespace(load_model_weights=lambda: None, BaseModelAgent=Agent)
+    monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine.model_agent", SimpleNamespace(agent=agent))
+    monkeypatch.setattr(rank, "check", lambda needed: None)  # pyright: ignore[reportUnknownLambdaType]
+    rank.install("/nowhere")
+    weights = SimpleNamespace(
+        wake=lambda: done.append("ours wake"), sleep=lambda discard: done.append(f"ours sleep {discard}")
+    )
+    monkeypatch.setattr(rank, "_rank", weights)
+    worker = Agent()
+    asyncio.run(worker.sleep(2))
+    worker.wakeup()
+    assert done == ["ours sleep True", "sleep 1", "wake ['weights']", "ours wake", "wake ['kv_cache']"]
+    done.clear()
+    worker.wakeup(["kv_cache"])
+    assert done == ["wake ['kv_cache']"]
 
 
 # -- the engine process's half, with a loop that sends forwards as LMDeploy's does
@@ -275,6 +461,10 @@ class Loop:
 
     def reset(self) -> None:
         self.resets += 1
+
+    def reset_runtime_state(self) -> None:
+        """LMDeploy's last step of falling asleep."""
+        self.log.append("asleep")
 
     def runnable(self) -> bool:
         also = self.has_runable_event.extra_runable_checker
@@ -489,6 +679,27 @@ def test_a_pause_that_waits_can_be_cancelled_and_is_late_by_name() -> None:
         await until(lambda: len(loop.log) > before + 5)
 
     play(switch, limit=10_000)
+
+
+def test_sleep_rejects_what_is_held_and_forgets_a_forward_whose_output_is_lost() -> None:
+    async def sleep(loop: Loop, requests: RequestsAtSwitch) -> None:
+        response = SimpleNamespace(is_done=False, why="")
+        assert await requests.pause("abort", SOON_S) == ""
+        loop.req_manager.callbacks["ADD_MESSAGE"]([SimpleNamespace(resp=response)])
+        await loop.executor.forward_async({"batch": []})  # sent ahead; nobody takes its output
+        await until(lambda: not loop.outputs.empty())
+        loop.outputs.get_nowait()
+        loop.reset_runtime_state()
+        assert (response.is_done, response.why) == (True, "engine sleep")
+        assert await requests.retract(SOON_S) == ""  # the engine is at rest
+        assert await requests.mark() == ""
+        loop.arrive("a")  # still held: the engine may wake without weights
+        await asyncio.sleep(0.02)
+        assert loop.scheduler.all() == []
+        requests.resume()
+        await until(lambda: loop.scheduler.all()[0].status == "stopped")
+
+    play(sleep)
 
 
 def test_prefixes_that_cannot_be_dropped_fail_the_retraction() -> None:

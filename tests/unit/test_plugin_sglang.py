@@ -499,6 +499,9 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
         ({"enable_lora": True}, "--enable-lora"),
         ({"enable_eplb": True}, "--enable-eplb"),
         ({"ep_size": 2}, "--ep-size"),
+        ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
+        ({"grpc_port": 30001}, "--grpc-port"),
+        ({"offload_group_size": 4}, "--offload-group-size"),
         ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
     ],
 )
@@ -508,10 +511,16 @@ def test_settings_that_were_not_shown_to_be_right_are_refused_by_name(setting: d
 
 
 def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SimpleNamespace(dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", quantization=None)
+    plain = SimpleNamespace(
+        dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", offload_group_size=-1
+    )
     check_settings(plain)
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(ConfigError, match="Rust"):
+        check_settings(plain)
+    monkeypatch.delenv("SGLANG_RUST_SERVER")
+    monkeypatch.setenv("SGLANG_GRPC_PORT", "30001")
+    with pytest.raises(ConfigError, match="SGLANG_GRPC_PORT"):
         check_settings(plain)
 
 

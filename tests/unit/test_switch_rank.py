@@ -84,3 +84,24 @@ def test_an_engine_without_an_update_does_not_wait(tmp_path: Path, monkeypatch: 
     slept.clear()
     rank.yield_interpreter()
     assert slept == []
+
+
+class Crowded(Working):
+    """A receiver on a device where a trainer has the memory for now."""
+
+    room = False
+
+    def wake(self) -> None:
+        if not self.room:
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nSee the documentation.")
+
+
+def test_update_without_room_for_staging_after_sleep_is_refused_and_the_next_one_tries_again() -> None:
+    rank, receiver = PolledRank(), Crowded()
+    rank.receiver = receiver  # type: ignore[assignment]
+    rank.stage_again()
+    ack = rank.apply(OPEN)
+    assert (ack.ok, ack.refused) == (False, True)
+    assert ack.error.endswith("since an engine that polls woke up: Tried to allocate 2 GiB.")
+    receiver.room = True
+    assert rank.apply(OPEN).ok

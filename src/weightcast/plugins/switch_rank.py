@@ -7,6 +7,7 @@ steps, when the engine's mark comes to this rank.
 
 from __future__ import annotations
 
+import logging
 import queue
 import sys
 import threading
@@ -33,6 +34,8 @@ from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Commit, Message, Open
+
+log = logging.getLogger("weightcast.plugins")
 
 _AGREE_S = 60.0  # the other ranks and the API server need this long at most to agree on a switch
 
@@ -90,6 +93,7 @@ class SwitchRank(ABC):
         self._open: Open | None = None
         self._switching: Message | None = None
         self.in_session = False  # an update is under way
+        self._no_room = ""
 
     # -- for subclasses
 
@@ -105,6 +109,10 @@ class SwitchRank(ABC):
 
     def why_not(self, message: Open) -> str:
         """The reason why a session cannot be had from this engine; empty if it can."""
+        if self._no_room:
+            self.stage_again()
+        if self._no_room:
+            return f"no room for new weights beside those that serve since {self.engine} woke up: {self._no_room}"
         return ""
 
     def told_to_switch(self) -> None:  # noqa: B027  only some engines need it
@@ -129,6 +137,29 @@ class SwitchRank(ABC):
         if self._listener is not None:
             with suppress(FileNotFoundError):  # the API server has deleted the folder
                 self._listener.close()
+
+    def weights_fall_asleep(self, *, discard: bool, hint: str) -> None:
+        """Frees the staging set, and refuses updates until ``stage_again``.
+
+        Args:
+            discard: As for ``WeightReceiver.sleep``.
+            hint: Likewise.
+
+        Raises:
+            Refused: An update is under way.
+        """
+        self.receiver.sleep(discard=discard, hint=hint)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def stage_again(self) -> None:
+        """Allocates the staging set once the weights are back.  Without room for it, the next update tries again."""
+        self._no_room = ""
+        try:
+            self.receiver.wake()
+        except torch.OutOfMemoryError as error:  # a colocated trainer may still be there
+            self._no_room = str(error).splitlines()[0]
+            log.warning("weightcast: %s", self._no_room)
 
     def yield_interpreter(self) -> None:
         """Called once in each pass of the engine's loop: leaves the interpreter to an update for a moment."""

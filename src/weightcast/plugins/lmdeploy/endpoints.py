@@ -10,21 +10,20 @@ from fastapi import APIRouter, Depends, HTTPException
 from fastapi.routing import APIRoute
 
 from weightcast.comm.ipc import host_id
-from weightcast.errors import Refused
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
 from weightcast.plugins.lmdeploy.hook_points import other_version, version
+from weightcast.plugins.lmdeploy.sleep import guard_sleep
 from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
+from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
-from weightcast.receiver.session import SessionHandler
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
 _FIRST_VERSION = 0  # of the weights that LMDeploy was started with
-_SLEEP_S = 600.0
 # LMDeploy's own updates would change weights that our sessions have proven and numbered.
 _REPLACED = (
     "/update_weights",
@@ -74,8 +73,9 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
         note="; ".join(notes),
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
-    engine = SessionHandler(executor, hooks, facts, version=_FIRST_VERSION, events=events)
-    _guard_sleep(async_engine, engine, calls)
+    engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
+    engine.sleep_hooks = hooks
+    guard_sleep(router, async_engine, engine, hooks, calls)
 
     async def note_loop() -> None:
         calls.set_loop(asyncio.get_running_loop())
@@ -88,26 +88,3 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     for path in _REPLACED:
         # In front: the first route that matches answers.
         router.routes.insert(0, APIRoute(path, refuse, methods=["GET", "POST"], include_in_schema=False))
-
-
-def _guard_sleep(async_engine: Any, engine: SessionHandler, calls: EngineCalls) -> None:
-    """Keeps sleep and updates apart, and refuses the level of sleep that drops the model."""
-    fall_asleep = async_engine.sleep
-
-    async def sleep(level: int = 1) -> None:
-        if level != 1:
-            raise HTTPException(
-                409, "sleep level 2 makes a new model, which weightcast's receiver does not know: use level 1"
-            )
-        calls.set_loop(asyncio.get_running_loop())
-
-        def alone() -> None:
-            with engine.between_updates():
-                calls.result(fall_asleep(level), _SLEEP_S)
-
-        try:
-            await asyncio.to_thread(alone)
-        except Refused as error:
-            raise HTTPException(409, f"{error} ({error.hint})" if error.hint else str(error)) from error
-
-    async_engine.sleep = sleep

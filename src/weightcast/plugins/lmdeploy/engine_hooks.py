@@ -39,8 +39,11 @@ class LmdeployHooks:
         return self._held or bool(self._async_engine.is_sleeping)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Returns when no request runs, for ``abort`` and ``wait``; at once for the modes that keep requests."""
-        if mode in ("in_place", "retract"):
+        """Returns when no request runs, for ``abort`` and ``wait``; at once for the modes that keep requests.
+
+        An engine that sleeps runs none, and holds new ones back already.
+        """
+        if mode in ("in_place", "retract") or self.asleep:
             return
         self._held, self._stopped = True, False
         try:
@@ -60,10 +63,38 @@ class LmdeployHooks:
                 log.warning("could not cancel the pause: %s", error)
 
     def resume(self) -> None:
-        """Lets requests go on."""
-        if self._held:
+        """Lets requests go on, unless some memory sleeps."""
+        if self._held and not self.asleep:
             self._calls.call("weightcast_resume", timeout_s=_SHORT_S)
             self._held = False
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Tags of the memory that sleeps, as LMDeploy tells them."""
+        return frozenset(self._async_engine.sleeping_tags) if self._async_engine.is_sleeping else frozenset()
+
+    def hold_for_sleep(self) -> None:
+        """Drops the requests that run, as LMDeploy's sleep does, and holds new ones back.
+
+        LMDeploy itself would move weights while a forward that it sent ahead may still run.
+
+        Raises:
+            Refused: The forward that runs did not end; nothing is held.
+        """
+        try:
+            self.pause("abort", _SHORT_S)
+        except WeightcastError:
+            self.resume()
+            raise
+
+    def end_hold_of_sleep(self, *, serves: bool) -> None:
+        """Lets requests go on if all memory is back.
+
+        Args:
+            serves: False if the weights are not known; then the next update ends the hold.
+        """
+        if serves:
+            self.resume()
 
     def drop_caches(self) -> None:
         """Does nothing: the pause, or the switch, has dropped them."""

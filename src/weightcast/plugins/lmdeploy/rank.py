@@ -22,15 +22,14 @@ from weightcast.plugins.lmdeploy.folder import note_failure
 from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, check
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
 from weightcast.plugins.lmdeploy.settings import WITHOUT
+from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS, SleepingWeights
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
-from weightcast.receiver.loader import residents_of
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
-_ASLEEP = "POST /wakeup first"
 # A worker has one model that is updated.
 _rank: LmdeployRank | None = None
 
@@ -56,8 +55,7 @@ class LmdeployRank(SwitchRank):
         here = get_dist_manager().current_context()
         super().__init__(int(here.rank), next(model.parameters()).device)
         _check_model(model)
-        self._model = model
-        self._same_memory = _aliases(model)
+        self._weights = SleepingWeights(model)
         self.receiver = staged_receiver(
             model,
             load_weights=functools.partial(_load, model),
@@ -93,17 +91,22 @@ class LmdeployRank(SwitchRank):
     def told_to_switch(self) -> None:
         """Does nothing: the mark comes from the engine process."""
 
-    def sleep(self) -> None:
-        """Called before LMDeploy moves the weights to the host; frees the staging set."""
+    def sleep(self, *, discard: bool) -> None:
+        """Called before LMDeploy moves the weights to the host; frees the staging set.
+
+        Args:
+            discard: True to free the weights too, so that nothing is moved.
+        """
         with torch.inference_mode():
-            self.receiver.sleep(hint=_ASLEEP)
+            self.weights_fall_asleep(discard=discard, hint=WAKE_FIRST)
+            if discard:
+                self._weights.discard()
 
     def wake(self) -> None:
-        """Called once the weights are on the device again."""
+        """Called once the weights are on the device again, before LMDeploy captures graphs."""
         with torch.inference_mode():
-            for alias, name in self._same_memory.items():  # LMDeploy's move gave each memory of its own
-                self._model.get_parameter(alias).data = self._model.get_parameter(name).data
-            self.receiver.wake()
+            self._weights.restore()
+            self.stage_again()
 
 
 def install(folder: str) -> None:
@@ -146,14 +149,21 @@ def install(folder: str) -> None:
             _rank.step()
 
     async def sleep(self: Any, level: int = 1) -> None:
-        if _rank is not None:
-            _rank.sleep()
-        await fall_asleep(self, level)
+        if _rank is None:
+            return await fall_asleep(self, level)
+        _rank.sleep(discard=level >= 2)
+        # Level 2 would make another model at the wake-up, which the receiver does not know.
+        await fall_asleep(self, 1)
 
     def wakeup(self: Any, tags: Sequence[str] | None = None) -> None:
-        wake_up(self, tags)
-        if _rank is not None and (tags is None or "weights" in tags):
-            _rank.wake()
+        tags = TAGS if tags is None else tags
+        if WEIGHTS in tags:
+            wake_up(self, [WEIGHTS])
+            if _rank is not None:
+                _rank.wake()
+        others = [tag for tag in tags if tag != WEIGHTS]
+        if others:  # LMDeploy captures graphs here, which know the addresses of the weights
+            wake_up(self, others)
 
     load_model_weights.weightcast = True  # type: ignore[attr-defined]
     agent.load_model_weights = load_model_weights
@@ -175,17 +185,6 @@ def _check_model(model: nn.Module) -> None:
             "what the vision encoder computed is kept with a request, and an update would leave it there",
             hint=f"start with --language-model-only, or {WITHOUT}",
         )
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another one's memory, and that one's name."""
-    kept = residents_of(model)
-    places = {parameter.data_ptr(): name for name, parameter in kept.items()}
-    return {
-        name: places[parameter.data_ptr()]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name not in kept and parameter.numel() and parameter.data_ptr() in places
-    }
 
 
 def _load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

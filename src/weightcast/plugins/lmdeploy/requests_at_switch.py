@@ -65,6 +65,8 @@ class RequestsAtSwitch:
         self._runnable.extra_runable_checker = lambda: self._withheld or (also is not None and also())
         self._add_messages = loop.req_manager.callbacks[RequestType.ADD_MESSAGE]
         loop.req_manager.bind_func(RequestType.ADD_MESSAGE, self._new_messages)
+        self._reset = loop.reset_runtime_state
+        loop.reset_runtime_state = self._slept
 
     # -- called from the API server; each returns why it could not, or nothing
 
@@ -159,6 +161,18 @@ class RequestsAtSwitch:
             self._add_messages(requests, **named)
         else:
             self._held += requests
+
+    def _slept(self) -> None:
+        """Called when LMDeploy has fallen asleep and ended all sessions.
+
+        The requests that are held back go too: LMDeploy would find no session for them.  A forward that was sent ahead
+        has lost its output.
+        """
+        self._reset()
+        self._in_flight = 0
+        held, self._held = self._held, None if self._held is None else []
+        for request in held or ():
+            self._loop.req_manager.reject_request(request.resp, reason="engine sleep")
 
     # -- between two forwards
 

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException
+from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from weightcast.comm.ipc import host_id
@@ -18,8 +18,10 @@ from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER
+from weightcast.plugins.sglang.other_updates import close_other_updates
 from weightcast.plugins.sglang.settings import check_settings, ranks_of
-from weightcast.plugins.sglang.sleep import SleepingSessions, guard_sleep, loses_weights
+from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
+from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
@@ -28,16 +30,6 @@ from weightcast.receiver.session import SessionHandler
 log = logging.getLogger("weightcast.plugins.sglang")
 
 _FIRST_VERSION = 0  # of the weights that SGLang was started with
-# SGLang's own updates would change weights that our sessions have proven and stamped.
-_REPLACED = (
-    "/update_weights_from_disk",
-    "/update_weights_from_tensor",
-    "/update_weights_from_distributed",
-    "/update_weights_from_ipc",
-    "/begin_weight_update",
-    "/end_weight_update",
-    "/update_weight_version",
-)
 
 
 def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **named: Any) -> None:
@@ -68,9 +60,10 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(server_args.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
-    engine.hooks = hooks
+    engine.sleep_hooks = hooks
     guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(server_args))
     _add_routes(app, engine, hooks, AuthLevel.ADMIN_OPTIONAL)
+    close_other_updates(app, tokenizer_manager, AuthLevel.ADMIN_OPTIONAL)
 
 
 def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level: Any) -> None:
@@ -84,11 +77,3 @@ def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level:
         if isinstance(route, APIRoute):
             route.endpoint._auth_level = level  # type: ignore[attr-defined]
     app.include_router(router, dependencies=[Depends(note_loop)])
-
-    async def refuse() -> None:
-        raise HTTPException(409, "this server is updated through /weightcast (SGLANG_PLUGINS names weightcast)")
-
-    refuse._auth_level = level  # type: ignore[attr-defined]
-    for path in _REPLACED:
-        # In front: the first route that matches answers.
-        app.router.routes.insert(0, APIRoute(path, refuse, methods=["GET", "POST"], include_in_schema=False))

@@ -57,7 +57,6 @@ class SglangRank(SwitchRank):
             torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device("cpu"),
         )
         self._loses_weights = loses_weights(runner.server_args)
-        self._no_room = ""
         self._boundary = Boundary(self.step)
         self._requests: RequestsAtSwitch | None = None
         # Stamps of what is served, and of what the staging set has.
@@ -91,10 +90,9 @@ class SglangRank(SwitchRank):
 
     def why_not(self, message: Open) -> str:
         """Implements ``SwitchRank.why_not``."""
-        if self._no_room:
-            self._stage_again()
-        if self._no_room:
-            return f"no room for new weights beside those that serve since SGLang woke up: {self._no_room}"
+        why = super().why_not(message)
+        if why:
+            return why
         if self._stages > 1 and message.pause != "in_place":
             return (
                 f"with pipeline parallelism, pause {message.pause} would leave requests of another stage with their "
@@ -108,24 +106,13 @@ class SglangRank(SwitchRank):
         Raises:
             Refused: An update is under way, although the API server took it for over; SGLang ends itself.
         """
-        if WEIGHTS not in tags:
-            return
-        self.receiver.sleep(discard=self._loses_weights, hint=WAKE_FIRST)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if WEIGHTS in tags:
+            self.weights_fall_asleep(discard=self._loses_weights, hint=WAKE_FIRST)
 
     def memory_resumed(self, tags: frozenset[str]) -> None:
         """Allocates the staging set again once the weights are back."""
         if WEIGHTS in tags:
-            self._stage_again()
-
-    def _stage_again(self) -> None:
-        self._no_room = ""
-        try:
-            self.receiver.wake()
-        except torch.OutOfMemoryError as error:  # the trainer may still be there; the next update tries again
-            self._no_room = str(error).splitlines()[0]
-            log.warning("weightcast: %s", self._no_room)
+            self.stage_again()
 
     def told_to_switch(self) -> None:
         """Implements ``SwitchRank.told_to_switch``."""

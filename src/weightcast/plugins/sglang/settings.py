@@ -21,20 +21,31 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("nnodes", 1), "ranks on several hosts (--nnodes)", "keep the ranks of a server on one host"),
     (_set("tokenizer_worker_num", 1), "several tokenizer workers (--tokenizer-worker-num)", "use one"),
     (_set("use_ray"), "SGLang's Ray executor (--use-ray)", "start SGLang without it"),
-    (_set("grpc_mode"), "SGLang's gRPC server", "use its HTTP server"),
+    (_set("grpc_mode"), "SGLang's gRPC server (--grpc-mode)", "use its HTTP server"),
+    (_set("smg_grpc_mode"), "SGLang's gRPC server (--smg-grpc-mode)", "use its HTTP server"),
+    # It changes weights without SGLang's HTTP routes, which our plug-in closes.
+    (_set("grpc_port"), "a gRPC server beside HTTP (--grpc-port)", "use the HTTP server alone"),
     (_set("enable_pdmux"), "prefill and decode side by side (--enable-pdmux)", "start SGLang without it"),
     (_set("disaggregation_mode", "null"), "prefill and decode on servers of their own", "start SGLang without it"),
     (_set("quantization"), "quantised weights (--quantization)", "serve the model unquantised"),
     (_set("torchao_config"), "quantised weights (--torchao-config)", "serve the model unquantised"),
+    (_set("modelopt_quant"), "quantised weights (--modelopt-quant)", "serve the model unquantised"),
+    (_set("quantize_and_serve"), "quantised weights (--quantize-and-serve)", "serve the model unquantised"),
     (_set("speculative_algorithm"), "a draft model (--speculative-algorithm)", "start SGLang without it"),
     (_set("enable_lora"), "LoRA adapters (--enable-lora)", "merge the adapter in the trainer"),
     (_set("enable_eplb"), "experts that move between ranks (--enable-eplb)", "start SGLang without it"),
     (_set("ep_num_redundant_experts"), "redundant experts (--ep-num-redundant-experts)", "start SGLang without them"),
     (_set("elastic_ep_backend"), "elastic expert parallelism (--elastic-ep-backend)", "start SGLang without it"),
+    (_set("enable_elastic_expert_backup"), "a backup of experts (--enable-elastic-expert-backup)", "start without it"),
+    (_set("enable_paged_experts"), "experts that are paged in (--enable-paged-experts)", "start SGLang without it"),
+    (_set("kt_weight_path"), "experts of KTransformers (--kt-weight-path)", "start SGLang without it"),
+    (_set("enable_nvidia_megakernel"), "NVIDIA's megakernel (--enable-nvidia-megakernel)", "start SGLang without it"),
     (_set("enable_hierarchical_cache"), "a KV cache on the host (--enable-hierarchical-cache)", "start without it"),
     (_set("enable_lmcache"), "an external KV cache (--enable-lmcache)", "start SGLang without it"),
     (_set("weight_cache_mode", "off"), "a weight cache that processes share (--weight-cache-mode)", "turn it off"),
     (_set("cpu_offload_gb", 0), "weights on the host (--cpu-offload-gb)", "start SGLang without it"),
+    (_set("offload_group_size", -1), "weights on the host (--offload-group-size)", "start SGLang without it"),
+    (_set("ple_offload_embedding"), "embeddings on the host (--ple-offload-embedding)", "start SGLang without it"),
     (_set("dllm_algorithm"), "diffusion language models (--dllm-algorithm)", "serve another model"),
 )
 
@@ -51,6 +62,8 @@ def check_settings(server_args: Any) -> None:
     found = [(what, hint) for is_set, what, hint in _REFUSED if is_set(server_args)]
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
         found.append(("SGLang's Rust front end (SGLANG_RUST_SERVER)", "unset the variable"))
+    if os.environ.get("SGLANG_GRPC_PORT"):
+        found.append(("a gRPC server beside HTTP (SGLANG_GRPC_PORT)", "unset the variable"))
     if found:
         raise ConfigError(
             f"not shown to be right with weightcast's receiver: {', '.join(what for what, _ in found)}",

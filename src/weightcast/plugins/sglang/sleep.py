@@ -8,16 +8,12 @@ wraps methods of its tokenizer manager.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
-from weightcast.errors import Refused
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
+from weightcast.plugins.sleeping import between_updates, fall_asleep, refuse, wake_up
 from weightcast.receiver.session import SessionHandler
-from weightcast.wire.engine_info import EngineInfo
-from weightcast.wire.status import EngineStatus
 
 WEIGHTS = "weights"
 TAGS = ("kv_cache", WEIGHTS, "cuda_graph")  # SGLang's own, all of which an empty list means
@@ -39,26 +35,6 @@ def loses_weights(server_args: Any) -> bool:
     """Returns whether weights that sleep come back with other contents."""
     saves, keeps = "enable_memory_saver", "enable_weights_cpu_backup"
     return bool(getattr(server_args, saves, False)) and not getattr(server_args, keeps, False)
-
-
-class SleepingSessions(SessionHandler):
-    """The sessions of an engine whose memory may sleep; its description of itself says what does."""
-
-    hooks: SglangHooks
-
-    def info(self) -> EngineInfo:
-        """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
-        info = super().info()
-        return msgspec.structs.replace(info, message=self._with_sleep(info.message))
-
-    def status(self) -> EngineStatus:
-        """Implements ``SessionHandler.status``, likewise."""
-        status = super().status()
-        return msgspec.structs.replace(status, message=self._with_sleep(status.message))
-
-    def _with_sleep(self, message: str) -> str:
-        asleep = ", ".join(sorted(self.hooks.asleep))
-        return "; ".join(filter(None, (message, f"asleep: {asleep}" if asleep else "")))
 
 
 def guard_sleep(manager: Any, engine: SessionHandler, hooks: SglangHooks, *, loses: bool) -> None:
@@ -85,45 +61,33 @@ def guard_sleep(manager: Any, engine: SessionHandler, hooks: SglangHooks, *, los
         def call(work: Awaitable[Any]) -> Any:
             return asyncio.run_coroutine_threadsafe(awaited(work), loop).result()
 
-        def locked() -> None:
-            with engine.between_updates():
-                do(call)
-
-        try:
-            await asyncio.to_thread(locked)
-        except Refused as error:
-            raise ValueError(f"{error} ({error.hint})" if error.hint else str(error)) from error
+        await between_updates(engine, lambda: do(call), ValueError)
 
     async def guarded_release(obj: Any, request: Any = None) -> None:
         def do(call: Callable[[Awaitable[Any]], Any]) -> None:
             tags = tags_of(obj)
-            _refuse(tags & hooks.asleep, "sleeps already")
-            hooks.hold_for_sleep()
-            try:
-                if loses and WEIGHTS in tags:
-                    engine.discarded(_DISCARDED)  # before the call, which may fail half way
+
+            def sleep() -> None:
                 call(release(obj, request))
                 hooks.fell_asleep(tags)
-            finally:
-                hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+
+            fall_asleep(engine, hooks, tags, sleep, discarded=_DISCARDED if loses and WEIGHTS in tags else "")
 
         await alone(do)
 
     async def guarded_resume(obj: Any, request: Any = None) -> None:
         def do(call: Callable[[Awaitable[Any]], Any]) -> None:
             tags = tags_of(obj) if obj.tags else hooks.asleep
-            _refuse(tags - hooks.asleep, "is awake")
+            refuse(tags - hooks.asleep, "is awake")
             obj.tags = sorted(tags)
-            if tags:
-                call(resume(obj, request))
-            hooks.woke(tags)
-            hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+
+            def wake() -> None:
+                if tags:
+                    call(resume(obj, request))
+                hooks.woke(tags)
+
+            wake_up(engine, hooks, wake)
 
         await alone(do)
 
     manager.release_memory_occupation, manager.resume_memory_occupation = guarded_release, guarded_resume
-
-
-def _refuse(tags: Sequence[str] | frozenset[str], why: str) -> None:
-    if tags:
-        raise Refused(f"memory {why}: {', '.join(sorted(tags))}", hint="GET /weightcast/info says what sleeps")

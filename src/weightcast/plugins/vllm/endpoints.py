@@ -18,6 +18,7 @@ from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import computed_by, notes_of, tables_of
 from weightcast.plugins.server_events import server_events
+from weightcast.plugins.sleeping import with_sleep
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
 from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
@@ -111,8 +112,7 @@ class Endpoints:
         return self._hooks.score(token_ids)
 
     def _with_sleep(self, message: str) -> str:
-        asleep = self._hooks.asleep if self._hooks is not None else ()
-        return "; ".join(filter(None, (message, f"asleep: {', '.join(sorted(asleep))}" if asleep else "")))
+        return with_sleep(message, self._hooks.asleep if self._hooks is not None else ())
 
     def _start(self, client: Any, loop: asyncio.AbstractEventLoop, args: Namespace, serving: Any) -> None:
         import vllm

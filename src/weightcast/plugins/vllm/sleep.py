@@ -6,12 +6,13 @@ vLLM has no plug-in point here, so this module wraps methods of its engine clien
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import HTTPException
 
-from weightcast.errors import Refused
+from weightcast.plugins.sleeping import between_updates
 from weightcast.plugins.vllm.engine_hooks import SLEEP_TAGS, VllmHooks
 from weightcast.plugins.vllm.lora_server import Adapters
 from weightcast.receiver.session import SessionHandler
@@ -75,13 +76,10 @@ def guard_sleep(
 
     async def alone(do: Callable[[], Any]) -> Any:
         def locked() -> Any:
-            with engine.between_updates(), adapters.between_updates():
+            with adapters.between_updates():
                 return do()
 
-        try:
-            return await asyncio.to_thread(locked)
-        except Refused as error:
-            raise HTTPException(409, f"{error} ({error.hint})" if error.hint else str(error)) from error
+        return await between_updates(engine, locked, functools.partial(HTTPException, 409))
 
     async def guarded_sleep(level: int = 1, mode: str = "abort") -> Any:
         def do() -> Any:

@@ -1,0 +1,132 @@
+"""Sleep and wake-up in an engine's API server, kept apart from updates and from requests: common to all plug-ins.
+
+New requests wait from the beginning of sleep until all memory is back and the weights are known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from weightcast.errors import Refused
+from weightcast.receiver.engine_state import error_words
+from weightcast.receiver.session import SessionHandler
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.status import EngineStatus
+
+T = TypeVar("T")
+
+
+class SleepHooks(Protocol):
+    """The engine's hooks, as sleep needs them."""
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Tags of the memory that sleeps."""
+        ...
+
+    def hold_for_sleep(self) -> None:
+        """Holds new requests back; returns when none runs.
+
+        Raises:
+            Refused: Requests run; nothing is held.
+        """
+        ...
+
+    def end_hold_of_sleep(self, *, serves: bool) -> None:
+        """Lets requests go on if all memory is back.
+
+        Args:
+            serves: False if the weights are not known; then the next update ends the hold.
+        """
+        ...
+
+
+class SleepingSessions(SessionHandler):
+    """The sessions of an engine whose memory may sleep; its description of itself says what does."""
+
+    sleep_hooks: SleepHooks
+
+    def info(self) -> EngineInfo:
+        """Implements ``SessionHandler.info`` and adds the memory that sleeps to its message."""
+        info = super().info()
+        return msgspec.structs.replace(info, message=with_sleep(info.message, self.sleep_hooks.asleep))
+
+    def status(self) -> EngineStatus:
+        """Implements ``SessionHandler.status``, likewise."""
+        status = super().status()
+        return msgspec.structs.replace(status, message=with_sleep(status.message, self.sleep_hooks.asleep))
+
+
+def with_sleep(message: str, asleep: Collection[str]) -> str:
+    """Adds the tags of the memory that sleeps to a message."""
+    return "; ".join(filter(None, (message, f"asleep: {', '.join(sorted(asleep))}" if asleep else "")))
+
+
+async def between_updates(engine: SessionHandler, do: Callable[[], T], refusal: Callable[[str], Exception]) -> T:
+    """Calls a function on a thread while no update is under way.
+
+    Args:
+        engine: Session that knows whether an update is under way.
+        do: The function.
+        refusal: Makes the error that the engine's server answers with, from the words of a ``Refused``.
+    """
+
+    def locked() -> T:
+        with engine.between_updates():
+            return do()
+
+    try:
+        return await asyncio.to_thread(locked)
+    except Refused as error:
+        raise refusal(error_words(error)) from error
+
+
+def fall_asleep(
+    engine: SessionHandler, hooks: SleepHooks, tags: Collection[str], do: Callable[[], object], *, discarded: str = ""
+) -> None:
+    """Puts memory to sleep; called inside ``between_updates``.
+
+    Args:
+        engine: Session that is told that the weights are gone.
+        hooks: Hooks that hold requests back.
+        tags: Memory that must be awake.
+        do: The engine's own sleep.
+        discarded: Reason of the quarantine if the weights are lost; else empty.
+
+    Raises:
+        Refused: Requests run, or the memory sleeps already.
+    """
+    refuse(frozenset(tags) & hooks.asleep, "sleeps already")
+    hooks.hold_for_sleep()
+    try:
+        if discarded:
+            engine.discarded(discarded)  # before the call, which may fail half way
+        do()
+    finally:
+        hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+
+
+def wake_up(engine: SessionHandler, hooks: SleepHooks, do: Callable[[], object]) -> None:
+    """Wakes memory; called inside ``between_updates``.
+
+    Args:
+        engine: Session that knows whether the weights are known.
+        hooks: Hooks that hold requests back.
+        do: The engine's own wake-up.
+    """
+    do()
+    hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
+
+
+def refuse(tags: Collection[str], why: str) -> None:
+    """Refuses a request that names memory in another state.
+
+    Raises:
+        Refused: There is such memory.
+    """
+    if tags:
+        raise Refused(f"memory {why}: {', '.join(sorted(tags))}", hint="GET /weightcast/info says what sleeps")
