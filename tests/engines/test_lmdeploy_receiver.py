@@ -143,6 +143,7 @@ class TestSleep:
             served.step("retract")
         served.refused("/sleep?level=1", "sleeps already: weights")
         served.refused("/wakeup?tags=all", "no memory of LMDeploy is called all")
+        served.refused("/wakeup?tags=kv_cache", "the KV cache cannot wake before the weights")
         assert served.ask("/wakeup").status_code == 200
         assert served.info()["message"] == ""
         served.answers_with_its_weights()

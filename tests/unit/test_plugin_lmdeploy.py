@@ -309,6 +309,9 @@ def test_sleep_that_cannot_be_is_refused_and_requests_go_on(loop: asyncio.Abstra
         server.sleep()
     with pytest.raises(HTTPException, match="no memory of LMDeploy is called cache"):
         server.wake("cache")
+    with pytest.raises(HTTPException, match="the KV cache cannot wake before the weights"):
+        server.wake("kv_cache")
+    assert server.hooks.asleep == {"weights", "kv_cache"}
 
 
 class Tied(nn.Module):

@@ -14,7 +14,7 @@ from weightcast.errors import Refused
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.hook_points import other_version
-from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WEIGHTS
+from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS
 from weightcast.plugins.sleeping import between_updates, fall_asleep, wake_up
 from weightcast.receiver.session import SessionHandler
 
@@ -67,6 +67,9 @@ def guard_sleep(
             async def wake() -> None:
                 wakeup(asleep)
 
+            if asleep and WEIGHTS in hooks.asleep and WEIGHTS not in asleep:
+                # LMDeploy warms up, and captures graphs, as soon as it has a KV cache.
+                raise Refused("the KV cache cannot wake before the weights", hint=WAKE_FIRST)
             if asleep:
                 wake_up(engine, hooks, lambda: calls.result(wake(), _SLEEP_S))
 
