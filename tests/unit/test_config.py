@@ -16,7 +16,7 @@ from weightcast.update import sessions
 from weightcast.update.updater import WeightUpdater
 
 # Options that ``connect`` also accepts in other types, which it converts.
-CONVERTED = {"bucket_bytes": {str}, "wire_dtype": {torch.dtype}}
+CONVERTED = {"bucket_bytes": {str}, "max_extra_bytes": {str}, "wire_dtype": {torch.dtype}}
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
