@@ -212,7 +212,7 @@ def test_flipped_bit_on_the_way_is_found_and_nothing_is_switched(fleet, monkeypa
     if guarded_by == "engine":  # a caller that compares nothing cannot make the engine switch
         monkeypatch.setattr(peer_copy._Copy, "_compare", lambda *_: None)
     with unchanged(late), relay(peer.url, flip) as url:
-        with pytest.raises(WeightcastError, match="digest|differs") as caught:
+        with pytest.raises(WeightcastError, match=r"digest|differs") as caught:
             copy(late, url)
         assert url in str(caught.value)
         if guarded_by == "caller":
@@ -223,7 +223,7 @@ def test_flipped_bit_on_the_way_is_found_and_nothing_is_switched(fleet, monkeypa
 
 def test_peer_updated_during_a_copy_ends_it(fleet):
     peer, late, version = fleet.peers[1], fleet.late[1], fleet.update(1)
-    words = f"serves version {version + 1} .* not version {version} "
+    words = rf"serves version {version + 1} .* not version {version} "
     with unchanged(late), relay(peer.url, at_first_chunk(lambda: fleet.update(1))) as url:
         with pytest.raises(TargetRejected, match=words) as caught:
             copy(late, url, attempts=1)
