@@ -27,12 +27,14 @@ if TYPE_CHECKING:
         WeightcastError,
     )
     from weightcast.report import TargetReport, UpdateReport
+    from weightcast.update.peer_copy import PeerCopy, copy_from_peer
     from weightcast.update.updater import WeightUpdater
 
 __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "NotFinite",
+    "PeerCopy",
     "Target",
     "TargetError",
     "TargetRejected",
@@ -47,6 +49,7 @@ __all__ = [
     "WeightUpdater",
     "WeightcastError",
     "__version__",
+    "copy_from_peer",
 ]
 
 _HOMES = {
@@ -54,6 +57,8 @@ _HOMES = {
     "UpdateConfig": "config",
     "TargetReport": "report",
     "UpdateReport": "report",
+    "PeerCopy": "update.peer_copy",
+    "copy_from_peer": "update.peer_copy",
     "WeightUpdater": "update.updater",
 }
 

@@ -23,7 +23,21 @@ from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_a
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import MAX_BYTES, BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Readback, Revert
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    Close,
+    Commit,
+    Fetch,
+    Join,
+    Leave,
+    Open,
+    Owner,
+    PeerEngine,
+    Readback,
+    ReadChunk,
+    Revert,
+)
 
 SESSION = "0123456789abcdef" * 2
 SPEC = TensorSpec(name="model.layers.0.up.weight", dtype="bfloat16", shape=(6, 4))
@@ -73,6 +87,10 @@ EXAMPLES = {
     "revert": Revert(session=SESSION, reason="another engine failed"),
     "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
     "readback": Readback(),
+    "fetch": Fetch(
+        session=SESSION, index=3, peer=PeerEngine(url="http://peer:1", api_key="k"), version=7, digest="f" * 16
+    ),
+    "chunk": ReadChunk(rank=1, index=3, layout="0" * 32, version=7, digest="f" * 16),
 }
 
 

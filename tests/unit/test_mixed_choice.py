@@ -17,6 +17,7 @@ from weightcast.errors import ConfigError, TargetLost, TargetRejected, TargetsFa
 from weightcast.transports.blame import engine_of
 from weightcast.transports.mixed import MixedTransport
 from weightcast.update.choose import Plan
+from weightcast.wire.answers import MAPPING_FAILED
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 
 HERE, THERE, THIRD = "http://here", "http://there", "http://third"
@@ -77,17 +78,22 @@ def test_engine_that_refused_ipc_goes_by_broadcast_and_the_rest_stays():
     infos = {HERE: engine("cpu"), THIRD: engine("cpu")}
     plan = plan_of(infos, ["cpu"])
     assert plan.choose().transport == "ipc"
-    note = plan.leave_transport(HERE, TargetRejected(f"{HERE}: cannot map", url=HERE))
+    note = plan.leave_transport(HERE, TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
     assert note is not None
     assert "cannot map" in note
     choice = plan.choose_again()
     assert (choice.transport, chosen(plan, infos)) == ("ipc+broadcast", ["broadcast", "ipc"])
     # Nothing is left after broadcast.
-    assert plan.leave_transport(HERE, TargetRejected(f"{HERE}: refused", url=HERE)) is None
+    assert plan.leave_transport(HERE, TargetRejected(f"{HERE}: refused", url=HERE, status=MAPPING_FAILED)) is None
 
 
 @pytest.mark.parametrize(
-    "error", [TargetLost("gone", url=HERE), VerificationFailed("other weights", url=HERE, names=("t",))]
+    "error",
+    [
+        TargetLost("gone", url=HERE),
+        VerificationFailed("other weights", url=HERE, names=("t",)),
+        TargetRejected("the model's loader failed", url=HERE, status=409),
+    ],
 )
 def test_engine_that_is_gone_or_has_other_weights_is_no_reason_to_leave_a_transport(error):
     plan = plan_of({HERE: engine("cpu"), THIRD: engine("cpu")}, ["cpu"])
@@ -99,13 +105,13 @@ def test_engine_that_is_gone_or_has_other_weights_is_no_reason_to_leave_a_transp
 def test_ipc_does_not_give_way_where_nothing_else_can_work():
     plan = plan_of({HERE: engine("GPU-0")}, ["GPU-0"])  # NCCL needs a GPU for each rank
     assert plan.choose().transport == "ipc"
-    assert plan.leave_transport(HERE, TargetRejected("refused", url=HERE)) is None
+    assert plan.leave_transport(HERE, TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
 
 
 def test_named_transport_does_not_give_way():
     plan = plan_of({HERE: engine("cpu")}, ["cpu"], transport="ipc")
     plan.choose()
-    assert plan.leave_transport(HERE, TargetRejected("refused", url=HERE)) is None
+    assert plan.leave_transport(HERE, TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
 
 
 class Part:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from weightcast.cli import bench, demo, doctor, plan, push, serve, status, trace, verify
+from weightcast.cli import bench, catch_up, demo, doctor, plan, push, serve, status, trace, verify
 from weightcast.cli.exit_codes import FAILURE, INTERRUPTED, USAGE, code_of
 from weightcast.cli.options import JSON_KEY, STACK_KEY
 from weightcast.cli.render import note, say, show_error
@@ -104,6 +104,7 @@ def _root(
 app.command(short_help="Train a small model and update two engines after every step")(demo.demo)
 app.command(short_help="Start the reference engine")(serve.serve)
 app.command(short_help="Send a checkpoint to running engines")(push.push)
+app.command(short_help="Copy the weights of one engine into another")(catch_up.catch_up)
 app.command(short_help="Compare an engine's weights with a checkpoint")(verify.verify)
 app.command(short_help="Estimate the buckets, memory and time of an update")(plan.plan)
 app.command(short_help="Check whether engines can be updated from here, and say what to fix")(doctor.doctor)

@@ -24,6 +24,7 @@ from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
 from weightcast.receiver.offer import check_offer, some
 from weightcast.receiver.recorder import LoadWeights, record_routes
+from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.resident_sums import ResidentSums
 from weightcast.receiver.scattered_copier import ScatteredCopier
 from weightcast.receiver.scattered_plan import ExchangePlan, Parts, ScatteredPlan
@@ -124,6 +125,7 @@ class Loader:
         self.known: HeldSums | None = None
         self._before: HeldSums | None = None
         self._finishing = False
+        self._fetched: tuple[ResidentChunks, int] | None = None  # chunks that came from a peer in this update
         self.touched = False
 
     def unstaged_because(self, *, keep_storage: bool = False) -> str:
@@ -212,6 +214,7 @@ class Loader:
         self.staging.look(dtypes=True)
         self._arrivals.begin()
         self._held.clear()
+        self._fetched = None
         self.touched = False
         self.scattered.begin()
 
@@ -313,6 +316,21 @@ class Loader:
         self.load_scattered([received], plan.copies, summed=summed)
         self.scattered.received_bytes += plan.size_bytes
 
+    def chunks(self, tp_size: int) -> ResidentChunks:
+        """The weights as chunks for a copy from rank to rank, with the dtypes that the parameters have now."""
+        routes = [route for found in self.routes.values() for route in found]
+        return ResidentChunks(routes, self.staging.live, tp_size=tp_size)
+
+    def take_chunk(self, index: int, data: bytes, chunks: ResidentChunks) -> None:
+        """Copies a chunk that came from a peer into the staging set.
+
+        Raises:
+            Refused: It has another size than this rank's own chunk.
+        """
+        self.touched = self.touched or not self.staging.staged
+        chunks.write(index, data, self.staging.target)
+        self._fetched = chunks, index + 1
+
     def written(self) -> HeldSums:
         """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device."""
         sums = self.scattered.sums
@@ -351,6 +369,9 @@ class Loader:
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""
+        if self._fetched is not None:
+            chunks, taken = self._fetched
+            return chunks.sources(taken)
         return self._arrivals.missing(specs)
 
     def know(self) -> None:

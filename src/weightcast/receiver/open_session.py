@@ -9,7 +9,7 @@ from weightcast.errors import Refused
 from weightcast.wire.answers import Cause
 from weightcast.wire.fields import shown
 from weightcast.wire.layout import BucketLayout, TensorSpec
-from weightcast.wire.messages import Announce, Close, Commit, Join, Leave, Message, Open, Revert
+from weightcast.wire.messages import Announce, Close, Commit, Fetch, Join, Leave, Message, Open, Revert
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class OpenSession:
         unproven: Tensors whose place cannot be read back, by name.
         received: Digest by name of each tensor that arrived, if Close has asked for them.
         groups: Names of the process groups that broadcast its buckets.
+        fetched: First Fetch of a session that copies from a peer; None if a trainer sends the weights.
     """
 
     open: Open
@@ -43,6 +44,7 @@ class OpenSession:
     unproven: frozenset[str] = frozenset()
     received: Mapping[str, str] = field(default_factory=dict[str, str])
     groups: set[str] = field(default_factory=set[str])
+    fetched: Fetch | None = None
 
 
 class Announced:
@@ -85,7 +87,7 @@ def check_message(message: Message, current: OpenSession | None, committed: str)
         if isinstance(message, Leave) and message.group in current.groups:
             raise Refused(f"{owner(current.open)} uses the group {message.group}", hint="end its update first")
     # A Join that names no session makes a group outside an update.
-    named = message.session if isinstance(message, Join | Announce | Close | Commit | Revert) else ""
+    named = message.session if isinstance(message, Join | Announce | Close | Commit | Revert | Fetch) else ""
     if committed and isinstance(message, Commit | Revert) and message.session == committed:
         return  # a committed session may still be asked about, and reverted
     if named and (current is None or current.open.session != named):

@@ -21,11 +21,14 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
 from weightcast.receiver.loader import Finisher, Loader, residents_of
 from weightcast.receiver.offer import check_copies
+from weightcast.receiver.peer_rules import check_computed
 from weightcast.receiver.received_sums import ReceivedSums
 from weightcast.receiver.recorder import LoadWeights
+from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.shares import Shares, ShareSource
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.receiver.sources.peer import PeerSource
 from weightcast.receiver.staging import Place, choose_place
 from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.peak_memory import PeakMemory
@@ -36,7 +39,21 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
 from weightcast.wire.layout import BucketLayout, TensorSpec
-from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Message, Open, Owner, Readback, Revert
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    Close,
+    Commit,
+    Fetch,
+    Join,
+    Leave,
+    Message,
+    Open,
+    Owner,
+    Readback,
+    ReadChunk,
+    Revert,
+)
 
 StagingChoice = Literal["auto", "device", "host", "none"]
 Check = Callable[[], object]
@@ -120,6 +137,9 @@ class WeightReceiver:
         self._interrupted = threading.Event()
         self._broadcast = BroadcastSource(self.device, self._interrupted)
         self._shares = Shares(self.loader, self._memory, self._broadcast, self.device)
+        self._peer = PeerSource()
+        self._chunks: ResidentChunks | None = None  # of the session that fetches
+        self._given: tuple[int, ResidentChunks] | None = None  # of the live weights, and where they lay
         self._open: Open | None = None
         self._owner: Owner | None = None
         self._committed = ""
@@ -188,6 +208,7 @@ class WeightReceiver:
         """Frees groups, mapped memory and the staging set on the device; safe to call twice."""
         self._memory.close()
         self._broadcast.close()
+        self._peer.close()
         self.loader.staging.free()
 
     def _apply(self, message: Message) -> RankAck:
@@ -219,6 +240,10 @@ class WeightReceiver:
                     check()
                 self.loader.staging.look(dtypes=True)
                 return self._ack(held=True)
+            case Fetch():
+                return self._fetch(message)
+            case ReadChunk():
+                return self._read_chunk(message)
             case _:
                 assert_never(message)
 
@@ -304,6 +329,43 @@ class WeightReceiver:
             Step("load", self.rank, arrived, loaded, layout.index),
         ]
         return self._ack()
+
+    def _fetch(self, message: Fetch) -> RankAck:
+        """Copies one chunk from the same rank of a peer.  Close answers with the sums of all of them."""
+        session = self._session(message.session)
+        check_computed(self.loader.computed)
+        if self._chunks is None:
+            self._chunks = self.loader.chunks(self.tp_size)
+        chunks = self._chunks
+        if message.index < len(chunks):
+            started = time.monotonic()
+            data = self._peer.read(message, rank=self.rank, layout=chunks.layout, timeout_s=session.timeout_s)
+            if self._interrupted.is_set():
+                raise Refused("interrupted")
+            self._did("wire", started)
+            started = time.monotonic()
+            self.loader.take_chunk(message.index, data, chunks)
+            wait_for_streams(self.device)
+            self._load_s = self._did("load", started)
+        self._scattered = True
+        return self._ack(chunks=len(chunks))
+
+    def _read_chunk(self, message: ReadChunk) -> RankAck:
+        """Gives a chunk of the live weights to the same rank of another engine."""
+        self._check_awake()
+        if message.rank != self.rank:
+            return self._ack()
+        check_computed(self.loader.computed)
+        number = self.loader.staging.look(dtypes=True)
+        if self._given is None or self._given[0] != number:
+            self._given = number, self.loader.chunks(self.tp_size)
+        chunks = self._given[1]
+        if chunks.layout != message.layout:
+            raise Refused(
+                f"rank {self.rank} keeps its parameters in another layout than the engine that asks",
+                hint="copy between engines of one kind and version, started on the same model with the same sizes",
+            )
+        return self._ack(part=chunks.read(message.index, self.loader.staging.live))
 
     def _read(self, layout: BucketLayout, group: str, session: Open) -> Bucket:
         """Receives a broadcast bucket directly into the staging set, or into a buffer while the one before is loaded.
@@ -406,6 +468,8 @@ class WeightReceiver:
     def _end(self) -> None:
         self._open = None
         self._broadcast.expect_nothing()
+        self._peer.close()
+        self._chunks = None
         self._received.clear()
         self._measured()
 
@@ -441,6 +505,8 @@ class WeightReceiver:
         received_all: str = "",
         held: bool = False,
         written: HeldSums = NOTHING_HELD,
+        part: bytes = b"",
+        chunks: int = 0,
     ) -> RankAck:
         kept = written
         if held:
@@ -460,6 +526,8 @@ class WeightReceiver:
             received=received or {},
             held=kept,
             unproven=tuple(sorted(self.loader.computed)),
+            part=part,
+            chunks=chunks,
             load_s=self._load_s,
             verify_s=self._verify_s,
             peak_extra_bytes=self._peak.extra_bytes if self._peak is not None else 0,

@@ -42,7 +42,7 @@ class ResidentSums:
             self._tabulate({name: one.dtype for name, one in found.items()})
             return [
                 Piece(
-                    tensor=_region(found[route.parameter], route),
+                    tensor=region_of(found[route.parameter], route),
                     full_shape=self._expected[route.source].shape,
                     box=route.box,
                 )
@@ -78,6 +78,7 @@ class ResidentSums:
         )
 
 
-def _region(tensor: torch.Tensor, route: Route) -> torch.Tensor:
+def region_of(tensor: torch.Tensor, route: Route) -> torch.Tensor:
+    """The place of a route's box in a parameter, with the box's shape."""
     region = route.region
     return tensor.detach().as_strided(region.shape, region.stride, tensor.storage_offset() + region.offset)

@@ -20,7 +20,7 @@ from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, 
 from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, decode, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Abort, Close, Commit, Join, Leave, Message, Open, Readback, Revert
+from weightcast.wire.messages import Abort, Close, Commit, Fetch, Join, Leave, Message, Open, Readback, Revert
 from weightcast.wire.plans import UnknownPlan
 from weightcast.wire.status import EngineStatus
 
@@ -123,7 +123,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
 
     @router.post(
         "/apply",
-        summary="One message of an update: Join, Announce, Close, Commit, Revert, Abort, Leave",
+        summary="One message of an update: Join, Announce, Fetch, Close, Commit, Revert, Abort, Leave",
         response_class=Response,
         responses={200: _ACK, **_REFUSALS},
         openapi_extra={"requestBody": {"required": True, **_MESSAGES}},
@@ -294,7 +294,9 @@ _LEASE = {
     "description": "A length (4 bytes, big endian) and an Ack, then heartbeats until the session is over",
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
-_MESSAGES = json_content("One message", Join | Leave | ANNOUNCE_SCHEMA | Close | Commit | Revert | Abort | Readback)
+_MESSAGES = json_content(
+    "One message", Join | Leave | ANNOUNCE_SCHEMA | Close | Commit | Revert | Abort | Readback | Fetch
+)
 _OPEN = json_content("The first message of an update", OPEN_SCHEMA)
 _SCORED = json_content("A text as tokens", Scored)
 _FAILURES: dict[int | str, dict[str, Any]] = {code: _NOT_NOW for code in (*_STATUSES.values(), 500)}

@@ -21,6 +21,7 @@ from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineSta
 from weightcast.receiver.executor import Executor
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.open_session import Announced, OpenSession, check_idle, check_message, owner
+from weightcast.receiver.peer_rules import check_fetch, check_fetched, check_readable
 from weightcast.receiver.rank_answers import Resident, ResidentFold, cause_of, costs, failures, fold_received, union
 from weightcast.receiver.session_events import SessionEvents
 from weightcast.runtime.gc_pause import gc_paused
@@ -30,13 +31,27 @@ from weightcast.wire.answers import Ack, Cause, RankAck, State
 from weightcast.wire.bucket_sources import BroadcastSource, ExchangeSource
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
-from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Message, Open, Readback, Revert
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    Close,
+    Commit,
+    Fetch,
+    Join,
+    Leave,
+    Message,
+    Open,
+    Readback,
+    ReadChunk,
+    Revert,
+)
 from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.receiver")
 
 _WATCH_S = 0.2
 _REASON_CHARS = 4096  # of ``Abort.reason``
+_READ_CHUNK_S = 30.0
 _UNOWNED_JOIN_S = 30.0  # a Join outside a session has no lease that could end it
 
 
@@ -166,6 +181,27 @@ class SessionHandler:
         current = self._session
         return current is not None and current.open.session == session
 
+    def read_chunk(self, message: ReadChunk) -> bytes:
+        """Returns a chunk of one rank's live weights, while the engine generates.  An update waits for one chunk.
+
+        Raises:
+            Refused: The engine does not serve the version that was asked for, or a rank refused.
+            EngineFailure: A rank is gone.
+        """
+        # An update that waits for its trainer keeps the lock; the other engine must not wait as long.
+        if not self._busy.acquire(timeout=_READ_CHUNK_S):
+            raise Refused(f"a step of an update has kept this engine busy for {_READ_CHUNK_S:g} s", hint="try again")
+        try:
+            writing = self._session is not None and self._engine.facts.staging == "none"
+            check_readable(message, self._engine, self._executor.tp_size, writing=writing)
+            acks = self._executor.apply(message, timeout_s=_READ_CHUNK_S)
+        finally:
+            self._busy.release()
+        ranks, error = failures(acks)
+        if ranks:
+            raise Refused(error)
+        return acks[message.rank].part
+
     def lease_lost(self, session: str) -> None:
         """Ends the session of a trainer whose connection is gone; the old version is kept or restored."""
         self._end_if_current(session, "the trainer's connection was lost")
@@ -198,6 +234,10 @@ class SessionHandler:
                 resident, unproven = self._fold.fold(acks), union(ack.unproven for ack in acks)
                 proven = {name: digest for name, digest in resident.digests.items() if name not in unproven}
                 return self._engine.ack(resident=proven, mismatched=resident.broken)
+            case Fetch():
+                return self._fetch(message)
+            case ReadChunk():
+                raise Refused("chunks are read from /weightcast/chunk")
             case _:
                 assert_never(message)
 
@@ -250,6 +290,8 @@ class SessionHandler:
         session = self._current(message)
         if message.layout.index == session.buckets + 1:
             session = self._await_turn(message)
+        if session.fetched is not None:
+            raise Refused(f"this session copies from {session.fetched.peer.url}, so no bucket may come")
         if session.closed or message.layout.index != session.buckets:
             raise Refused(f"bucket {message.layout.index} came where bucket {session.buckets} was due")
         if self._announced.specs is not session.open.specs:
@@ -271,6 +313,17 @@ class SessionHandler:
             peak_extra_bytes=max(ack.peak_extra_bytes, closed.peak_extra_bytes),
             steps=(*ack.steps, *closed.steps),
         )
+
+    def _fetch(self, message: Fetch) -> Ack:
+        session = self._current(message)
+        check_fetch(message, session)
+        session.fetched = message
+        acks = self._ranks(message, timeout_s=session.open.timeout_s)
+        session.buckets += 1
+        if session.buckets < max(ack.chunks for ack in acks):
+            return self._engine.ack(**costs(acks))
+        closed = self._close(Close(session=message.session, buckets=session.buckets))
+        return msgspec.structs.replace(closed, closed=True)
 
     def _await_turn(self, message: Announce) -> OpenSession:
         """Waits for the bucket before this one: a sender may have two on the way, and the later may come first."""
@@ -314,6 +367,7 @@ class SessionHandler:
         session = self._current(message)
         if not session.closed:
             raise Refused("the session was not closed: send Close first, which says whether everything arrived")
+        check_fetched(session, message.digest, self._engine.facts.specs, session.unproven)
         self._pause(session)
         try:
             acks = self._ranks(Commit(session=message.session), timeout_s=session.open.timeout_s)
@@ -425,7 +479,7 @@ class SessionHandler:
         last = self._last
         check_message(message, self._session, "" if last is None else last.open.session)
 
-    def _current(self, message: Announce | Close | Commit) -> OpenSession:
+    def _current(self, message: Announce | Close | Commit | Fetch) -> OpenSession:
         self._check(message)
         current = self._session
         assert current is not None

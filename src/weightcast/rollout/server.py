@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from weightcast.receiver.api_keys import Keys
+from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.rollout.engine import RolloutEngine
 from weightcast.rollout.guards import ApiKeyGuard, BodyLimit
@@ -39,5 +40,7 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes
     openai_routes(app, engine)
     operator_routes(app, engine)
     if engine.receiver is not None:
-        app.include_router(weight_routes(engine.receiver, engine.score))
+        receiver = engine.receiver
+        app.include_router(weight_routes(receiver, engine.score))
+        app.include_router(peer_routes(lambda: receiver))
     return app

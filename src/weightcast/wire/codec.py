@@ -18,7 +18,20 @@ from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.held import NOTHING_HELD, HeldForm, HeldTable, form_of, held_of
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
-from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Message, Open, Readback, Revert
+from weightcast.wire.messages import (
+    Abort,
+    Announce,
+    Close,
+    Commit,
+    Fetch,
+    Join,
+    Leave,
+    Message,
+    Open,
+    Readback,
+    ReadChunk,
+    Revert,
+)
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Tables, hash_of, kept_plan, take_plan
 
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
@@ -52,7 +65,9 @@ ANNOUNCE_SCHEMA = _AnnounceForm
 
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
-_decoder = msgspec.json.Decoder(_OpenForm | _AnnounceForm | Join | Leave | Close | Commit | Revert | Abort | Readback)
+_decoder = msgspec.json.Decoder(
+    _OpenForm | _AnnounceForm | Join | Leave | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk
+)
 _infos = msgspec.json.Decoder(_InfoForm)
 _acks = msgspec.json.Decoder(Ack)
 _rank_acks = msgspec.json.Decoder(_RankForm)

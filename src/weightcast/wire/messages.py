@@ -18,11 +18,13 @@ from msgspec import Meta
 from weightcast.config import DigestKind, PauseMode, VerifyLevel
 from weightcast.wire.bucket_sources import Source
 from weightcast.wire.fields import (
+    Count,
     Digest,
     GroupName,
     Host,
     KnownTables,
     Port,
+    Rank,
     Seconds,
     Session,
     Text,
@@ -30,7 +32,7 @@ from weightcast.wire.fields import (
     Version,
 )
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
-from weightcast.wire.plans import MAX_BUCKETS, Runs, UpdatePlan
+from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, UpdatePlan
 
 PROTOCOL = 5
 MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them before it connects to any
@@ -215,4 +217,58 @@ class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     known_tables: KnownTables = ()
 
 
-Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback
+class PeerEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine whose live weights another engine copies.
+
+    Attributes:
+        url: ``http://host:port`` or ``https://host:port``, as the ranks of the other engine reach it.
+        api_key: Key of the peer; empty for none.
+    """
+
+    url: Text
+    api_key: Text = ""
+
+    def __repr__(self) -> str:
+        return f"PeerEngine(url={self.url!r})"  # a key must not get into a log
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="fetch"):
+    """Asks each rank to copy one chunk from the same rank of a peer, in place of an ``Announce``.
+
+    The answer to the last chunk is the answer to ``Close``, with the digest by name of each tensor that waits.  The
+    engine switches only if their model digest is ``digest``.
+
+    Attributes:
+        session: The session.
+        index: Number of the chunk; a rank with fewer chunks than others does nothing for the rest.
+        peer: The engine to copy from.
+        version: Version that the peer must serve, which is the session's.
+        digest: Model digest that the peer proved for this version.
+    """
+
+    session: Session
+    index: Count
+    peer: PeerEngine
+    version: Version
+    digest: Annotated[str, Meta(min_length=1, max_length=80)]
+
+
+class ReadChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="chunk"):
+    """Asks for one chunk of a rank's live weights, in the engine's layout.  Changes nothing.
+
+    Attributes:
+        rank: The rank that keeps them.
+        index: Number of the chunk.
+        layout: Hash of the asking rank's layout, which must be this rank's too.
+        version: Version that the engine must serve.
+        digest: Model digest that the engine must have proven for it.
+    """
+
+    rank: Rank
+    index: Count
+    layout: PlanHash
+    version: Version
+    digest: Annotated[str, Meta(min_length=1, max_length=80)]
+
+
+Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk

@@ -16,7 +16,7 @@ from weightcast.wire.answers import UNKNOWN_PLAN
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Abort, Close, Commit, Leave, Message, Open, Revert
+from weightcast.wire.messages import Abort, Close, Commit, Fetch, Leave, Message, Open, Revert
 
 
 class NativeAdapter:
@@ -75,6 +75,10 @@ class NativeAdapter:
     def bucket(self, session: str, layout: BucketLayout, *, group: str | None, shared: Sequence[Shared]) -> Steps:
         """Announces a bucket from a group or from shared memory."""
         return self._apply(announce_of(session, layout, group=group, shared=shared, plan=self._plan))
+
+    def fetch(self, message: Fetch) -> Steps:
+        """Makes each rank copy one chunk from a peer engine."""
+        return self._apply(message)
 
     def close(self, message: Close) -> Steps:
         """As ``Adapter.close``."""

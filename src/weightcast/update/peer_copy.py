@@ -1,0 +1,304 @@
+"""Copies the weights that one engine serves into another engine, which came late or back, without the trainer.
+
+The ranks of the late engine read from the ranks of the peer.  This process sends the messages and moves no weights.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+
+import msgspec
+
+from weightcast.adapters.native.adapter import NativeAdapter
+from weightcast.comm.http import Client
+from weightcast.config import PauseMode, Target
+from weightcast.digest.definition import model_digest, unequal
+from weightcast.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    TargetLost,
+    VerificationFailed,
+    WeightcastError,
+)
+from weightcast.transports.link import Link
+from weightcast.update.recognise import recognise
+from weightcast.wire.answers import Ack
+from weightcast.wire.codec import decode_ack
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.messages import Fetch, Open, Owner, PeerEngine
+
+_LEASE_TIMES = 4
+_NAMES = 8
+
+Progress = Callable[[int], None]
+
+
+class PeerCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a copy from a peer.
+
+    Attributes:
+        url: The engine that was brought to the version.
+        peer: The engine that the weights came from.
+        engine: Kind and version of both.
+        version_before: Version before; None if unknown.
+        version: Version that the engine serves now.
+        digest: Model digest that the engine's weights have and the peer's had.
+        chunks: Number of chunks of the largest rank; 0 if the engine served the version already.
+        proven: Number of tensors that were read back.
+        not_updated: Names of the engine's tensors that a copy does not write.
+        seconds: Wall time.
+        stall_s: Time in which the engine generated nothing, in seconds.
+        attempts: Number of attempts; more than one if the peer was updated meanwhile.
+    """
+
+    url: str
+    peer: str
+    engine: str
+    version_before: int | None
+    version: int
+    digest: str
+    chunks: int = 0
+    proven: int = 0
+    not_updated: tuple[str, ...] = ()
+    seconds: float = 0.0
+    stall_s: float = 0.0
+    attempts: int = 1
+
+
+def copy_from_peer(
+    target: Target,
+    peer: Target,
+    *,
+    pause: PauseMode = "abort",
+    timeout_s: float = 120.0,
+    attempts: int = 3,
+    progress: Progress | None = None,
+) -> PeerCopy:
+    """Brings an engine to the version that a peer serves, and proves it.  The peer keeps generating.
+
+    The engine's ranks must reach the peer's URL.  An engine with staging serves its old version until the switch.
+
+    Args:
+        target: The engine that came late or back.
+        peer: An engine of the same kind, version, model and sizes, whose weights are proven.
+        pause: Fate of the requests that run on ``target`` at the switch.
+        timeout_s: Deadline of each wait, in seconds.
+        attempts: How often to start; a new attempt follows if the peer was updated during a copy.
+        progress: Called with the number of chunks so far.
+
+    Raises:
+        ConfigError: The two engines do not fit together, or the peer's weights are not proven.  Nothing has moved.
+        TargetUnreachable, TargetRejected, TargetLost, DeadlineExceeded: An engine failed or refused; the text names
+            it.  An engine with staging still serves its old version.
+        VerificationFailed: What was copied differs from the peer's weights; nothing was switched.
+    """
+    if attempts < 1:
+        raise ConfigError(f"attempts={attempts}: at least one is needed")
+    began = time.monotonic()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(Client(one, timeout_s=timeout_s))) for one in (target, peer)]
+        for attempt in range(1, attempts + 1):
+            late, giver = (recognise(client) for client in clients)
+            digest, version = _check(target.url, late, peer.url, giver)
+            if (late.state, late.version, late.digest) == ("serving", version, digest):
+                return _result(target, peer, late, giver, began, attempt)
+            copy = _Copy(clients[0], clients[1], late, giver, timeout_s, progress)
+            try:
+                closed = copy.transfer(pause)
+                return _result(target, peer, late, giver, began, attempt, copy, closed, copy.commit())
+            except WeightcastError as error:
+                copy.abort(error)
+                if attempt == attempts or not copy.peer_moved_on():
+                    raise
+    raise AssertionError("unreachable")
+
+
+class _Copy:
+    """One attempt."""
+
+    def __init__(
+        self,
+        client: Client,
+        peer: Client,
+        late: EngineInfo,
+        giver: EngineInfo,
+        timeout_s: float,
+        progress: Progress | None,
+    ) -> None:
+        assert giver.version is not None
+        assert giver.digest
+        self.chunks = 0
+        self._adapter = NativeAdapter(late)
+        self._link = Link(client=client, adapter=self._adapter, info=late)
+        self._peer = peer
+        self._late, self._giver = late, giver
+        self._version, self._digest = giver.version, giver.digest
+        self._timeout_s = timeout_s
+        self._progress = progress
+
+    def transfer(self, pause: PauseMode) -> Ack:
+        """Copies every chunk and compares what waits with what the peer proved."""
+        self._link.open(
+            Open(
+                session=secrets.token_hex(16),
+                owner=Owner(host=socket.gethostname(), pid=os.getpid()),
+                version=self._version,
+                timeout_s=self._timeout_s,
+                lease_s=_LEASE_TIMES * self._timeout_s,
+                pause=pause,
+                verify="resident",
+                specs=self._late.specs,
+            )
+        )
+        source = PeerEngine(url=self._peer.target.url, api_key=self._peer.target.api_key or "")
+        while True:
+            message = Fetch(
+                session=self._link.session,
+                index=self.chunks,
+                peer=source,
+                version=self._version,
+                digest=self._digest,
+            )
+            ack = self._link.ask("fetch", self._adapter.fetch(message), timeout_s=self._timeout_s)
+            self.chunks += 1
+            if self._progress is not None:
+                self._progress(self.chunks)
+            if ack.closed:
+                self._compare(ack)
+                return ack
+
+    def commit(self) -> Ack:
+        """Makes the copy live.  A lost answer is asked for again: the engine switches once."""
+        try:
+            ack = self._link.commit(self._digest, timeout_s=self._timeout_s)
+        except (TargetLost, DeadlineExceeded):
+            ack = self._link.commit_again(timeout_s=self._timeout_s)
+        if (ack.version, ack.digest) != (self._version, self._digest):
+            raise VerificationFailed(
+                f"{self._link.url} says that it serves version {ack.version} with the digest {ack.digest}, after a "
+                f"copy of version {self._version} with the digest {self._digest}",
+                url=self._link.url,
+                names=(),
+                hint="send it a full update",
+            )
+        return ack
+
+    def abort(self, error: WeightcastError) -> None:
+        """Ends the session, if it is open."""
+        self._link.abort(str(error))
+        self._link.end()
+
+    def peer_moved_on(self) -> bool:
+        """True if the peer serves another proven version now than the one that this attempt copied."""
+        try:
+            now = recognise(self._peer)
+        except WeightcastError:
+            return False
+        return now.state != "quarantined" and (now.version, now.digest) != (self._version, self._digest)
+
+    def _compare(self, ack: Ack) -> None:
+        """Refuses what waits unless its digests add up to the peer's."""
+        names = [spec.name for spec in self._late.specs]
+        waiting = {name: ack.received[name] for name in names if name in ack.received}
+        if len(waiting) == len(names) and not ack.unproven and model_digest(waiting) == self._digest:
+            return
+        wrong = [*ack.mismatched, *(name for name in self._differing(waiting) if name not in ack.mismatched)]
+        shown = ", ".join(wrong[:_NAMES]) or "its digest is another one"
+        raise VerificationFailed(
+            f"{self._link.url}: what was copied from {self._peer.target.url} differs from version {self._version} "
+            f"there: {shown}; nothing was switched",
+            url=self._link.url,
+            names=wrong,
+            hint="copy again; if it differs again, check the memory and the network of both hosts",
+        )
+
+    def _differing(self, waiting: dict[str, str]) -> list[str]:
+        """Names of tensors that the peer keeps otherwise; all whose digest is missing if the peer cannot say."""
+        try:
+            served = decode_ack(self._peer.get_json("/weightcast/digests")).resident
+        except WeightcastError:
+            served = {}
+        return unequal(served, waiting) if served else [s.name for s in self._late.specs if s.name not in waiting]
+
+
+def _check(url: str, late: EngineInfo, peer_url: str, peer: EngineInfo) -> tuple[str, int]:
+    """Returns the digest and the version to copy.
+
+    Raises:
+        ConfigError: The engines do not fit together, or the peer serves nothing that is proven.
+    """
+    for where, info in ((url, late), (peer_url, peer)):
+        if info.kind != "native":
+            raise ConfigError(
+                f"{where} is {info.engine} without our receiver, and only engines with it copy from each other",
+                hint="send it a full update from the trainer",
+            )
+    if late.incarnation == peer.incarnation:
+        raise ConfigError(f"{url} and {peer_url} are the same engine", hint="name another engine as the peer")
+    if peer.state == "quarantined":
+        raise ConfigError(f"the peer {peer_url} is quarantined: {peer.message}", hint="name another engine as the peer")
+    if peer.version is None or not peer.digest:
+        raise ConfigError(
+            f"the peer {peer_url} has never proven what it serves",
+            hint='copy from an engine that was updated with verify="resident"',
+        )
+    differences = _differences(late, peer)
+    if differences:
+        raise ConfigError(
+            f"{url} cannot copy from {peer_url}, whose layout differs: {'; '.join(differences)}",
+            hint="copy between engines of one kind, version, model and size, or send a full update from the trainer",
+        )
+    return peer.digest, peer.version
+
+
+def _differences(late: EngineInfo, peer: EngineInfo) -> list[str]:
+    """The differences between two engines by which their weights lie otherwise, in words."""
+    found: list[str] = []
+    if late.engine != peer.engine:
+        found.append(f"it is {late.engine}, the peer is {peer.engine}")
+    if late.sizes != peer.sizes:
+        found.append(f"it has {late.sizes}, the peer has {peer.sizes}")
+    ours, theirs = ({spec.name: spec for spec in info.specs} for info in (late, peer))
+    names = [name for name in (*ours, *(n for n in theirs if n not in ours)) if ours.get(name) != theirs.get(name)]
+    for name in names[:_NAMES]:
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None:
+            found.append(f"only {'the peer' if one is None else 'it'} has {name}")
+        else:
+            found.append(f"{name} is {one.dtype} {list(one.shape)}, the peer's is {other.dtype} {list(other.shape)}")
+    if len(names) > _NAMES:
+        found.append(f"{len(names) - _NAMES} more tensors differ")
+    return found
+
+
+def _result(
+    target: Target,
+    peer: Target,
+    late: EngineInfo,
+    giver: EngineInfo,
+    began: float,
+    attempt: int,
+    copy: _Copy | None = None,
+    closed: Ack | None = None,
+    committed: Ack | None = None,
+) -> PeerCopy:
+    assert giver.version is not None
+    return PeerCopy(
+        url=target.url,
+        peer=peer.url,
+        engine=late.engine,
+        version_before=late.version,
+        version=giver.version,
+        digest=giver.digest or "",
+        chunks=0 if copy is None else copy.chunks,
+        proven=0 if closed is None else len(closed.received),
+        not_updated=() if committed is None else committed.not_updated,
+        seconds=time.monotonic() - began,
+        stall_s=0.0 if committed is None else committed.stall_s,
+        attempts=attempt,
+    )
