@@ -30,6 +30,7 @@ from tests.harness import (
 from tests.tiny import tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import ConfigError, UpdateFailed, WeightUpdater
+from weightcast.comm import remote_memory
 from weightcast.comm.group_moves import Move
 from weightcast.comm.shared_buckets import SharedSlot
 from weightcast.comm.trainer_group import TrainerGroup
@@ -73,7 +74,10 @@ def in_shared_memory(version: int, mesh_shape: tuple[int, ...]) -> ToyTrainer:
 
 MEMORY = {"direct_by": "memory"}
 MESSAGES = {"direct_by": "messages"}
+RDMA = {"direct_by": "rdma"}
 SHARDS = {"direct_by": "shards", "keep_mapped": True}
+needs_nixl = pytest.mark.skipif(bool(remote_memory.missing()), reason=remote_memory.missing())
+BY_RDMA = pytest.param(RDMA, marks=needs_nixl, id="rdma")
 
 
 def no_moves(*_, **__) -> None:
@@ -101,7 +105,15 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
     return reports
 
 
-@pytest.mark.parametrize("way", [MEMORY, MESSAGES, SHARDS], ids=["memory", "messages", "shards"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(MEMORY, id="memory"),
+        pytest.param(MESSAGES, id="messages"),
+        pytest.param(SHARDS, id="shards"),
+        BY_RDMA,
+    ],
+)
 @pytest.mark.parametrize(
     ("mesh_shape", "bucket_bytes"), [((2,), SMALL_BUCKETS), ((2, 2), 1 << 20)], ids=["2 ranks", "2 x 2 ranks"]
 )
@@ -189,8 +201,9 @@ def update_with_a_flipped_bit(url: str, version: int, options: dict, flip: Calla
         (MESSAGES, flip_before_sending, "layers.2.norm.weight"),
         (MESSAGES, flip_on_the_way, ""),
         (SHARDS, flip_in_mapped_memory, "embed.weight"),
+        pytest.param(RDMA, flip_in_the_buffer, "layers.2.norm.weight", marks=needs_nixl),
     ],
-    ids=["buffer", "before messages", "message", "shards"],
+    ids=["buffer", "before messages", "message", "shards", "remote buffer"],
 )
 def test_a_bit_that_flips_on_any_leg_is_found_before_the_commit(fresh, jobs, options, flip, name):
     engine, version = fresh("--tp", "2"), next_version()
@@ -221,7 +234,7 @@ def die_in_an_update(url: str, version: int, options: dict) -> str:
     return "updated"
 
 
-@pytest.mark.parametrize("options", [MEMORY, MESSAGES], ids=["memory", "messages"])
+@pytest.mark.parametrize("options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), BY_RDMA])
 def test_a_trainer_rank_that_dies_is_named_and_the_engine_keeps_its_weights(fresh, options):
     engine, ranks = fresh("--tp", "2"), Ranks(2)
     try:
@@ -263,7 +276,7 @@ def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: d
     return told
 
 
-@pytest.mark.parametrize("options", [MEMORY, MESSAGES], ids=["memory", "messages"])
+@pytest.mark.parametrize("options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), BY_RDMA])
 def test_an_engine_rank_that_dies_is_named_and_the_other_engine_is_updated(fresh, jobs, options):
     lost, kept = fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]

@@ -115,7 +115,7 @@ class Plan:
         check_places(spec, placement)
         self.receivers = choose_receivers(spec, placement)
         self._packing = links[0].adapter.packing
-        opens: dict[Sharing, int] = {"weightcast": 0, "torch": 0, "ring": 0}
+        opens: dict[Sharing, int] = {"weightcast": 0, "remote": 0, "torch": 0, "ring": 0}
         for link in links:
             self._check(link)
             self._packing = self._packing.also(link.adapter.packing)
@@ -249,7 +249,7 @@ class Plan:
         """Checks that buckets and handles were planned for an engine like this one."""
         check_pause(link, self._config.pause)
         opens = len(range(1 << 30)[link.opens])
-        shares = self.transport.shares_memory and link.sharing != "weightcast"
+        shares = self.transport.shares_memory and link.sharing in ("torch", "ring")
         other = self._packing.also(link.adapter.packing) != self._packing
         other = other or (self._zero_copy and link.adapter.in_flight < 2)
         if other or (shares and opens != link.info.tp_size):

@@ -402,7 +402,11 @@ def _direct(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
     spec = spec_of("direct")
     if spec.name not in info.transports:
         return
-    ways = [one.primitive for one in spec.primitives if possible[one.delivery]]
+    ways = [
+        one.primitive
+        for one in spec.primitives
+        if (possible[one.delivery] or (one.shares_memory and not one.one_host)) and not one.lacks(info)
+    ]
     if not ways:
         yield Check(name=spec.name, level="ok", text="cannot be used, for the reasons above")
         return
