@@ -30,7 +30,7 @@ from tests.harness import (
 from tests.tiny import tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import ConfigError, UpdateFailed, WeightUpdater
-from weightcast.comm import remote_memory
+from weightcast.comm import nixl
 from weightcast.comm.group_moves import Move
 from weightcast.comm.shared_buckets import SharedSlot
 from weightcast.comm.trainer_group import TrainerGroup
@@ -76,7 +76,7 @@ MEMORY = {"direct_by": "memory"}
 MESSAGES = {"direct_by": "messages"}
 RDMA = {"direct_by": "rdma"}
 SHARDS = {"direct_by": "shards", "keep_mapped": True}
-needs_nixl = pytest.mark.skipif(bool(remote_memory.missing()), reason=remote_memory.missing())
+needs_nixl = pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())
 BY_RDMA = pytest.param(RDMA, marks=needs_nixl, id="rdma")
 
 
@@ -399,7 +399,9 @@ def test_what_cannot_be_proven_is_refused_by_name(fresh, jobs):
         assert text == "connected"
 
 
-def train_and_update(folder: str, urls: list[str], versions: list[int]) -> list[tuple[str, dict[str, str]]]:
+def train_and_update(
+    folder: str, urls: list[str], versions: list[int], options: dict
+) -> list[tuple[str, dict[str, str]]]:
     """The report of each update of a Hugging Face model, and the digests of the whole model then."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
@@ -407,7 +409,9 @@ def train_and_update(folder: str, urls: list[str], versions: list[int]) -> list[
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[tuple[str, dict[str, str]]] = []
-    with WeightUpdater.connect(model, urls, transport="direct", bucket_bytes=1 << 16, timeout_s=60.0) as updater:
+    with WeightUpdater.connect(
+        model, urls, transport="direct", bucket_bytes=1 << 16, timeout_s=60.0, **options
+    ) as updater:
         for version in versions:
             tokens = torch.tensor([[5 + version, 17, 3, 29]])
             model(tokens, labels=tokens).loss.backward()
@@ -420,13 +424,20 @@ def train_and_update(folder: str, urls: list[str], versions: list[int]) -> list[
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_reference_engines_of_any_width_keep_what_was_trained(tmp_path, jobs, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        pytest.param(2, {}, id="2 ranks"),
+        pytest.param(4, {}, id="4 ranks"),
+        *(pytest.param(size, RDMA, marks=needs_nixl, id=f"{size} ranks by rdma") for size in (1, 2, 4)),
+    ],
+)
+def test_reference_engines_of_any_width_keep_what_was_trained(tmp_path, jobs, world_size, options):
     tiny_model(tmp_path / "model")
     with engines(tmp_path / "model", tmp_path, {"tp": 1}, {"tp": 2}, {"tp": 3}) as chosen:
         before = [engine.digests() for engine in chosen]
         urls = [engine.url for engine in chosen]
-        for told in jobs(world_size).run(train_and_update, str(tmp_path / "model"), urls, [1, 2, 3]):
+        for told in jobs(world_size).run(train_and_update, str(tmp_path / "model"), urls, [1, 2, 3], options):
             for version, (text, _) in enumerate(told, start=1):
                 rows = json.loads(text)["targets"]
                 assert [(row["version_after"], row["proof"]) for row in rows] == [(version, "resident")] * 3

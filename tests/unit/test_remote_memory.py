@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -16,15 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.comm import remote_memory
-from weightcast.comm.remote_memory import Arena, Pull, RemoteReader, RemoteReadFailed
+from tests.commands import context
+from weightcast.comm import nixl
+from weightcast.comm.remote_memory import Arena
+from weightcast.comm.remote_reads import Pull, RemoteReader, RemoteReadFailed
 from weightcast.errors import ConfigError, Refused
 from weightcast.wire.box import Box
 from weightcast.wire.bucket_sources import RemoteMemory
 from weightcast.wire.layout import Packing, TensorSpec, plan_buckets
 from weightcast.wire.pieces import Runs, runs_of
 
-needs_nixl = pytest.mark.skipif(bool(remote_memory.missing()), reason=remote_memory.missing())
+needs_nixl = pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())
 CPU = torch.device("cpu")
 LONG_S = 120.0
 
@@ -60,8 +61,8 @@ def test_runs_are_the_bytes_of_a_box_in_order_and_no_others(case, rows):
                 high = min(whole.offset[0] + whole.shape[0], slot.first_row + slot.num_rows)
                 box = Box(offset=(low, *whole.offset[1:]), shape=(max(high - low, 0), *whole.shape[1:]))
             for runs in runs_of(slot, box):
-                for number in range(runs.count):
-                    start = runs.first_byte + number * runs.stride_bytes
+                for turn in range(runs.number):
+                    start = runs.first_byte + turn * runs.stride_bytes
                     found += bucket[start : start + runs.size_bytes].tolist()
     itemsize = specs[1].torch_dtype.itemsize
     expected = values.reshape(*shape, itemsize)
@@ -78,8 +79,9 @@ def test_the_columns_of_a_matrix_are_one_row_of_the_table():
     assert runs_of(layout.slots[0], Box(offset=(8, 0), shape=(4, 64))) == [Runs(1024, 512, 512, 1)]
 
 
-def own(pipe: multiprocessing.connection.Connection) -> None:
+def own(pipe: Connection, environment: dict[str, str]) -> None:
     """A process with two buffers of 1 MiB, the first full of ones and the second of twos."""
+    os.environ.update(environment)
     arena = Arena(2, 1 << 20, CPU)
     for index in range(2):
         arena.slot(index).fill_(index + 1)
@@ -93,10 +95,9 @@ def own(pipe: multiprocessing.connection.Connection) -> None:
 class Owner:
     """Another process with memory."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, **environment: str) -> None:
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=own, args=(there,), daemon=True)
+        self.process = context.Process(target=own, args=(there, environment), daemon=True)
         self.process.start()
         there.close()
         assert self.pipe.poll(LONG_S)
@@ -113,7 +114,7 @@ class Owner:
         self.process.join(LONG_S)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def owner() -> Iterator[Owner]:
     started = Owner()
     yield started
@@ -175,14 +176,14 @@ def test_memory_that_does_not_begin_with_its_token_is_refused(owner, reader):
 
 @needs_nixl
 def test_memory_outside_the_registration_is_refused(owner, reader):
-    with pytest.raises(RemoteReadFailed, match="bucket 3"):
+    with pytest.raises(RemoteReadFailed, match=r"failed while reading from .* for bucket 3"):
         read(reader, Pull("a", owner.memories[0], [(0, Runs(1 << 30, 64, 64, 1))]))
 
 
 @needs_nixl
 def test_a_stopped_owner_ends_the_read_at_its_deadline_and_an_interrupt_ends_it_at_once(owner, reader, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp")  # needs the owner's help, so that a stopped owner is a silent network
-    slow = Owner()
+    slow = Owner(UCX_TLS="tcp")
     assert slow.process.pid is not None
     os.kill(slow.process.pid, signal.SIGSTOP)
     pull = Pull("a", slow.memories[0], [(0, Runs(0, 4096, 4096, 1))])
@@ -196,7 +197,7 @@ def test_a_stopped_owner_ends_the_read_at_its_deadline_and_an_interrupt_ends_it_
 
 
 def test_a_process_without_nixl_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(remote_memory, "find_spec", lambda name: None)
+    monkeypatch.setattr(nixl, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="NIXL is not installed"):
         Arena(2, 4096, CPU)
     memory = RemoteMemory(

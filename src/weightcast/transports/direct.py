@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightcast.comm import remote_memory
+from weightcast.comm import nixl
 from weightcast.comm.invited import Invited
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import ConfigError
@@ -69,11 +69,11 @@ def _check_rdma(placement: Placement) -> None:
     for url, info in placement.infos.items():
         lacking = _lacks_nixl(info)
         if lacking:
-            raise ConfigError(f"{url} cannot be updated by rdma: {lacking}", hint='pip install "weightcast[rdma]" there')
+            raise ConfigError(f"{url} cannot be updated by rdma: {lacking}", hint='pip install "weightcast[rdma]"')
 
 
 def _lacks_nixl(info: EngineInfo) -> str:
-    if remote_memory.missing():
+    if nixl.missing():
         return "NIXL is not installed in this process"
     return "" if info.reads_remote else "NIXL is not installed in the engine"
 

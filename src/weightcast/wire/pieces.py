@@ -146,13 +146,13 @@ class Runs(NamedTuple):
         first_byte: First byte of the first run.
         size_bytes: Size of each run.
         stride_bytes: Distance from one run to the next.
-        count: Number of runs.
+        number: Number of runs.
     """
 
     first_byte: int
     size_bytes: int
     stride_bytes: int
-    count: int
+    number: int
 
 
 def runs_of(slot: TensorSlot, box: Box) -> list[Runs]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from weightcast.comm.remote_memory import Pull, RemoteReader, RemoteReadFailed
+from weightcast.comm.remote_reads import Pull, RemoteReader, RemoteReadFailed
 from weightcast.receiver.scattered_plan import ExchangePlan
 from weightcast.wire.bucket_sources import RemoteBuffer
 from weightcast.wire.layout import BucketLayout
@@ -51,9 +51,7 @@ class RemoteMemorySource:
                 )
         known = self._runs.get(layout.index)
         if known is None or known[0] is not plan:
-            runs = [
-                _runs_of(layout, message, start) for message, start in zip(plan.messages, plan.starts, strict=True)
-            ]
+            runs = [_runs_of(layout, message, start) for message, start in zip(plan.messages, plan.starts, strict=True)]
             known = self._runs[layout.index] = plan, runs
         pulls = [
             Pull((layout.index, number), buffer.memory, runs)
@@ -77,5 +75,5 @@ def _runs_of(layout: BucketLayout, message: PieceMessage, start: int) -> list[tu
         first = start + piece.offset_bytes
         for runs in runs_of(layout.slots[piece.slot], piece.box):
             found.append((first, runs))
-            first += runs.size_bytes * runs.count
+            first += runs.size_bytes * runs.number
     return found
