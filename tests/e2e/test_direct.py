@@ -235,7 +235,7 @@ def die_in_an_update(url: str, version: int, options: dict) -> str:
 
 
 @pytest.mark.parametrize("options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), BY_RDMA])
-def test_a_trainer_rank_that_dies_is_named_and_the_engine_keeps_its_weights(fresh, options):
+def test_a_trainer_rank_that_dies_is_named_and_another_trainer_updates_the_engine(fresh, jobs, options):
     engine, ranks = fresh("--tp", "2"), Ranks(2)
     try:
         ranks.start(die_in_an_update, engine.url, next_version(), options)
@@ -243,6 +243,9 @@ def test_a_trainer_rank_that_dies_is_named_and_the_engine_keeps_its_weights(fres
     finally:
         ranks.close()
     assert serves_whole(engine) == 0
+    version = next_version()
+    jobs(2).run(update_directly, [engine.url], [version], (2,), {"bucket_bytes": 30_000, **options})
+    assert serves_whole(engine) == version
 
 
 def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: dict) -> list[str]:
