@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.forking import fork_ranks
 from tests.torn import tear
+from weightcast.comm import nixl
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.config import PauseMode
 from weightcast.receiver import WeightReceiver, lost_ranks
@@ -204,6 +205,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         ),
         staging={"none": "none", "host": "host"}.get(args.staging, "device"),
         transports=("ipc", "direct", "broadcast"),
+        reads_remote=not nixl.missing(),
         specs=tuple(TensorSpec.of(n, t, dtype=getattr(torch, args.dtype)) for n, t in weights.items()),
     )
     app = FastAPI()

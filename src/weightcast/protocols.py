@@ -256,7 +256,7 @@ class Scorer(Protocol):
 Delivery = Literal["group", "memory", "folder", "handles"]
 # Form of the handles to a shared buffer over ``ipc``: "weightcast" for our own handles, "torch" for torch's handle to
 # one buffer, "ring" for torch's handle to the one storage of all buffers (``comm/shared_buckets.py``).
-Sharing = Literal["weightcast", "torch", "ring"]
+Sharing = Literal["weightcast", "remote", "torch", "ring"]
 # Rendezvous of a group over ``broadcast``: "weightcast" as our receiver does it, "torch" as ``torch.distributed`` does
 # at ``tcp://host:port`` with the group's name as prefix, "nccl-id" by NCCL's unique id.
 Meeting = Literal["weightcast", "torch", "nccl-id"]

@@ -26,6 +26,7 @@ from tests.commands import COMMAND, Started
 from tests.commands import run as run_forked
 from tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.cli.app import app
+from weightcast.comm import nixl
 from weightcast.config import parse_size
 from weightcast.wire.codec import decode_info, encode
 from weightcast.wire.messages import Open, Owner
@@ -240,7 +241,8 @@ def test_doctor_finds_nothing_wrong(engine):
     assert "2 ranks joined this process" in result.stdout
     assert "ipc and broadcast can be used" in result.stdout
     assert result.stdout.count("direct") == 1
-    assert "shards, memory, messages can be used; auto takes it if the trainer sets keep_mapped" in result.stdout
+    ways = ["shards", "memory", *([] if nixl.missing() else ["rdma"]), "messages"]
+    assert f"{', '.join(ways)} can be used; auto takes it if the trainer sets keep_mapped" in result.stdout
     (found,) = json.loads(run("doctor", engine.url, "--json").stdout)["engines"]
     assert found["ok"] is True
     assert {check["name"] for check in found["checks"]} >= {"key", "state", "ipc", "rendezvous", "staging", "memory"}

@@ -30,6 +30,7 @@ from tests.harness import (
 from tests.tiny import tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import ConfigError, UpdateFailed, WeightUpdater
+from weightcast.comm import nixl
 from weightcast.comm.group_moves import Move
 from weightcast.comm.shared_buckets import SharedSlot
 from weightcast.comm.trainer_group import TrainerGroup
@@ -73,7 +74,10 @@ def in_shared_memory(version: int, mesh_shape: tuple[int, ...]) -> ToyTrainer:
 
 MEMORY = {"direct_by": "memory"}
 MESSAGES = {"direct_by": "messages"}
+RDMA = {"direct_by": "rdma"}
 SHARDS = {"direct_by": "shards", "keep_mapped": True}
+needs_nixl = pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())
+BY_RDMA = pytest.param(RDMA, marks=needs_nixl, id="rdma")
 
 
 def no_moves(*_, **__) -> None:
@@ -101,7 +105,15 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
     return reports
 
 
-@pytest.mark.parametrize("way", [MEMORY, MESSAGES, SHARDS], ids=["memory", "messages", "shards"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(MEMORY, id="memory"),
+        pytest.param(MESSAGES, id="messages"),
+        pytest.param(SHARDS, id="shards"),
+        BY_RDMA,
+    ],
+)
 @pytest.mark.parametrize(
     ("mesh_shape", "bucket_bytes"), [((2,), SMALL_BUCKETS), ((2, 2), 1 << 20)], ids=["2 ranks", "2 x 2 ranks"]
 )
@@ -189,8 +201,9 @@ def update_with_a_flipped_bit(url: str, version: int, options: dict, flip: Calla
         (MESSAGES, flip_before_sending, "layers.2.norm.weight"),
         (MESSAGES, flip_on_the_way, ""),
         (SHARDS, flip_in_mapped_memory, "embed.weight"),
+        pytest.param(RDMA, flip_in_the_buffer, "layers.2.norm.weight", marks=needs_nixl),
     ],
-    ids=["buffer", "before messages", "message", "shards"],
+    ids=["buffer", "before messages", "message", "shards", "remote buffer"],
 )
 def test_a_bit_that_flips_on_any_leg_is_found_before_the_commit(fresh, jobs, options, flip, name):
     engine, version = fresh("--tp", "2"), next_version()
@@ -221,8 +234,8 @@ def die_in_an_update(url: str, version: int, options: dict) -> str:
     return "updated"
 
 
-@pytest.mark.parametrize("options", [MEMORY, MESSAGES], ids=["memory", "messages"])
-def test_a_trainer_rank_that_dies_is_named_and_the_engine_keeps_its_weights(fresh, options):
+@pytest.mark.parametrize("options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), BY_RDMA])
+def test_a_trainer_rank_that_dies_is_named_and_another_trainer_updates_the_engine(fresh, jobs, options):
     engine, ranks = fresh("--tp", "2"), Ranks(2)
     try:
         ranks.start(die_in_an_update, engine.url, next_version(), options)
@@ -230,6 +243,9 @@ def test_a_trainer_rank_that_dies_is_named_and_the_engine_keeps_its_weights(fres
     finally:
         ranks.close()
     assert serves_whole(engine) == 0
+    version = next_version()
+    jobs(2).run(update_directly, [engine.url], [version], (2,), {"bucket_bytes": 30_000, **options})
+    assert serves_whole(engine) == version
 
 
 def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: dict) -> list[str]:
@@ -263,7 +279,7 @@ def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: d
     return told
 
 
-@pytest.mark.parametrize("options", [MEMORY, MESSAGES], ids=["memory", "messages"])
+@pytest.mark.parametrize("options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), BY_RDMA])
 def test_an_engine_rank_that_dies_is_named_and_the_other_engine_is_updated(fresh, jobs, options):
     lost, kept = fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]
@@ -386,7 +402,9 @@ def test_what_cannot_be_proven_is_refused_by_name(fresh, jobs):
         assert text == "connected"
 
 
-def train_and_update(folder: str, urls: list[str], versions: list[int]) -> list[tuple[str, dict[str, str]]]:
+def train_and_update(
+    folder: str, urls: list[str], versions: list[int], options: dict
+) -> list[tuple[str, dict[str, str]]]:
     """The report of each update of a Hugging Face model, and the digests of the whole model then."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
@@ -394,7 +412,9 @@ def train_and_update(folder: str, urls: list[str], versions: list[int]) -> list[
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[tuple[str, dict[str, str]]] = []
-    with WeightUpdater.connect(model, urls, transport="direct", bucket_bytes=1 << 16, timeout_s=60.0) as updater:
+    with WeightUpdater.connect(
+        model, urls, transport="direct", bucket_bytes=1 << 16, timeout_s=60.0, **options
+    ) as updater:
         for version in versions:
             tokens = torch.tensor([[5 + version, 17, 3, 29]])
             model(tokens, labels=tokens).loss.backward()
@@ -407,13 +427,20 @@ def train_and_update(folder: str, urls: list[str], versions: list[int]) -> list[
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_reference_engines_of_any_width_keep_what_was_trained(tmp_path, jobs, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        pytest.param(2, {}, id="2 ranks"),
+        pytest.param(4, {}, id="4 ranks"),
+        *(pytest.param(size, RDMA, marks=needs_nixl, id=f"{size} ranks by rdma") for size in (1, 2, 4)),
+    ],
+)
+def test_reference_engines_of_any_width_keep_what_was_trained(tmp_path, jobs, world_size, options):
     tiny_model(tmp_path / "model")
     with engines(tmp_path / "model", tmp_path, {"tp": 1}, {"tp": 2}, {"tp": 3}) as chosen:
         before = [engine.digests() for engine in chosen]
         urls = [engine.url for engine in chosen]
-        for told in jobs(world_size).run(train_and_update, str(tmp_path / "model"), urls, [1, 2, 3]):
+        for told in jobs(world_size).run(train_and_update, str(tmp_path / "model"), urls, [1, 2, 3], options):
             for version, (text, _) in enumerate(told, start=1):
                 rows = json.loads(text)["targets"]
                 assert [(row["version_after"], row["proof"]) for row in rows] == [(version, "resident")] * 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weightcast import ConfigError
+from weightcast.comm import nixl
 from weightcast.comm.ipc import host_id
 from weightcast.config import UpdateConfig
 from weightcast.transports.preflight import choose_receivers, choose_transport
@@ -17,7 +18,9 @@ from weightcast.transports.spec import Placement
 EVERYTHING = ("ipc", "direct", "broadcast")
 
 
-def engine(*devices: str, transports: tuple[str, ...] = EVERYTHING, host: str | None = None) -> Any:
+def engine(
+    *devices: str, transports: tuple[str, ...] = EVERYTHING, host: str | None = None, remote: bool = False
+) -> Any:
     ranks = tuple(SimpleNamespace(device=device) for device in devices)
     return SimpleNamespace(
         ranks=ranks,
@@ -26,6 +29,7 @@ def engine(*devices: str, transports: tuple[str, ...] = EVERYTHING, host: str | 
         tp_size=len(devices),
         engine="toy",
         message="",
+        reads_remote=remote,
     )
 
 
@@ -96,5 +100,41 @@ def test_auto_passes_over_a_transport_that_is_left_out() -> None:
 def test_reading_shards_needs_a_promise_that_they_stay() -> None:
     with pytest.raises(ConfigError, match="keep the trainer's weights mapped"):
         UpdateConfig(direct_by="shards")
-    with pytest.raises(ConfigError, match="direct_by='rdma'"):
-        UpdateConfig(direct_by="rdma")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="direct_by='pigeons'"):
+        UpdateConfig(direct_by="pigeons")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def nixl_here(monkeypatch):
+    monkeypatch.setattr(nixl, "find_spec", lambda name: name)
+
+
+def test_rdma_reaches_engines_of_any_host_that_have_nixl(nixl_here) -> None:
+    place = placement(["cpu", "cpu"], engine("cpu", "cpu", remote=True, host="another"), primitive="rdma")
+    spec = choose_transport("direct", place)
+    assert (spec.name, spec.primitive, spec.scattered, spec.shares_memory) == ("direct", "rdma", True, True)
+    assert choose_receivers(spec, place) == (0, 1)
+
+
+def test_auto_never_takes_rdma(nixl_here) -> None:
+    place = placement(["cpu"], engine("cpu", remote=True, host="another"))
+    assert choose_transport("direct", place).primitive == "messages"
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (placement(["cpu"], engine("cpu"), primitive="rdma"), "http://e0 .* NIXL is not installed in the engine"),
+        (placement(["GPU-1"], engine("GPU-2", remote=True), primitive="rdma"), "shown between CPUs only"),
+        (placement(["cpu"], engine("GPU-2", remote=True), primitive="rdma"), "engine ranks on GPU-2"),
+    ],
+)
+def test_rdma_that_cannot_work_is_refused_by_name(nixl_here, place: Placement, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose_transport("direct", place)
+
+
+def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(nixl, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="NIXL is not installed in this process"):
+        choose_transport("direct", placement(["cpu"], engine("cpu", remote=True), primitive="rdma"))

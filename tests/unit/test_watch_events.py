@@ -25,6 +25,9 @@ from weightcast.wire.bucket_sources import (
     MappedSource,
     MemoryHandle,
     PartialBuffer,
+    RemoteBuffer,
+    RemoteMemory,
+    RemoteSource,
     ScatteredSource,
     Source,
 )
@@ -142,9 +145,13 @@ def test_one_listener_several_and_none_are_taken():
 
 
 HANDLE = MemoryHandle(kind="shm", device="cpu", size_bytes=64)
+REMOTE = RemoteMemory(
+    agent="a", metadata=b"m", address=1, token=b"t" * 32, first_byte=0, size_bytes=64, owner="host (process 1)"
+)
 SOURCES = [
     ("ipc", IpcSource(handles=(HANDLE,))),
     ("direct", ScatteredSource(buffers=(PartialBuffer(handle=HANDLE, parts=()),))),
+    ("direct", RemoteSource(buffers=(RemoteBuffer(memory=REMOTE, parts=()),))),
     ("direct", MappedSource(memories=(HANDLE,), parts=())),
     ("direct", ExchangeSource(group="g", parts=((),))),
     ("broadcast", BroadcastSource(group="g")),

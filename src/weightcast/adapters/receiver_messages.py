@@ -16,6 +16,8 @@ from weightcast.wire.bucket_sources import (
     MappedSource,
     MemoryHandle,
     PartialBuffer,
+    RemoteBuffer,
+    RemoteSource,
     ScatteredSource,
 )
 from weightcast.wire.layout import BucketLayout
@@ -55,6 +57,11 @@ def announce_of(
         return Announce(session=session, layout=layout, source=source, plan=plan)
     if any(item.mapped for item in shared):
         return Announce(session=session, layout=layout, source=_mapped(shared), plan=plan)
+    remote = tuple(
+        RemoteBuffer(memory=item.remote, parts=item.parts) for item in shared if item.remote is not None and item.parts
+    )
+    if remote:
+        return Announce(session=session, layout=layout, source=RemoteSource(buffers=remote), plan=plan)
     if any(item.parts for item in shared):
         buffers = tuple(
             PartialBuffer(handle=item.memory, parts=item.parts)

@@ -18,8 +18,9 @@ import msgspec
 import torch
 
 from weightcast.comm.ipc import SharedBuffer, device_uuid
+from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError
-from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Part
+from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Part, RemoteMemory
 
 _ALIGNMENT_BYTES = 512  # as torch's own allocator; more than any dtype needs
 _LAST_READ_S = 5.0
@@ -63,6 +64,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         memory: Handle for our receiver; None if no engine has it.
+        remote: Address for our receiver on any host; None if no engine reads there.
         torch: Handles for stock engines, one for each process that will open it.
         ring: Handles to the storage that holds every buffer, for stock engines that keep it mapped.
         parts: The parts of the bucket that engines read from this buffer; empty if it has the whole bucket.
@@ -71,6 +73,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     memory: MemoryHandle | None = None
+    remote: RemoteMemory | None = None
     parts: tuple[Part, ...] = ()
     memories: tuple[MemoryHandle, ...] = ()
     mapped: tuple[MappedPart, ...] = ()
@@ -143,31 +146,42 @@ class SharedSlot:
     """
 
     def __init__(
-        self, size_bytes: int, device: torch.device, ways: Collection[str], *, ring: Ring | None = None, index: int = 0
+        self,
+        size_bytes: int,
+        device: torch.device,
+        ways: Collection[str],
+        *,
+        ring: Ring | None = None,
+        arena: Arena | None = None,
+        index: int = 0,
     ) -> None:
         """Allocates the buffer.
 
         Args:
             size_bytes: Size of the buffer.
             device: Device of the buffer.
-            ways: Any of ``weightcast``, ``torch`` and ``ring``; empty for a buffer that no process opens.  Each way
-                beyond the first costs a second buffer and a copy, except ``torch`` on a GPU.
+            ways: Any of ``weightcast``, ``torch`` and ``ring``; or ``remote`` alone; empty for a buffer that no process
+                opens.  Each way beyond the first costs a second buffer and a copy, except ``torch`` on a GPU.
             ring: The ring that the buffer is a part of.
-            index: Number of the buffer in the ring.
+            arena: The registered memory that the buffer is a part of.
+            index: Number of the buffer in the ring or arena.
 
         Raises:
             ConfigError: There is not enough memory, or the memory cannot be shared.
         """
         self._device = device
         self._ring = ring
+        self._arena = arena
         self._index = index
         self._memory = "weightcast" in ways
         self._segment = _Segment(size_bytes) if device.type == "cpu" and "torch" in ways else None
-        needed = self._memory or (ring is None and self._segment is None)
+        needed = self._memory or (ring is None and arena is None and self._segment is None)
         self._ours = SharedBuffer(size_bytes, device) if needed else None
         if self._memory and self._ours is not None:
             self._ours.handle()  # memory that cannot be shared must fail now, while no engine waits for it
-        if ring is not None:
+        if arena is not None:
+            self.data = arena.slot(index)
+        elif ring is not None:
             self.data = ring.slot(index)
         elif self._ours is not None:
             self.data = self._ours.data
@@ -193,6 +207,7 @@ class SharedSlot:
                 copy.data.copy_(self.data)
         return Shared(
             memory=self._ours.handle() if self._memory and self._ours is not None else None,
+            remote=self._arena.memory(self._index) if self._arena is not None else None,
             torch=self._share_with_torch(opens) if opens else (),
             ring=self._ring.share(self._index, opens=ring_opens) if self._ring is not None and ring_opens else (),
         )
@@ -217,20 +232,24 @@ class SharedSlot:
             self._segment.close()
         if self._ring is not None:
             self._ring.close()
+        if self._arena is not None:
+            self._arena.close()
 
 
 def make_slots(count: int, size_bytes: int, device: torch.device, ways: Collection[str]) -> list[SharedSlot]:
     """Makes ``count`` buffers to be filled in turn; see ``SharedSlot``."""
     ring = Ring(count, size_bytes, device) if "ring" in ways else None
+    arena = Arena(count, size_bytes, device) if "remote" in ways else None
     slots: list[SharedSlot] = []
     try:
         for index in range(count):
-            slots.append(SharedSlot(size_bytes, device, ways, ring=ring, index=index))
+            slots.append(SharedSlot(size_bytes, device, ways, ring=ring, arena=arena, index=index))
     except BaseException:
         for slot in slots:
             slot.close()
-        if ring is not None:
-            ring.close()
+        for whole in (ring, arena):
+            if whole is not None:
+                whole.close()
         raise
     return slots
 

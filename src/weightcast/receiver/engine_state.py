@@ -58,6 +58,7 @@ class EngineFacts:
         note: ``EngineInfo.message`` of an engine that is not quarantined.
         no_pause: Pause modes that the engine refuses as it was started, each with the reason.
         hazards: As ``EngineInfo.hazards``.
+        reads_remote: As ``EngineInfo.reads_remote``.
     """
 
     engine: str
@@ -72,6 +73,7 @@ class EngineFacts:
     staging_bytes: int = 0
     no_pause: dict[PauseMode, str] = field(default_factory=dict[PauseMode, str])
     hazards: tuple[str, ...] = ()
+    reads_remote: bool = False
 
 
 class EngineState:
@@ -124,6 +126,7 @@ class EngineState:
             instance=self._instance,
             no_pause=facts.no_pause,
             hazards=facts.hazards,
+            reads_remote=facts.reads_remote,
         )
 
     def ack(self, *, ok: bool = True, **fields: Any) -> Ack:

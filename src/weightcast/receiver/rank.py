@@ -206,7 +206,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Frees groups, mapped memory and the staging set on the device; safe to call twice."""
-        self._memory.close()
+        self._shares.unmap()
         self._broadcast.close()
         self._peer.close()
         self.loader.staging.free()
@@ -476,7 +476,7 @@ class WeightReceiver:
     def _unmap(self) -> None:
         # A bucket that failed half way may have left work on the streams that read it.
         wait_for_streams(self.device, *self._memory.devices)
-        self._memory.close()
+        self._shares.unmap()
 
     def _trim(self) -> None:
         self._broadcast.trim()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,12 +13,13 @@ from weightcast.errors import Refused
 from weightcast.receiver.loader import Loader
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
-from weightcast.wire.bucket_sources import ExchangeSource, MappedSource, ScatteredSource
+from weightcast.wire.bucket_sources import ExchangeSource, MappedSource, RemoteSource, ScatteredSource
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import encode_wanted
 
-ShareSource = ScatteredSource | ExchangeSource | MappedSource
+ShareSource = ScatteredSource | RemoteSource | ExchangeSource | MappedSource
 
 
 @dataclass(slots=True)
@@ -30,12 +31,14 @@ class Shares:
         memory: Maps the buffers of trainer ranks on this host.
         groups: The groups that this rank has joined.
         device: This rank's device.
+        remote: Reads the buffers of trainer ranks on any hosts.
     """
 
     loader: Loader
     memory: SharedMemorySource
     groups: BroadcastSource
     device: torch.device
+    remote: RemoteMemorySource = field(default_factory=RemoteMemorySource)
     _buffer: torch.Tensor | None = None
 
     def wanted(self) -> bytes:
@@ -56,7 +59,7 @@ class Shares:
         Args:
             layout: The bucket's table of contents.
             source: Where its parts are.
-            timeout_s: Deadline of the messages, in seconds.
+            timeout_s: Deadline of messages or remote reads, in seconds.
             summed: False if nobody needs digests.
             interrupted: True once the update is over.
 
@@ -66,6 +69,7 @@ class Shares:
         Raises:
             Refused: The parts are not the whole bucket exactly once, or the update is over.
             MappingFailed: A trainer rank's buffer cannot be mapped.
+            RemoteReadFailed: A trainer rank's buffer cannot be read.
             DeadlineExceeded, GroupFailed: A trainer rank fell silent or died.
         """
         copies = self.loader.copies
@@ -93,6 +97,12 @@ class Shares:
             )
             wait_for_streams(self.device, *(memory.device for memory in memories))
             return arrived
+        if isinstance(source, RemoteSource):
+            plan = self.loader.scattered.plan_exchange(layout, tuple(buffer.parts for buffer in source.buffers))
+            received = self.remote.read(layout, source.buffers, plan, timeout_s=timeout_s, interrupted=interrupted)
+            arrived = time.monotonic()
+            self.loader.load_messages(received, plan, summed=summed)
+            return arrived
         plan = self.loader.scattered.plan_exchange(layout, source.parts)
         received = self._room(plan.size_bytes)
         receives = [
@@ -107,8 +117,14 @@ class Shares:
         return arrived
 
     def trim(self) -> None:
-        """Frees the receive buffer."""
+        """Frees the receive buffers."""
         self._buffer = None
+        self.remote.close()
+
+    def unmap(self) -> None:
+        """Lets go of the trainer ranks' memory."""
+        self.memory.close()
+        self.remote.close()
 
     def _room(self, size_bytes: int) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < size_bytes:

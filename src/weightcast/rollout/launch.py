@@ -29,6 +29,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp
 from transformers import PretrainedConfig
 
+from weightcast.comm import nixl
 from weightcast.comm.tls import server_context
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.receiver.engine_state import EngineFacts
@@ -224,6 +225,7 @@ def _start(
         staging=described.staging,
         staging_bytes=described.staging_bytes,
         transports=("ipc", "direct", "broadcast"),
+        reads_remote=not nixl.missing(),
         specs=tuple(described.specs),
     )
     registry = CollectorRegistry()

@@ -1,6 +1,6 @@
 """Shards go from the trainer rank that holds them to the engine ranks that keep them: nothing is gathered.
 
-They move in one of three ways:
+They move in one of four ways:
 
 - as shards: engine ranks on this host map the memory in which trainer ranks keep their weights, and read it there.
   There is no bucket.  The weights must stay where they are, so the caller says ``keep_mapped=True``.
@@ -10,12 +10,15 @@ They move in one of three ways:
 - by messages: each trainer rank copies its own parts into its own buffer, too.  Trainer ranks and engine ranks are one
   process group.  Every trainer rank sends every engine rank the parts that it keeps (``update/exchange.py``), and the
   head posts which trainer rank has which parts.
+- by RDMA: as over memory, but the buffers are registered with NIXL, and engine ranks on any hosts read the parts that
+  they keep into memory of their own (``receiver/sources/remote.py``).  ``auto`` does not choose it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from weightcast.comm import nixl
 from weightcast.comm.invited import Invited
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import ConfigError
@@ -24,6 +27,7 @@ from weightcast.transports.broadcast import SPEC as BROADCAST
 from weightcast.transports.broadcast import BroadcastTransport
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
+from weightcast.wire.engine_info import EngineInfo
 
 
 class DirectTransport(IpcTransport):
@@ -53,6 +57,25 @@ def _check_memory(placement: Placement) -> None:
             f"{', '.join(sorted(placement.devices))}",
             hint='use another way (direct_by="messages"), or another transport: transport="auto"',
         )
+
+
+def _check_rdma(placement: Placement) -> None:
+    if placement.device.type != "cpu" or placement.devices != frozenset(("cpu",)):
+        raise ConfigError(
+            f"direct by rdma has been shown between CPUs only: the trainer is on {placement.device.type}, engine ranks "
+            f"on {', '.join(sorted(placement.devices))}",
+            hint='use another way: direct_by="messages"',
+        )
+    for url, info in placement.infos.items():
+        lacking = _lacks_nixl(info)
+        if lacking:
+            raise ConfigError(f"{url} cannot be updated by rdma: {lacking}", hint='pip install "weightcast[rdma]"')
+
+
+def _lacks_nixl(info: EngineInfo) -> str:
+    if nixl.missing():
+        return "NIXL is not installed in this process"
+    return "" if info.reads_remote else "NIXL is not installed in the engine"
 
 
 def _check_messages(placement: Placement) -> None:
@@ -124,6 +147,16 @@ _MEMORY = TransportSpec(
     check=_check_memory,
     build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
 )
+_RDMA = TransportSpec(
+    name="direct",
+    primitive="rdma",
+    scattered=True,
+    delivery="memory",
+    sharing="remote",
+    check=_check_rdma,
+    lacks=_lacks_nixl,
+    build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
+)
 _MESSAGES = TransportSpec(
     name="direct",
     primitive="messages",
@@ -133,4 +166,4 @@ _MESSAGES = TransportSpec(
     check=_check_messages,
     build=_exchange,
 )
-SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _MESSAGES))
+SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RDMA, _MESSAGES))

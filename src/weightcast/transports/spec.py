@@ -79,6 +79,10 @@ def _never(_: Placement) -> bool:
     return False
 
 
+def _nothing(_: EngineInfo) -> str:
+    return ""
+
+
 def _accept(_: Placement) -> None:
     """Accepts every placement."""
 
@@ -102,6 +106,7 @@ class TransportSpec:
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
         suits: Returns True if ``transport="auto"`` may choose this transport.  The first that suits wins.
         check: Raises ConfigError if the transport cannot work with this placement.
+        lacks: Returns what this process or an engine has not installed for this way; empty if nothing is missing.
     """
 
     name: TransportName
@@ -118,6 +123,7 @@ class TransportSpec:
     sharing: Sharing | None = None
     suits: Callable[[Placement], bool] = _never
     check: Callable[[Placement], None] = _accept
+    lacks: Callable[[EngineInfo], str] = _nothing
 
     @property
     def shares_memory(self) -> bool:

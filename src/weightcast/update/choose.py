@@ -182,7 +182,7 @@ class Plan:
         self._config = within_limit(
             self._config, self._exporter, self._specs, packing=self._packing, world_size=len(self._places)
         )
-        opens: dict[Sharing, int] = {"weightcast": 0, "torch": 0, "ring": 0}
+        opens: dict[Sharing, int] = {"weightcast": 0, "remote": 0, "torch": 0, "ring": 0}
         for link in links:
             self._check(link)
             if not self.transport_of(link.url).shares_memory:
@@ -365,7 +365,7 @@ class Plan:
         check_pause(link, self._config.pause)
         opens = len(range(1 << 30)[link.opens])
         sharing = self.transport_of(link.url).shares_memory
-        shares = sharing and link.sharing != "weightcast"
+        shares = sharing and link.sharing in ("torch", "ring")
         other = self._packing.also(link.adapter.packing) != self._packing
         other = other or (self._zero_copy and link.adapter.in_flight < 2)
         other = other or (sharing and bool(self._sharings) and link.sharing not in self._sharings)

@@ -396,7 +396,11 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
     for spec in TRANSPORTS:
         if not spec.primitives or spec.name not in info.transports:
             continue
-        ways = [way for way in spec.primitives if possible[way.delivery]]
+        ways = [
+            way
+            for way in spec.primitives
+            if (possible[way.delivery] or (way.shares_memory and not way.one_host)) and not way.lacks(info)
+        ]
         text = "cannot be used, for the reasons above"
         if ways:
             auto = "auto does not take it"

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.wire.box import Box
-from weightcast.wire.fields import GroupName, Text
+from weightcast.wire.fields import GroupName, Label, Text
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, Size
 
 
@@ -87,6 +87,46 @@ class ScatteredSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     buffers: Annotated[tuple[PartialBuffer, ...], Meta(min_length=1, max_length=4096)]
 
 
+class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bucket buffer in memory that a process of any host can read through NIXL, without help of its owner.
+
+    Attributes:
+        agent: Random name of the owner's NIXL agent.
+        metadata: The agent's addresses and keys, in NIXL's form.
+        address: First byte of the registered memory.  It begins with ``token``.
+        token: Random bytes, by which a reader recognises the memory.
+        first_byte: First byte of the buffer in the registered memory.
+        size_bytes: Size of the buffer, in bytes.
+        owner: The owner's host and process id, for errors.
+    """
+
+    agent: Label
+    metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
+    address: Annotated[int, Meta(ge=1, le=(1 << 62) - 1)]
+    token: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    first_byte: Size
+    size_bytes: Size
+    owner: Label
+
+
+class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The remote buffer of one trainer rank, which has some parts of a bucket; its other bytes mean nothing."""
+
+    memory: RemoteMemory
+    parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)]
+
+
+class RemoteSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remote"):
+    """The bucket is in the buffers of trainer ranks on any hosts, and engine ranks read it there by RDMA.
+
+    The parts of all buffers are every slot exactly once.  An engine rank reads the parts that it keeps.
+    """
+
+    transport: ClassVar[str] = "direct"
+
+    buffers: Annotated[tuple[RemoteBuffer, ...], Meta(min_length=1, max_length=4096)]
+
+
 class BroadcastSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="broadcast"):
     """The bucket comes by a broadcast from rank 0 of the named group."""
 
@@ -147,4 +187,4 @@ class ExchangeSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ]
 
 
-Source = IpcSource | ScatteredSource | BroadcastSource | ExchangeSource | MappedSource
+Source = IpcSource | ScatteredSource | RemoteSource | BroadcastSource | ExchangeSource | MappedSource

@@ -56,6 +56,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tells_version: False if the engine cannot report the version that it serves, even after an update.
         no_pause: Pause modes with which the engine, as it was started, cannot be updated, each with the reason.
         hazards: What an update leaves as it is, or cannot prove, with the engine as it was started; one sentence each.
+        reads_remote: True if the engine can read memory of other hosts through NIXL.
     """
 
     protocol: Count
@@ -82,6 +83,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tells_version: bool = True
     no_pause: dict[PauseMode, Text] = {}
     hazards: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+    reads_remote: bool = False
 
     @property
     def incarnation(self) -> tuple[object, ...]:

@@ -6,16 +6,18 @@ that the engine rank wants.  So a message has no table of contents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from itertools import product
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from weightcast.errors import WireError
-from weightcast.wire.box import Box, intersection, is_one_run
-from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size
+from weightcast.wire.box import Box, contiguous_strides, intersection, is_one_run
+from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, TensorSlot
 
 ALIGNMENT_BYTES = 16  # more than any dtype needs
 # Sending a piece by itself costs more than packing it below this size, and packing costs more above it.
@@ -135,3 +137,52 @@ def plan_message(layout: BucketLayout, parts: Sequence[tuple[int, Box]], wanted:
             end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         packed_bytes = packed_bytes if alone else end
     return PieceMessage(tuple(pieces), packed_bytes, end)
+
+
+class Runs(NamedTuple):
+    """Equally spaced runs of bytes in a bucket.
+
+    Attributes:
+        first_byte: First byte of the first run.
+        size_bytes: Size of each run.
+        stride_bytes: Distance from one run to the next.
+        number: Number of runs.
+    """
+
+    first_byte: int
+    size_bytes: int
+    stride_bytes: int
+    number: int
+
+
+def runs_of(slot: TensorSlot, box: Box) -> list[Runs]:
+    """The runs of bytes that a box of a slot's tensor is, in the order of its elements.
+
+    Args:
+        slot: The slot.
+        box: A box in the slot's rows.
+    """
+    if not box.numel:
+        return []
+    itemsize, strides = slot.spec.torch_dtype.itemsize, contiguous_strides(slot.shape)
+    origin = (slot.first_row, *(0 for _ in slot.shape[1:]))[: len(slot.shape)]
+    dim = len(slot.shape)  # dimensions from here on are whole, so they are one run with the dimension before
+    while dim and box.shape[dim - 1] == slot.shape[dim - 1]:
+        dim -= 1
+    dim = max(dim - 1, 0)
+    size_bytes = math.prod(box.shape[dim:]) * itemsize
+    count, stride_bytes, outer = 1, size_bytes, dim
+    if dim:
+        outer = dim - 1
+        count, stride_bytes = box.shape[outer], strides[outer] * itemsize
+    first = sum((at - zero) * step for at, zero, step in zip(box.offset, origin, strides, strict=True))
+    places = product(*(range(extent) for extent in box.shape[:outer]))
+    return [
+        Runs(
+            slot.offset_bytes + (first + sum(at * step for at, step in zip(place, strides, strict=False))) * itemsize,
+            size_bytes,
+            stride_bytes,
+            count,
+        )
+        for place in places
+    ]

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from weightcast import Target, WeightUpdater
+from weightcast.comm import nixl
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.lab.bench.counting import Counting
 from weightcast.lab.bench.methods import EngineSide, TrainerSide
@@ -113,6 +114,7 @@ class Engine:
             ranks=(RankInfo(rank=0, pid=os.getpid(), device=device_uuid(side.device)),),
             staging=receiver.loader.staging.place,
             transports=("ipc", "direct", "broadcast"),
+            reads_remote=not nixl.missing(),
             specs=tuple(expected),
         )
         engine = self._receiving = SessionHandler(executor, side.decoding, facts, events=Events(self.listeners()))

@@ -1,0 +1,85 @@
+"""NIXL's agents, each of which reads registered memory of others.  NIXL is the extra ``weightcast[rdma]``."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from weightcast.errors import ConfigError
+from weightcast.runtime import blocking_threads
+
+log = logging.getLogger("weightcast.comm")
+
+_MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first chooses one of the others
+_CLOSE_S = 5.0
+
+
+def missing() -> str:
+    """Returns why this process cannot use NIXL; empty if NIXL is installed.  Imports nothing."""
+    return "" if any(find_spec(name) is not None for name in _MODULES) else "NIXL is not installed"
+
+
+def make_agent() -> tuple[str, Any]:
+    """Makes an agent of NIXL's UCX backend; returns its random name and the agent.
+
+    Raises:
+        ConfigError: NIXL is missing or does not start.
+    """
+    api, name = _load(), f"weightcast-{secrets.token_hex(8)}"
+    try:
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+    except Exception as error:  # NIXL raises classes of its own
+        raise ConfigError(
+            f"NIXL does not start: {words_of(error)}", hint='use another way (direct_by="messages")'
+        ) from error
+    if "UCX" not in agent.backends:
+        raise ConfigError("this build of NIXL has no UCX backend", hint='pip install "weightcast[rdma]"')
+    return name, agent
+
+
+def let_go(release: Callable[[], object], kept: object) -> None:
+    """Releases on a thread, and waits for it a little; ``kept`` lives until the thread ends."""
+
+    def work() -> None:
+        try:
+            release()
+        except Exception as error:  # noqa: BLE001  NIXL raises classes of its own, and nobody needs the memory
+            log.debug("NIXL did not release memory: %s", words_of(error))
+        del holds[:]
+
+    holds = [kept]
+    blocking_threads.start(work, name="weightcast-rdma-close").join(_CLOSE_S)
+
+
+def this_process() -> str:
+    """Returns this process's host and id, for errors."""
+    return f"{socket.gethostname()} (process {os.getpid()})"
+
+
+def words_of(error: BaseException) -> str:
+    """Returns the first line of an error."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+
+
+def _load() -> Any:
+    reason = missing()
+    if reason:
+        raise ConfigError(reason, hint='pip install "weightcast[rdma]"')
+    name = next(name for name in _MODULES if find_spec(name) is not None)
+    first = f"{name}._api" not in sys.modules
+    try:
+        api = importlib.import_module(f"{name}._api")
+    except ImportError as error:
+        raise ConfigError(
+            f"NIXL cannot be imported: {error}", hint="install the build of NIXL for torch's version of CUDA"
+        ) from error
+    if first:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints a line for each agent to standard output
+    return api

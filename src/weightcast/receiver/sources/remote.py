@@ -1,0 +1,79 @@
+"""Buckets in memory of trainer ranks on any hosts, read through NIXL.  The owner's end is ``comm/remote_memory.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from weightcast.comm.remote_reads import Pull, RemoteReader, RemoteReadFailed
+from weightcast.receiver.scattered_plan import ExchangePlan
+from weightcast.wire.bucket_sources import RemoteBuffer
+from weightcast.wire.layout import BucketLayout
+from weightcast.wire.pieces import PieceMessage, Runs, runs_of
+
+
+class RemoteMemorySource:
+    """Reads one rank's share of a bucket and nothing else."""
+
+    def __init__(self) -> None:
+        """Nothing is allocated yet."""
+        self.reader = RemoteReader()
+        self._runs: dict[int, tuple[ExchangePlan, list[list[tuple[int, Runs]]]]] = {}
+
+    def read(
+        self,
+        layout: BucketLayout,
+        buffers: Sequence[RemoteBuffer],
+        plan: ExchangePlan,
+        *,
+        timeout_s: float,
+        interrupted: Callable[[], bool],
+    ) -> torch.Tensor:
+        """Reads the share as the plan's messages lie in their receive buffer; valid until the next read.
+
+        Args:
+            layout: The bucket's table of contents.
+            buffers: The buffers, in the order of the plan's messages.
+            plan: The pieces of each buffer.
+            timeout_s: Deadline, in seconds.
+            interrupted: True once the update is over.
+
+        Raises:
+            Refused: The update is over.
+            RemoteReadFailed: A buffer is too small or cannot be read.
+        """
+        for buffer in buffers:
+            if layout.size_bytes > buffer.memory.size_bytes:
+                raise RemoteReadFailed(
+                    f"bucket {layout.index} has {layout.size_bytes} bytes, and the buffer of {buffer.memory.owner} "
+                    f"has {buffer.memory.size_bytes}"
+                )
+        known = self._runs.get(layout.index)
+        if known is None or known[0] is not plan:
+            runs = [_runs_of(layout, message, start) for message, start in zip(plan.messages, plan.starts, strict=True)]
+            known = self._runs[layout.index] = plan, runs
+        pulls = [
+            Pull((layout.index, number), buffer.memory, runs)
+            for number, (buffer, runs) in enumerate(zip(buffers, known[1], strict=True))
+            if runs
+        ]
+        return self.reader.read(
+            pulls, plan.size_bytes, what=f"bucket {layout.index}", timeout_s=timeout_s, interrupted=interrupted
+        )
+
+    def close(self) -> None:
+        """Forgets the trainer's memory and frees this rank's; safe to call twice."""
+        self._runs.clear()
+        self.reader.close()
+
+
+def _runs_of(layout: BucketLayout, message: PieceMessage, start: int) -> list[tuple[int, Runs]]:
+    """The runs in a trainer rank's bucket, and the place of each in the memory that they are read into."""
+    found: list[tuple[int, Runs]] = []
+    for piece in message.pieces:
+        first = start + piece.offset_bytes
+        for runs in runs_of(layout.slots[piece.slot], piece.box):
+            found.append((first, runs))
+            first += runs.size_bytes * runs.number
+    return found

@@ -1,0 +1,107 @@
+"""Engine ranks read their shares out of trainer ranks' registered buffers, through NIXL itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.unit.test_exchange import exchanges, play, values_of
+from weightcast.comm import nixl
+from weightcast.comm.remote_memory import Arena
+from weightcast.comm.remote_reads import Pull
+from weightcast.digest.definition import tensor_digest
+from weightcast.digest.source_sums import SourceSums
+from weightcast.receiver.rank_answers import fold_resident
+from weightcast.receiver.sources.remote import RemoteMemorySource
+from weightcast.wire.answers import RankAck
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.bucket_sources import Part, RemoteBuffer
+
+pytestmark = [pytest.mark.wide, pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())]
+CPU = torch.device("cpu")
+BUFFER_BYTES = 1 << 17
+LONG_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def arenas() -> Iterator[list[Arena]]:
+    """One for each trainer rank; a test adds those that it needs."""
+    made: list[Arena] = []
+    yield made
+    for arena in made:
+        arena.close()
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(case=exchanges())
+def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case):
+    trainers, loaders, models, layouts, specs = play(case | {"bucket_bytes": 4096})
+    while len(arenas) < len(trainers):
+        arenas.append(Arena(2, BUFFER_BYTES, CPU))
+    sources = [RemoteMemorySource() for _ in loaders]
+    asked = [count_bytes(source) for source in sources]
+    try:
+        for seed in range(2):  # the second time by reads that are prepared
+            values = values_of(specs, seed)
+            for trainer in trainers:
+                trainer.fill(values)
+            for loader in loaders:
+                loader.begin()
+            for counts in asked:
+                counts.clear()
+            for layout in layouts:
+                buffers = []
+                for trainer, arena in zip(trainers, arenas, strict=False):
+                    slot = arena.slot(layout.index % 2)
+                    slot.random_(0, 256)
+                    trainer.gatherer.fill_own(
+                        Bucket(layout, slot[: layout.size_bytes]), layout, trainer.group, SourceSums()
+                    )
+                    served = trainer.gatherer.serves(layout, trainer.group)
+                    parts = tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
+                    told = msgspec.json.encode(RemoteBuffer(memory=arena.memory(layout.index % 2), parts=parts))
+                    buffers.append(msgspec.json.decode(told, type=RemoteBuffer))
+                for loader, source in zip(loaders, sources, strict=True):
+                    plan = loader.scattered.plan_exchange(layout, tuple(buffer.parts for buffer in buffers))
+                    received = source.read(layout, buffers, plan, timeout_s=LONG_S, interrupted=lambda: False)
+                    loader.load_messages(received, plan)
+            for counts, loader in zip(asked, loaders, strict=True):
+                assert sum(counts) <= loader.scattered.read_bytes
+            written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
+            for model, loader in zip(models, loaders, strict=True):
+                assert loader.missing(specs) == []
+                loader.commit()
+                for name, tensor in values.items():
+                    assert all(torch.equal(place, model.cut(name, tensor)) for place in model.place(name))
+            found = fold_resident(written)
+            assert not found.broken
+            kept = {name for name, (way, _) in models[0].ways.items() if way != "computed"}
+            assert {name: digest for name, digest in found.digests.items() if name in kept} == {
+                name: tensor_digest(tensor) for name, tensor in values.items() if name in kept
+            }
+    finally:
+        for source in sources:
+            source.close()
+
+
+def count_bytes(source: RemoteMemorySource) -> list[int]:
+    """Sizes of all that is read from now on, in bytes."""
+    read = source.reader.read
+    sizes: list[int] = []
+
+    def counting(pulls: Sequence[Pull], size_bytes: int, **options):
+        sizes.extend(runs.size_bytes * runs.number for pull in pulls for _, runs in pull.runs)
+        return read(pulls, size_bytes, **options)
+
+    source.reader.read = counting  # type: ignore[method-assign]
+    return sizes
