@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.e2e import engines as reference
+from tests.e2e.test_direct import in_shared_memory
 from tests.harness import Engine, connect, next_version, on_every_rank, serves_whole, trainer_of
 from tests.placed import PlacedEngine, become_another_user, move_to_another_host, needs_root
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -261,6 +262,63 @@ def test_engine_without_staging_that_cannot_map_memory_is_made_whole_in_the_same
     assert report.ok
     assert ways(report) == [("broadcast", "resident")]
     assert serves_whole(walled) == report.version
+
+
+def update_mapped(urls: list[str], versions: list[int]) -> list[str]:
+    """Updates with shards that stay mapped, in shared memory."""
+    model = in_shared_memory(versions[0], (dist.get_world_size(),))
+    options = {"bucket_bytes": 30_000, "timeout_s": PATIENT_S, "keep_mapped": True}
+    with WeightUpdater.connect(model, urls, **options) as updater:
+        return [updater.transport, *(on_every_rank(updater.update(version=version)) for version in versions)]
+
+
+def test_direct_gives_way_for_all_and_ipc_for_the_engine_that_cannot_map_either(engines, placed):
+    walled = placed(become_another_user)
+    chosen = [engines.one, walled]
+    version = next_version()
+    ranks = Ranks(2)
+    try:
+        answers = ranks.run(update_mapped, [engine.url for engine in chosen], [version, version])
+    finally:
+        ranks.close()
+    assert answers[0] == answers[1]
+    assert answers[0][0] == "direct"
+    for report in answers[0][1:]:
+        rows = json.loads(report)["targets"]
+        assert [(row["transport"], row["proof"]) for row in rows] == [("ipc", "resident"), ("broadcast", "resident")]
+    notes = [[note.split(",")[0] for note in row["notes"]] for row in json.loads(answers[0][1])["targets"]]
+    assert notes == [[], ["direct gave way to ipc", "ipc gave way to broadcast"]]
+    assert [serves_whole(engine) for engine in chosen] == [version] * 2
+
+
+def test_engine_that_comes_late_and_cannot_map_memory_catches_up_by_broadcast(engines, placed):
+    late = placed(become_another_user)
+    model = trainer_of(next_version())
+    with connect(model, [engines.one], timeout_s=PATIENT_S) as updater:
+        version = update(updater, model).version
+        report = updater.retarget([engines.one.url, late.url], catch_up=True)
+        assert [(row.url, row.transport, row.proof) for row in report.targets] == [(late.url, "broadcast", "resident")]
+        assert "ipc gave way to broadcast" in report.targets[0].notes[0]
+        assert serves_whole(late) == serves_whole(engines.one) == version
+        report = update(updater, model)
+        assert ways(report) == [("ipc", "resident"), ("broadcast", "resident")]
+        assert serves_whole(late) == serves_whole(engines.one) == report.version
+
+
+def test_engine_killed_in_the_update_in_which_another_one_leaves_ipc_is_left_out(fresh, placed):
+    whole, doomed, walled = fresh("--local"), fresh("--local"), placed(become_another_user)
+    model = trainer_of(next_version())
+
+    def kill(event) -> None:
+        if isinstance(event, Asked) and (event.target, event.message) == (walled.url, "join"):
+            doomed.signal(signal.SIGKILL)
+
+    with connect(
+        model, [whole, doomed, walled], timeout_s=PATIENT_S, on_failure="quarantine", on_event=kill
+    ) as updater:
+        report = update(updater, model)
+        assert [row.status for row in report.targets] == ["serving", "quarantined", "serving"]
+        assert serves_whole(whole) == serves_whole(walled) == report.version
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from weightcast.comm.ipc import host_id
 from weightcast.config import UpdateConfig
 from weightcast.transports.preflight import choose_receivers, choose_transport
 from weightcast.transports.spec import Placement
+from weightcast.update import diagnose
+from weightcast.update.diagnose import Check
 
 EVERYTHING = ("ipc", "direct", "broadcast")
 
@@ -126,7 +128,7 @@ def test_auto_never_takes_rdma(nixl_here) -> None:
     [
         (placement(["cpu"], engine("cpu"), primitive="rdma"), "http://e0 .* NIXL is not installed in the engine"),
         (placement(["GPU-1"], engine("GPU-2", remote=True), primitive="rdma"), "shown between CPUs only"),
-        (placement(["cpu"], engine("GPU-2", remote=True), primitive="rdma"), "engine ranks on GPU-2"),
+        (placement(["cpu"], engine("GPU-2", remote=True), primitive="rdma"), "the engine runs on GPU-2"),
     ],
 )
 def test_rdma_that_cannot_work_is_refused_by_name(nixl_here, place: Placement, words: str) -> None:
@@ -138,3 +140,16 @@ def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="NIXL is not installed in this process"):
         choose_transport("direct", placement(["cpu"], engine("cpu", remote=True), primitive="rdma"))
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        (engine("cpu", remote=True), "rdma, messages can be used; auto does not take it"),
+        (engine("cpu"), "messages can be used; auto does not take it"),
+        (engine("GPU-1", remote=True), "messages can be used; auto does not take it"),
+    ],
+)
+def test_doctor_names_rdma_where_both_sides_have_it_and_memory_cannot_be_mapped(nixl_here, info, words) -> None:
+    checks = [Check(name="ipc", level="warn", text=""), Check(name="rendezvous", level="ok", text="")]
+    assert [check.text for check in diagnose._scattered(checks, info)] == [words]

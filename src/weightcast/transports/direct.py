@@ -60,19 +60,24 @@ def _check_memory(placement: Placement) -> None:
 
 
 def _check_rdma(placement: Placement) -> None:
-    if placement.device.type != "cpu" or placement.devices != frozenset(("cpu",)):
+    if placement.device.type != "cpu":
         raise ConfigError(
-            f"direct by rdma has been shown between CPUs only: the trainer is on {placement.device.type}, engine ranks "
-            f"on {', '.join(sorted(placement.devices))}",
+            f"direct by rdma has been shown between CPUs only, and the trainer's weights are on {placement.device}",
             hint='use another way: direct_by="messages"',
         )
     for url, info in placement.infos.items():
-        lacking = _lacks_nixl(info)
+        lacking = _lacks_for_rdma(info)
         if lacking:
-            raise ConfigError(f"{url} cannot be updated by rdma: {lacking}", hint='pip install "weightcast[rdma]"')
+            raise ConfigError(
+                f"{url} cannot be updated by rdma: {lacking}",
+                hint='pip install "weightcast[rdma]" on both sides, or use another way: direct_by="messages"',
+            )
 
 
-def _lacks_nixl(info: EngineInfo) -> str:
+def _lacks_for_rdma(info: EngineInfo) -> str:
+    devices = sorted({rank.device for rank in info.ranks} - {"cpu"})
+    if devices:
+        return f"it has been shown between CPUs only, and the engine runs on {', '.join(devices)}"
     if nixl.missing():
         return "NIXL is not installed in this process"
     return "" if info.reads_remote else "NIXL is not installed in the engine"
@@ -154,7 +159,7 @@ _RDMA = TransportSpec(
     delivery="memory",
     sharing="remote",
     check=_check_rdma,
-    lacks=_lacks_nixl,
+    lacks=_lacks_for_rdma,
     build=lambda wiring: DirectTransport(wiring.links, timeout_s=wiring.config.timeout_s),
 )
 _MESSAGES = TransportSpec(
