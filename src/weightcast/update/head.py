@@ -45,6 +45,7 @@ log = logging.getLogger("weightcast.update.head")
 FOLLOW_DEADLINES = 6  # other trainer ranks wait this many deadlines, because they cannot see what the head waits for
 
 
+# Over 350 lines: each step of an attempt reads and changes the same outcomes, exclusions and failure.
 class Head:
     """The attempts of one update after the other, and the sessions on the targets."""
 

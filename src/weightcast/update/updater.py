@@ -59,6 +59,7 @@ from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, plan_buckets
 
 
+# Over 350 lines: `connect` lists every option with its type, so that editors complete them.
 class WeightUpdater:
     """Keeps rollout engines at the trainer's weights.  ``connect`` makes one; it is a context manager."""
 
