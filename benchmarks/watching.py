@@ -260,6 +260,7 @@ def show(arguments: argparse.Namespace) -> bool:
     print(f"  waited for  {waited:.3f}   of   {parts}   allowed {result['spent_ms']['allowed']:.3f}")
     if arguments.out is not None:
         options = {name: value for name, value in vars(arguments).items() if name not in ("out", "rows")}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps({"case": options, "machine": facts(), **result}, indent=1) + "\n")
     allowed = result["spent_ms"]["allowed"]
     return waited <= allowed and result["returned"]["least_ms"] <= allowed
