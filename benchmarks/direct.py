@@ -3,9 +3,9 @@
     python benchmarks/direct.py --trainers 4 --engines 2 --tp 2 --model dense-256MiB --out cpu-direct.json
     python benchmarks/direct.py --device cuda --trainers 4 --engines 1 --tp 2 --model qwen3-8b --out gpu.json
 
-On CPUs all bytes go over loopback or shared memory.  With ``--device cuda`` all processes share the first GPU, and
-reach each other's memory over CUDA IPC.  Every engine proves every update by digests, which must equal those that the
-trainer ranks took of their own shards; other results end the run.
+On CPUs all bytes go over loopback or shared memory.  With ``--device cuda`` all processes share the first ``--gpus``
+GPUs, rank by rank, and reach each other's memory over CUDA IPC.  Every engine proves every update by digests, which
+must equal those that the trainer ranks took of their own shards; other results end the run.
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ class Worker:
     """One engine rank; it writes the time of each switch to a file."""
 
     def __init__(
-        self, rank: int, tp_size: int, rendezvous: str, *, model: str, device: str, times: str, first: int
+        self, rank: int, tp_size: int, rendezvous: str, *, model: str, device: str, gpus: int, times: str, first: int
     ) -> None:
         torch.set_num_threads(1)
         self._device = torch.device(device)
         if self._device.type == "cuda":
+            self._device = torch.device("cuda", rank % gpus)
             torch.cuda.set_device(self._device)
         shape = model_shape(model)
         self._file = os.open(times, os.O_WRONLY)
@@ -166,6 +167,11 @@ class NoRequests:
         """Needs no version."""
 
 
+def device_of(rank: int, arguments: argparse.Namespace) -> torch.device:
+    """The device of a trainer rank or engine rank."""
+    return torch.device("cuda", rank % arguments.gpus) if arguments.device == "cuda" else torch.device("cpu")
+
+
 def specs_of(shape: ModelShape) -> list[TensorSpec]:
     """Every tensor of the model."""
     return [TensorSpec(name=place.name, dtype="bfloat16", shape=place.shape) for place in shape.places]
@@ -174,15 +180,14 @@ def specs_of(shape: ModelShape) -> list[TensorSpec]:
 def serve(number: int, arguments: argparse.Namespace, times: str, url: Any) -> None:
     """Runs one engine."""
     torch.set_num_threads(1)
-    device = "cuda:0" if arguments.device == "cuda" else "cpu"
-    settings = {"model": arguments.model, "device": device, "times": times, "first": number * arguments.tp}
-    executor = MpExecutor(Worker, arguments.tp, settings)
-    place = device_uuid(torch.device(device))
+    settings = {"model": arguments.model, "device": arguments.device, "gpus": arguments.gpus}
+    executor = MpExecutor(Worker, arguments.tp, settings | {"times": times, "first": number * arguments.tp})
+    places = [device_uuid(device_of(rank, arguments)) for rank in range(arguments.tp)]
     told = EngineFacts(
         engine=f"weightcast {__version__}",
         model=arguments.model,
         host_id=host_id(),
-        ranks=tuple(RankInfo(rank=rank, pid=pid, device=place) for rank, pid in enumerate(executor.pids())),
+        ranks=tuple(RankInfo(rank=rank, pid=pid, device=places[rank]) for rank, pid in enumerate(executor.pids())),
         staging="device",
         transports=("ipc", "direct", "broadcast"),
         specs=tuple(specs_of(model_shape(arguments.model))),
@@ -203,7 +208,7 @@ class Trainer:
         from torch.distributed.tensor import DTensor, Shard
 
         self.rank, self._arguments, self._urls = rank, arguments, urls
-        self._device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
+        self._device = device_of(rank, arguments)
         self._pattern = Pattern(self._device)
         self._local: list[tuple[torch.Tensor, int]] = []
         self._updaters: dict[str, WeightUpdater] = {}
@@ -258,9 +263,11 @@ def train(rank: int, arguments: argparse.Namespace, port: int, urls: list[str], 
     """Runs one trainer rank until it is told to end."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if arguments.device == "cuda":
-        torch.cuda.set_device(0)
-    dist.init_process_group("gloo", rank=rank, world_size=arguments.trainers)
+    device, backend = device_of(rank, arguments), "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl" if arguments.gpus >= arguments.trainers else "gloo"  # NCCL wants a GPU for each rank
+    dist.init_process_group(backend, rank=rank, world_size=arguments.trainers)
     trainer = Trainer(rank, arguments, urls)
     while (told := pipe.recv()) is not None:
         pipe.send(trainer.turn(*told))
@@ -304,6 +311,7 @@ def main() -> None:
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs that trainer ranks and engine ranks share")
     parser.add_argument("--bucket-mib", type=int, default=0, help="16 on CPUs and 512 on GPUs by default")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2)

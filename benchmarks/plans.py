@@ -122,6 +122,11 @@ def _h200(gpus: int) -> list[Case]:
     # ``direct`` that keeps the trainer's weights mapped, beside ``ipc`` and the peers, in a short run.
     short: dict[str, Any] = dict(bucket_bytes=(2 * GIB,), peer_bytes=(GIB,), turns=8, tries=1)
     cases.append(_gpu("direct-colocated-1-8b", "qwen3-8b", "colocated", 1, 1, budget_s=60, deadline_s=130, **short))
+    if gpus >= 2:
+        # ``direct`` between GPUs: NCCL messages, and shards that engine ranks read on the other GPU.
+        pair: dict[str, Any] = short | dict(budget_s=75, deadline_s=150)
+        cases.append(_gpu("direct-disaggregated-1+1-8b", "qwen3-8b", "disaggregated", 1, 1, **pair))
+        cases.append(_gpu("direct-colocated-2-8b", "qwen3-8b", "colocated", 2, 2, **pair))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
     # The cost of proof is small, so there are many turns and no other methods.
@@ -179,6 +184,9 @@ def _h200(gpus: int) -> list[Case]:
         )
     shared = ("--device", "cuda", "--engines", "1", "--turns", "3", "--warm", "2", "--model", "qwen3-8b")
     cases.append(Case(name="direct-4-to-tp2-8b", kind="direct", options=shared, deadline_s=230))
+    if gpus >= 2:
+        pair_options = (*shared, "--trainers", "2", "--tp", "2", "--gpus", "2")
+        cases.append(Case(name="direct-2-to-tp2-8b", kind="direct", options=pair_options, deadline_s=150))
     cases.append(Case(name="loader-30b", kind="loader", options=("--model", "qwen3-30b-a3b"), deadline_s=200))
     cases.append(Case(name="digest", kind="digest", deadline_s=120))
     if gpus > 1:

@@ -62,6 +62,27 @@ def test_engine_ranks_read_shards_on_one_gpu(world: int, places: list[list[str]]
             assert info(url)["version"] == 3
 
 
+@needs(2)
+@pytest.mark.parametrize("way", [SHARDS, {"direct_by": "memory"}], ids=["shards", "memory"])
+@pytest.mark.parametrize(
+    ("trainers", "places"),
+    [
+        (["cuda:0", "cuda:1"], [["cuda:0", "cuda:1"]]),
+        (["cuda:0", "cuda:1"], [["cuda:0"], ["cuda:1"]]),
+        (["cuda:0"], [["cuda:1"]]),
+        (["cuda:1", "cuda:0"], [["cuda:0", "cuda:1"]]),
+    ],
+    ids=["2 to tp2", "2 to 2 engines", "1+1", "2 to tp2, crossed"],
+)
+def test_engine_ranks_read_shards_on_other_gpus(
+    trainers: list[str], places: list[list[str]], way: dict[str, Any]
+) -> None:
+    with engines(places) as urls:
+        send(trainers, urls, versions="1,2,3", **way)
+        for url in urls:
+            assert digests(url) == weights_of(7)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_that_have_moved_are_read_where_they_lie_now(world: int) -> None:
     with engines([["cuda:0"]]) as [url]:

@@ -38,19 +38,24 @@ def ours(
             for size in bucket_bytes
         )
         found.append(Contender(name=name, settings=settings, ours=True))
-    if layout.placement == "colocated" and layout.device == "cuda":
-        found += [_mapped(level, bucket_bytes[0], staging) for level in levels]
+    if layout.device == "cuda":
+        # With weights that stay mapped there are no buckets: engines read the trainer's weights where they are.
+        by = "shards" if layout.placement == "colocated" else "messages"
+        found += [_direct(level, by, bucket_bytes, staging) for level in levels]
     return found
 
 
-def _mapped(level: str, bucket_bytes: int, staging: str) -> Contender:
-    """``direct`` with ``keep_mapped``, which has no buckets: an engine reads the trainer's weights where they are."""
+def _direct(level: str, by: str, bucket_bytes: tuple[int, ...], staging: str) -> Contender:
+    """``direct``: by ``shards`` with ``keep_mapped``, or by ``messages`` with the bucket sizes to sweep."""
     name = "weightcast direct" + ("" if level == "resident" else f", verify {level}")
-    method = Method(
-        name=f"{name}, keep_mapped",
-        trainer=f"{_OURS}:Trainer",
-        engine=f"{_OURS}:Engine",
-        options=dict(transport="direct", bucket_bytes=bucket_bytes, verify=level, staging=staging, direct_by="shards"),
-        pauses=False,
+    settings = tuple(
+        Method(
+            name=f"{name}, {by}, {size >> 20} MiB",
+            trainer=f"{_OURS}:Trainer",
+            engine=f"{_OURS}:Engine",
+            options=dict(transport="direct", bucket_bytes=size, verify=level, staging=staging, direct_by=by),
+            pauses=False,
+        )
+        for size in (bucket_bytes[:1] if by == "shards" else bucket_bytes)
     )
-    return Contender(name=name, settings=(method,), ours=True)
+    return Contender(name=name, settings=settings, ours=True)
