@@ -2,17 +2,19 @@
 
     WEIGHTCAST_VLLM_SITE=/tmp/site_vllm PYTHONPATH=src:. python3 benchmarks/gpu_vllm_receiver.py --json OUT.json
 
-The trainer is this process: a transformers model with random weights on the same GPU, sent by ``ipc``.  Two servers
-start side by side on its first weights: one with our receiver, one as vLLM ships.  Each case runs these steps:
+The trainer is this process: a transformers model with random weights on the same GPU.  Two servers start side by side
+on its first weights: one with our receiver, one as vLLM ships.  Each case runs these steps:
 
-1. Answers at the start: both servers must give the same ones.
-2. Updates while the engine is idle, with the pauses ``in_place`` and ``retract``.
-3. Updates in every pause mode while ``--streams`` clients in a process of their own stream.  A gap is the time between
+1. Answers at the start.
+2. Updates while the engine is idle, by each transport of ``--via``, with the pauses ``in_place`` and ``retract``.
+   ``direct`` keeps the trainer's weights mapped.
+3. Updates in every pause mode of ``--pauses``, by the first transport of ``--via``, while ``--streams`` clients in a
+   process of their own stream; by the other transports ``in_place`` and ``retract`` only.  A gap is the time between
    two messages that one request gets.
 4. The first weights again: answers must equal those of the start, token for token.
-5. vLLM's own sender into the server as it ships, idle and with the same streams.
-6. Two more updates into ours; the second compares log-probabilities (``verify="behaviour"``).
-7. With ``--sleep``: levels 1 and 2, ``/wake_up?tags=weights``, an update, ``/wake_up?tags=kv_cache``.
+5. Two more updates; the second compares log-probabilities (``verify="behaviour"``).
+6. With ``--sleep``: levels 1 and 2, ``/wake_up?tags=weights``, an update, ``/wake_up?tags=kv_cache``.
+7. vLLM's own sender into the server as it ships, idle and with the same streams, once our server has ended.
 
 The cases ``8b-online`` and ``moe-online`` start vLLM with ``--quantization fp8``; ``8b-blocks`` starts it on a
 checkpoint in fp8 blocks, and the trainer quantises on the way.  They compare no log-probabilities.
@@ -128,6 +130,12 @@ class Trainer:
                 else:
                     tensor.normal_(0.0, self.std, generator=generator)
 
+    def free(self) -> None:
+        """Frees the model; the trainer sends nothing any more."""
+        self.model = None
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
     def save(self, folder: Path) -> None:
         """Writes a checkpoint that vLLM can start on."""
         self.model.save_pretrained(folder, max_shard_size="4GB")
@@ -162,12 +170,17 @@ class Case:
         return began, ended
 
     @contextmanager
-    def connected(self, **options: Any) -> Generator[WeightUpdater]:
+    def connected(self, via: str = "ipc", **options: Any) -> Generator[WeightUpdater]:
         """A connection whose time is a step of its own."""
-        with self.run.step(f"connect {options}"):
+        with self.run.step(f"connect by {via} {options}"):
             model = self.trainer.model
             sent = ModuleExporter(model, quantise=Fp8Blocks()) if self.blocks else model
-            updater = WeightUpdater.connect(sent, [self.server.url], transport="ipc", timeout_s=60.0, **options)
+            if via == "direct":
+                mapped = self.trainer.device != "cpu" and not self.blocks  # ordinary memory of a CPU cannot be mapped
+                options |= {"direct_by": "shards", "keep_mapped": True} if mapped else {"direct_by": "memory"}
+            elif self.args.bucket_mib:
+                options |= {"bucket_bytes": self.args.bucket_mib << 20}
+            updater = WeightUpdater.connect(sent, [self.server.url], transport=via, timeout_s=60.0, **options)
         with updater:
             yield updater
 
@@ -197,27 +210,28 @@ class Case:
 
     def idle(self) -> None:
         """Updates without a request."""
-        for pause in IDLE_PAUSES:
-            with self.connected(pause=pause) as updater:
-                for number in range(self.args.repeats):
-                    self.update(updater, f"idle, {pause}", 1 + number % 2)
+        for via in self.args.via.split(","):
+            for pause in IDLE_PAUSES:
+                with self.connected(via, pause=pause) as updater:
+                    for number in range(self.args.repeats):
+                        self.update(updater, f"{via}, idle, {pause}", 1 + number % 2)
 
-    def under_load(self, pause: str) -> None:
+    def under_load(self, pause: str, via: str) -> None:
         """Updates while clients stream."""
         wait_s = 0.2 if self.run.tiny else 1.0
         tokens = 40 if self.run.tiny else TOKENS[pause]
         windows: list[tuple[float, float]] = []
         with (
-            self.connected(pause=pause) as updater,
+            self.connected(via, pause=pause) as updater,
             load(self.server.url, streams=self.args.streams, tokens=tokens, engine="vllm") as clients,
         ):
             clients.wait_steady(60)
             for number in range(self.args.repeats):
                 time.sleep(wait_s)
-                windows.append(self.update(updater, f"{self.args.streams} streams, {pause}", 1 + number % 2))
+                windows.append(self.update(updater, f"{via}, {self.args.streams} streams, {pause}", 1 + number % 2))
             time.sleep(wait_s)
             clients.stop()
-        self.gaps(f"gaps, {pause}", clients.requests, windows)
+        self.gaps(f"gaps, {via}, {pause}", clients.requests, windows)
 
     def gaps(self, what: str, requests: Any, windows: list[tuple[float, float]]) -> None:
         """Keeps what the clients saw around each update."""
@@ -291,44 +305,62 @@ def case_receiver(run: Run, args: argparse.Namespace, name: str) -> None:
             shutil.rmtree(wide)
     options = ["--no-enable-prefix-caching", *cache_options(args, name), *args.options.split()]
     options += ONLINE if name.endswith("-online") else []
+    options += [f"--tensor-parallel-size={args.tp}"] if args.tp > 1 else []
     sleep = ["--enable-sleep-mode"] if args.sleep and not run.tiny else []
+    if args.tp > 1:
+        options.append(f"--tensor-parallel-size={args.tp}")
     with ExitStack() as stack:
-        server = stack.enter_context(launched(run, args, folder, *options, *sleep))
-        ships = None if run.tiny else stack.enter_context(launched(run, args, folder, *options, backend="ipc"))
-        try:
-            await_start(run, server, START_S)
+        ships: Server | None = None
+        with launched(run, args, folder, *options, *sleep) as server:
+            if not run.tiny and not args.ours_alone:
+                ships = stack.enter_context(launched(run, args, folder, *options, backend="ipc"))
             case = Case(run, args, trainer, server, blocks=blocks)
-            first = case.answers("at the start")
-            reference: list[list[list[int]]] = []
-            if ships is not None:
-
-                def as_it_ships() -> None:
-                    await_start(run, ships, START_S, ours=False)
-                    reference.append(ships.answers())
-                    run.check("both servers answer alike on the first weights", reference[0] == first, reference[0])
-
-                case.attempt("start of vLLM as it ships", as_it_ships)
-            case.attempt("idle", case.idle)
-            for pause in TOKENS:
-                case.attempt(f"under load, {pause}", lambda pause=pause: case.under_load(pause))
-
-            def first_again() -> None:
-                with case.connected(pause="abort") as updater:
-                    case.update(updater, "other weights", 1)
-                    other = case.answers("on other weights")
-                    run.check("they differ from the first ones", other != first)
-                    case.update(updater, "the first weights again", 0)
-                case.answers("on the first weights again", first)
-
-            case.attempt("the first weights again", first_again)
-            if ships is not None and reference:
+            try:
+                await_start(run, server, START_S)
+                first = case.answers("at the start")
+                reference: list[list[list[int]]] = []
+                if ships is not None:  # measured later; but its start would disturb what is measured now
+                    case.attempt("start of vLLM as it ships", lambda: reference.append(ready(run, ships)))
+                measure_ours(case, first, behaviour=name in ("8b", "moe"))
+            finally:
+                keep_logs(args, server)
+        if ships is None:
+            return
+        trainer.free()
+        try:
+            if reference:
                 case.attempt("vLLM's own sender", lambda: case.stock(ships, folder, reference[0]))
-            if name in ("8b", "moe"):
-                case.attempt("behaviour", case.behaviour)
-            if args.sleep:
-                case.attempt("sleep", lambda: case.sleeps(first))
         finally:
-            keep_logs(args, *(each for each in (server, ships) if each is not None))
+            keep_logs(args, ships)
+
+
+def ready(run: Run, ships: Server) -> list[list[int]]:
+    """Waits for the server as it ships; returns its answers."""
+    await_start(run, ships, START_S, ours=False)
+    return ships.answers()
+
+
+def measure_ours(case: Case, first: list[list[int]], *, behaviour: bool) -> None:
+    """Every step with our receiver; ``first`` are the answers on the first weights."""
+    run, args = case.run, case.args
+    case.attempt("idle", case.idle)
+    for number, via in enumerate(args.via.split(",")):
+        for pause in args.pauses.split(",") if number == 0 else IDLE_PAUSES:
+            case.attempt(f"under load, {pause}", lambda pause=pause, via=via: case.under_load(pause, via))
+
+    def first_again() -> None:
+        with case.connected(pause="abort") as updater:
+            case.update(updater, "other weights", 1)
+            other = case.answers("on other weights")
+            run.check("they differ from the first ones", other != first)
+            case.update(updater, "the first weights again", 0)
+        case.answers("on the first weights again", first)
+
+    case.attempt("the first weights again", first_again)
+    if behaviour:
+        case.attempt("behaviour", case.behaviour)
+    if args.sleep:
+        case.attempt("sleep", lambda: case.sleeps(first))
 
 
 def case_dummy(run: Run, args: argparse.Namespace, name: str) -> None:
@@ -415,6 +447,11 @@ def main() -> int:
     parser.add_argument("--cases", default="8b,moe,dummy", help="of 8b, moe, 8b-online, 8b-blocks, moe-online, dummy")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=4, help="updates of each kind")
+    parser.add_argument("--via", default="direct,ipc", help="transports; the first in every pause mode under load")
+    parser.add_argument("--pauses", default=",".join(TOKENS), help="pause modes under load")
+    parser.add_argument("--bucket-mib", type=int, default=0, help="size of ipc's buckets; weightcast's default if 0")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the engine; the trainer stays on the first GPU")
+    parser.add_argument("--ours-alone", action="store_true", help="no server as vLLM ships")
     parser.add_argument("--sleep", action="store_true", help="vLLM's sleep levels too")
     parser.add_argument("--tiny", action="store_true", help="tiny models, vLLM on this CPU")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs vLLM")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
-from tests.engines.trainer import update_sharded
+from tests.engines.trainer import update_directly, update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
@@ -98,6 +98,16 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
                 (row,) = json.loads(said[0])["targets"]
                 assert (row["proof"], row["version_after"]) == ("behaviour", version)
                 assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
+            # Each of vLLM's ranks takes its own share out of the trainer ranks' shards, which nobody gathers.
+            ways = [{"direct_by": "memory"}, {"direct_by": "messages"}, {"direct_by": "shards", "keep_mapped": True}]
+            for version, name, way in zip((10, 11, 12), "ABA", ways, strict=True):
+                said = ranks.run(update_directly, str(folders[name]), engine.url, version, way)
+                (row,) = json.loads(said[0])["targets"]
+                assert (row["proof"], row["version_after"], row["transport"]) == ("resident", version, "direct")
+                assert greedy_tokens(engine, PROMPTS, COUNT) == expected[name]
+            assert verify(folders["A"], engine) == (0, set())
+            (row,) = json.loads(ranks.run(update_sharded, str(folders["B"]), engine.url, "ipc", 13)[0])["targets"]
+            assert row["version_after"] == 13
         # Stock vLLM answers nobody any more while it waits for a trainer that never comes.
         store = Rendezvous(host="127.0.0.1", timeout_s=30.0)
         lonely = Join(
@@ -119,7 +129,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
             assert not waits.done()
             assert waits.result().status_code >= 400
             assert "missing [0]" in waits.result().text
-        refused = weightcast("push", tmp_path / "other", "--to", engine.url, "--version", 10)
+        refused = weightcast("push", tmp_path / "other", "--to", engine.url, "--version", 14)
         assert refused.returncode == 2
         assert "do not fit" in refused.stderr
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]

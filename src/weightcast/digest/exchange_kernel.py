@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE_BYTES = 1 << 14
-_STEP_BYTES = 1 << 10  # of memory that does not start at a multiple of 16 bytes
+_TILE_BYTES = 1 << 16
+_STEP_BYTES = 1 << 12
+_ODD_STEP_BYTES = 1 << 10  # of memory that does not start at a multiple of 16 bytes
 _NUM_WARPS = 4
 
 
@@ -38,7 +39,9 @@ class Launch:
 def exchange_tiles(pairs: torch.Tensor, tiles: torch.Tensor) -> None:
     """Launches the kernel. `pairs`: int64 `[pairs, 3]`. `tiles`: int32 `[tiles, 2]`, a pair and a tile of it."""
     if len(tiles):
-        _exchange_tiles[(len(tiles),)](pairs, tiles, TILE=_TILE_BYTES, STEP=_STEP_BYTES, num_warps=_NUM_WARPS)
+        _exchange_tiles[(len(tiles),)](
+            pairs, tiles, TILE=_TILE_BYTES, STEP=_STEP_BYTES, ODD_STEP=_ODD_STEP_BYTES, num_warps=_NUM_WARPS
+        )
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def _exchange(one, other, count, WORD: tl.constexpr, COUNT: tl.constexpr, VECTOR
 
 
 @triton.jit
-def _exchange_tiles(pairs, tiles, TILE: tl.constexpr, STEP: tl.constexpr):
+def _exchange_tiles(pairs, tiles, TILE: tl.constexpr, STEP: tl.constexpr, ODD_STEP: tl.constexpr):
     program = tl.program_id(0)
     pair = pairs + tl.load(tiles + 2 * program).to(tl.int64) * 3
     start = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
@@ -66,7 +69,8 @@ def _exchange_tiles(pairs, tiles, TILE: tl.constexpr, STEP: tl.constexpr):
     other = tl.load(pair + 1) + start
     left = tl.minimum(tl.load(pair + 2) - start, TILE)
     if (one | other | left) % 16 == 0:
-        _exchange(one, other, left // 8, tl.int64, TILE // 8, 2)
+        for at in range(0, left, STEP):
+            _exchange(one + at, other + at, (left - at) // 8, tl.int64, STEP // 8, 2)
     else:
-        for at in range(TILE // STEP):
-            _exchange(one + at * STEP, other + at * STEP, left - at * STEP, tl.int8, STEP, 1)
+        for at in range(0, left, ODD_STEP):
+            _exchange(one + at, other + at, left - at, tl.int8, ODD_STEP, 1)

@@ -40,6 +40,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
         places: Names of the tensors that this rank keeps a part of, or computes with.
         staging_note: The reason why the staging set is not on the device; empty if it is.
         computed: Names of the tensors that this rank's loader computes with.
+        reads_shares: True if this rank can take its own share of a bucket alone, for ``direct``.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[str, ...]
     staging_note: str = ""
     computed: tuple[str, ...] = ()
+    reads_shares: bool = False
 
 
 def socket_path(folder: str, rank: int) -> str:
@@ -158,6 +160,7 @@ def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequenc
         places=tuple(places),
         staging_note=staging_note,
         computed=tuple(sorted(loader.computed)),
+        reads_shares=not loader.copies,  # nobody compares what must be equal if each rank reads its own share
     )
 
 
@@ -222,6 +225,11 @@ def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[st
         named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
         notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")
     return notes
+
+
+def transports_of(hellos: Sequence[Hello]) -> tuple[str, ...]:
+    """The transports by which all ranks can be updated."""
+    return ("ipc", "direct", "broadcast") if all(hello.reads_shares for hello in hellos) else ("ipc", "broadcast")
 
 
 def computed_by(hellos: Sequence[Hello]) -> list[str]:

@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from weightcast.comm.ipc import host_id
-from weightcast.plugins.rank_sockets import notes_of, tables_of
+from weightcast.plugins.rank_sockets import notes_of, tables_of, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER
@@ -53,7 +53,7 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
         ranks=executor.rank_infos(),
         staging=executor.staging(),
         staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
-        transports=("ipc", "broadcast"),
+        transports=transports_of(executor.hellos),
         specs=specs,
         optional=optional,
         note="; ".join(notes),

@@ -16,7 +16,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 
 from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
-from weightcast.plugins.rank_sockets import computed_by, notes_of, tables_of
+from weightcast.plugins.rank_sockets import computed_by, notes_of, tables_of, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sleeping import with_sleep
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
@@ -160,7 +160,7 @@ class Endpoints:
             ranks=executor.rank_infos(),
             staging=staging,
             staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
-            transports=("ipc", "broadcast"),
+            transports=transports_of(executor.hellos),
             specs=specs,
             optional=optional,
             note="; ".join(notes),
