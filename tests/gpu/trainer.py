@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.gpu.memory import held_bytes
+from tests.harness import on_every_rank
 from tests.toy_engine import toy_weights
 from weightcast import WeightcastError, WeightUpdater
 from weightcast.report import UpdateReport
@@ -141,7 +142,7 @@ def main() -> None:
         result = {"ok": False, "error": type(error).__name__, "text": str(error)}
     if held:
         result["held_bytes"] = held
-    result["reports"] = [json.loads(report.to_json()) for report in reports]
+    result["reports"] = [json.loads(on_every_rank(report)) for report in reports]
     print(json.dumps(result), flush=True)
     sys.stdout.flush()
     os._exit(0)  # destroying NCCL groups after a peer was killed can wait for it
