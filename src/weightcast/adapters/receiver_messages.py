@@ -79,6 +79,11 @@ def _mapped(shared: Sequence[Shared]) -> MappedSource:
     memories: list[MemoryHandle] = []
     parts: list[MappedPart] = []
     for item in shared:
-        parts += [msgspec.structs.replace(part, memory=part.memory + len(memories)) for part in item.mapped]
+        shift = len(memories)
+        parts += (
+            [msgspec.structs.replace(part, memory=part.memory + shift) for part in item.mapped]
+            if shift
+            else item.mapped
+        )
         memories += item.memories
     return MappedSource(memories=tuple(memories), parts=tuple(parts))

@@ -319,8 +319,10 @@ class BucketStream:
         lying = self._mapped.look(layout)
         if self._checks_finite:
             check_parts_finite([(layout.slots[number].spec.name, view) for number, _, view in lying.views()])
-        mine = msgspec.json.encode(self._mapped.share(lying))
-        gathered = self._group.gather_bytes(mine, timeout_s=self._wait_s) or []
+        shared = self._mapped.share(lying)
+        if self._group.world_size == 1:
+            return [shared]
+        gathered = self._group.gather_bytes(msgspec.json.encode(shared), timeout_s=self._wait_s) or []
         return [_shared.decode(item) for item in gathered]
 
     def _own_parts(self, bucket: Bucket) -> tuple[Part, ...]:
