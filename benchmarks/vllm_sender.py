@@ -44,6 +44,8 @@ def main() -> int:
         with safe_open(file, "pt", device="cuda:0") as content:
             tensors |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  it is no mapping
     heads = [tensors[HEAD], -tensors[HEAD]]
+    # vLLM packs whole tensors, so its buffer must have room for the largest one.
+    packed = max(1 << 30, *(tensor.nbytes for tensor in tensors.values()))
     session = requests.Session()
     session.trust_env = False
 
@@ -53,7 +55,7 @@ def main() -> int:
             raise RuntimeError(f"{path}: {answer.status_code} {answer.text[:2000]}")
 
     post("/init_weight_transfer_engine", {"init_info": {}})
-    trainer = IPCTrainerSendWeightsArgs(send_mode="http", url=args.url, packed=True)
+    trainer = IPCTrainerSendWeightsArgs(send_mode="http", url=args.url, packed=True, packed_buffer_size_bytes=packed)
     rounds: list[dict[str, float]] = []
     for number in range(1, args.rounds + 1):
         tensors[HEAD] = heads[number % 2]

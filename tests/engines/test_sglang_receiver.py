@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from tests.engines.sglang_load import Stream, wait_until_waiting
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
 from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
 from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
+from tests.engines.trainer import update_directly
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from tests.unit.test_watch_metrics import series
@@ -241,8 +244,8 @@ def test_pushes_in_every_mode_under_eight_streams(moe: Served) -> None:
     for client in clients:
         client.start()
     try:
-        for number, mode in enumerate((*MODES, *MODES)):
-            moe.step(mode, ("ipc", "broadcast")[number // len(MODES)])
+        for number, mode in enumerate(MODES * 3):
+            moe.step(mode, ("ipc", "direct", "broadcast")[number // len(MODES)])
     finally:
         stop.set()
         for client in clients:
@@ -425,6 +428,26 @@ class TestMore:
                 _, running = served.step_under(lambda: stream_of(engine), mode, "ipc")
                 assert running.ended().finish in ("length", "abort"), running.failure
                 assert greedy_tokens(engine, PROMPTS, COUNT) == answers(served.model)
+
+    @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+    def test_each_rank_takes_its_share_from_two_trainer_ranks(
+        self, folders: dict[str, Path], tmp_path: Path, version: str
+    ) -> None:
+        models = [tiny_model(folders["moe"], family="qwen3_moe", **MOE) for _ in range(2)]
+        nudge(models[1], seed=1)
+        checkpoints = [folders["moe"], tmp_path / "other"]
+        models[1].save_pretrained(checkpoints[1])
+        expected = [answers(model) for model in models]
+        assert expected[0] != expected[1]
+        ways = [{"direct_by": "memory"}, {"direct_by": "messages"}, {"direct_by": "shards", "keep_mapped": True}]
+        settings = (folders["moe"], 2, ("--disable-overlap-schedule",))
+        with sglang(tmp_path, settings, receiver=True, version=version) as (engine,), closing(Ranks(2)) as ranks:
+            for number, way in enumerate(ways, start=1):
+                weights = str(checkpoints[number % 2])
+                said = ranks.run(update_directly, weights, engine.url, number, way)
+                (row,) = json.loads(said[0])["targets"]
+                assert (row["proof"], row["version_after"], row["transport"]) == ("resident", number, "direct")
+                assert greedy_tokens(engine, PROMPTS, COUNT) == expected[number % 2]
 
     @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
     def test_data_parallel_engines_switch_in_one_session(

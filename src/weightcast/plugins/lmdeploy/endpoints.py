@@ -15,7 +15,7 @@ from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
 from weightcast.plugins.lmdeploy.hook_points import other_version, version
 from weightcast.plugins.lmdeploy.sleep import guard_sleep
-from weightcast.plugins.rank_sockets import notes_of, tables_of, transports_of
+from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.receiver.engine_state import EngineFacts
@@ -67,7 +67,9 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
         ranks=executor.rank_infos(),
         staging=executor.staging(),
         staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
-        transports=transports_of(executor.hellos),
+        # No ``direct``: LMDeploy keeps a float32 checkpoint's head in float32 and the rest in float16, and shares are
+        # only read in the dtype that the trainer has.
+        transports=("ipc", "broadcast"),
         specs=specs,
         optional=optional,
         note="; ".join(notes),
