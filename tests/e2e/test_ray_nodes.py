@@ -9,7 +9,7 @@ from tests.raycluster import HEAD, HIGH, LOW, three_nodes  # noqa: F401  a fixtu
 from tests.unit.test_executor import Echo
 from weightcast.errors import ConfigError
 from weightcast.ray import Bundles, EngineKind, RayExecutor, RolloutEngines
-from weightcast.ray.serving import named_group
+from weightcast.ray.cluster import named_group
 from weightcast.wire.messages import Readback
 
 pytestmark = [pytest.mark.example, pytest.mark.timeout(600)]

@@ -14,7 +14,7 @@ from tests.procs import gone, wait_until_gone
 from weightcast.errors import ConfigError
 from weightcast.ray import RolloutEngines, lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
 from weightcast.ray.engine_kinds import wake_requests
-from weightcast.ray.engines import _Member
+from weightcast.ray.engine_table import EngineTable
 from weightcast.report import TargetReport, UpdateReport
 
 
@@ -99,11 +99,9 @@ def test_the_engine_ends_with_a_keeper_that_is_killed():
 
 def group(*states: str) -> RolloutEngines:
     engines = object.__new__(RolloutEngines)
-    engines._api_key, engines.version, engines._members = None, None, []
-    for number, state in enumerate(states):
-        member = _Member(number, None)  # type: ignore[arg-type]
-        member.url, member.state = f"http://{number}", state  # type: ignore[assignment]
-        engines._members.append(member)
+    engines._table = EngineTable([None] * len(states), api_key=None)  # type: ignore[list-item]
+    for member, state in zip(engines._table.members, states, strict=True):
+        member.url, member.state = f"http://{member.number}", state  # type: ignore[assignment]
     return engines
 
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from weightcast.errors import ConfigError, EngineFailure, TargetRejected, UpdateFailed
-from weightcast.ray.placement import by_address, choose_bundles
+from weightcast.ray.bundle_choice import by_address, choose_bundles
 from weightcast.ray.serving import EnginePlace, parse_place
 from weightcast.report import TargetReport, UpdateReport
 

@@ -154,10 +154,10 @@ def serve(
 
         extra_routes = routes_of(dialect, faults)
     if executor == "ray":
-        from weightcast.ray import serving
+        from weightcast.ray import cluster, serving
 
         place = serving.parse_place(placement_group, bundles)
-        with serving.cluster(ray_address, namespace=place.namespace, cpus=tp):
+        with cluster.cluster(ray_address, namespace=place.namespace, cpus=tp):
             code = launch.serve(config, on_ready=on_ready, make_executor=place.make_executor, extra_routes=extra_routes)
     else:
         if placement_group or bundles:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weightcast.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weightcast.ray.bundles import Bundles
     from weightcast.ray.engine_kinds import (
         EngineKind,
         lmdeploy_engine,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     )
     from weightcast.ray.engines import RolloutEngines
     from weightcast.ray.executor import RayExecutor
-    from weightcast.ray.placement import Bundles, colocated, disaggregated
+    from weightcast.ray.layouts import colocated, disaggregated
     from weightcast.ray.trainers import TrainWorkers
 
 __all__ = [
@@ -44,9 +45,9 @@ _HOMES = {
     "RayExecutor": "executor",
     "RolloutEngines": "engines",
     "TrainWorkers": "trainers",
-    "Bundles": "placement",
-    "colocated": "placement",
-    "disaggregated": "placement",
+    "Bundles": "bundles",
+    "colocated": "layouts",
+    "disaggregated": "layouts",
 }
 
 if find_spec("ray") is None:

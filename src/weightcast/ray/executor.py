@@ -18,8 +18,10 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.ray.actors import Place, method, place, remote, why_gone
-from weightcast.ray.placement import Bundles, Resource, require_cluster
+from weightcast.ray.actors import Place, method, place, remote
+from weightcast.ray.bundles import Bundles, Resource
+from weightcast.ray.cluster import require_cluster
+from weightcast.ray.collect import why_gone
 from weightcast.receiver import lost_ranks
 from weightcast.receiver.executor import Worker, WorkerFactory
 from weightcast.receiver.lost_ranks import FarRanks

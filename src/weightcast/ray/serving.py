@@ -1,18 +1,13 @@
-"""Ray options of ``weightcast serve --executor ray``: the cluster to connect to, and the bundles of the ranks."""
+"""Ray options of ``weightcast serve --executor ray``: the bundles of the engine's ranks."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group
-
 from weightcast.errors import ConfigError
+from weightcast.ray.bundles import Bundles, Resource
+from weightcast.ray.cluster import named_group
 from weightcast.ray.executor import RayExecutor
-from weightcast.ray.placement import Bundles, Resource
 from weightcast.receiver.executor import Executor
 from weightcast.rollout.worker import WorkerSettings, make_worker
 
@@ -73,53 +68,3 @@ def parse_place(group: str | None, indices: str | None) -> EnginePlace:
     except ValueError:
         raise ConfigError(f"bundles {indices!r} are not numbers", hint="write --bundles 1,0") from None
     return EnginePlace(group=name, namespace=namespace, indices=chosen)
-
-
-@contextmanager
-def cluster(address: str, *, namespace: str | None = None, cpus: int = 1) -> Generator[None]:
-    """Connects to a cluster inside the block.
-
-    Args:
-        address: Address for ``ray.init``; ``"local"`` starts a cluster that ends with this process.
-        namespace: Namespace for names of placement groups.
-        cpus: Number of ranks that a cluster started here must hold.
-
-    Raises:
-        ConfigError: No cluster runs at that address.
-    """
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        if address == "local":  # claim enough CPUs: ranks may share the CPUs of a small machine
-            ray.init(
-                address="local",
-                namespace=namespace,
-                log_to_driver=False,
-                include_dashboard=False,
-                num_cpus=max(cpus, os.cpu_count() or 1),
-            )
-        else:
-            ray.init(address=address, namespace=namespace, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"no Ray cluster runs at {address}: {error}", hint="run `ray start --head`, or use --ray-address local"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def named_group(name: str) -> PlacementGroup:
-    """Finds the placement group with this name in this connection's namespace.
-
-    Raises:
-        ConfigError: The namespace has no such group.
-    """
-    try:
-        return get_placement_group(name)
-    except ValueError as error:
-        raise ConfigError(
-            f"no placement group {name!r}: {error}", hint="make it with a name and lifetime='detached'"
-        ) from error

@@ -1,92 +1,27 @@
-"""A training job whose ranks are Ray actors, each with its end of a ``WeightUpdater``.
+"""A training job whose ranks are Ray actors.
 
-The caller provides the learner.  This module gives it a device and a process group, calls its methods on every rank,
-and sends its weights to engines.
+The caller provides the learner.  This module calls its methods on every rank and sends its weights to engines.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import ray
-import torch
-import torch.distributed as dist
 
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.config import Target
 from weightcast.errors import ConfigError, TrainerRankFailed, UpdateFailed, WeightcastError
-from weightcast.ray.actors import ActorsFailed, Place, collect, place, remote
+from weightcast.ray.actors import Place
+from weightcast.ray.bundles import Bundles
+from weightcast.ray.cluster import require_cluster
+from weightcast.ray.collect import ActorsFailed, collect
 from weightcast.ray.engines import RolloutEngines
-from weightcast.ray.placement import Bundles, require_cluster
+from weightcast.ray.train_rank import TrainRank
 from weightcast.report import UpdateReport
-from weightcast.update.updater import WeightUpdater
 
 _STOP_S = 10.0
-
-
-@remote
-class _TrainRank:
-    """One rank, on its actor's main thread."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        os.environ.update(env)
-        self._learner: Any = None
-        self._updater: WeightUpdater | None = None
-        self._targets: tuple[Target, ...] = ()
-
-    def place(self) -> Place:
-        return place()
-
-    def build(
-        self, make: Callable[..., Any], rank: int, world_size: int, meet: str, timeout_s: float, settings: Any
-    ) -> None:
-        host, _, port = meet.rpartition(":")
-        local_rank = 0  # Ray shows an actor its own GPUs and no others
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        os.environ.update(zip(names, map(str, (rank, world_size, local_rank, host, port)), strict=True))
-        gpu = bool(place().gpus)
-        if gpu:
-            torch.cuda.set_device(0)
-        limit = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            store=dist.PrefixStore("weightcast-train", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-        )
-        self._learner = make(torch.device("cuda", 0) if gpu else torch.device("cpu"), **settings)
-
-    def call(self, method: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
-        return getattr(self._learner, method)(*args, **settings)
-
-    def send(self, targets: tuple[Target, ...], version: int, options: Mapping[str, Any]) -> UpdateReport:
-        if self._updater is None:
-            self._updater = WeightUpdater.connect(self._learner.model, targets, **options)
-        elif targets != self._targets:
-            self._updater.retarget(targets)
-        self._targets = targets
-        return self._updater.update(version=version)
-
-    def catch_up(self, targets: tuple[Target, ...], version: int) -> UpdateReport | None:
-        if self._updater is None:
-            raise ConfigError(
-                f"engines cannot catch up with version {version}: these trainers have not sent it, so their weights "
-                "may differ from it",
-                hint="call update() with a new version",
-            )
-        self._targets = targets
-        return self._updater.retarget(targets, catch_up=True)
-
-    def close(self) -> None:
-        if self._updater is not None:
-            self._updater.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class TrainWorkers:
@@ -129,7 +64,7 @@ class TrainWorkers:
         self._closed = False
         self.places: tuple[Place, ...] = ()
         self._actors: list[Any] = [
-            _TrainRank.options(**bundles.options(index)).remote(dict(env or {})) for index in bundles.indices
+            TrainRank.options(**bundles.options(index)).remote(dict(env or {})) for index in bundles.indices
         ]
         self._names = [f"trainer rank {rank}" for rank in range(len(self._actors))]
         try:

@@ -1,4 +1,4 @@
-"""Chooses the bundle of a placement group for each rank.
+"""Bundles of a Ray placement group, one for each rank.
 
 A rank takes one bundle, or a share of one, so that a trainer and an engine can use the same GPU.  If the caller names
 bundles of its own group, their order is the order of ranks.  Otherwise ranks follow the nodes' addresses.
@@ -6,9 +6,8 @@ bundles of its own group, their order is the order of ranks.  Otherwise ranks fo
 
 from __future__ import annotations
 
-import ipaddress
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,10 +17,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weightcast.errors import ConfigError
+from weightcast.ray.bundle_choice import by_address, choose_bundles
+from weightcast.ray.cluster import require_cluster
 
 Resource = Literal["CPU", "GPU"]
 
-_HALF = 0.5
 _SLICE_S = 0.5
 PLACE_S = 60.0  # a cluster with room answers at once; one that is growing needs time
 
@@ -131,113 +131,9 @@ class Bundles:
             remove_placement_group(self.group)
 
 
-def colocated(
-    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = PLACE_S
-) -> tuple[Bundles, tuple[Bundles, ...]]:
-    """Places trainers and engines in the same bundles; a trainer rank and an engine rank take half of each.
-
-    Args:
-        num_trainers: Number of trainer ranks.
-        num_engines: Number of engines.
-        tp: Number of bundles of each engine.
-        resource: Resource of a bundle, ``"CPU"`` or ``"GPU"``.
-        timeout_s: Deadline for the cluster to provide the bundles, in seconds.
-
-    Returns:
-        Bundles of the trainers, and of each engine.  Closing the first removes the whole group.
-
-    Raises:
-        ConfigError: The cluster has too few resources.
-    """
-    count = max(num_trainers, num_engines * tp)
-    both = replace(Bundles.create(count, resource=resource, timeout_s=timeout_s), share=_HALF)
-    engines = tuple(both.part(number * tp, (number + 1) * tp) for number in range(num_engines))
-    return replace(both, indices=both.indices[:num_trainers]), engines
-
-
-def disaggregated(
-    num_trainers: int, num_engines: int, *, tp: int = 1, resource: Resource = "CPU", timeout_s: float = PLACE_S
-) -> tuple[Bundles, tuple[Bundles, ...]]:
-    """Places trainers and engines in separate bundles; otherwise as ``colocated``."""
-    count = num_trainers + num_engines * tp
-    every = Bundles.create(count, resource=resource, timeout_s=timeout_s)
-    engines = tuple(
-        every.part(num_trainers + number * tp, num_trainers + (number + 1) * tp) for number in range(num_engines)
-    )
-    return replace(every, indices=every.indices[:num_trainers]), engines
-
-
-def choose_bundles(
-    specs: Sequence[Mapping[str, float]],
-    count: int,
-    *,
-    indices: Sequence[int] | None,
-    order: Sequence[int],
-    resource: str,
-    share: float = 1.0,
-) -> tuple[int, ...]:
-    """Returns the bundle of each rank, in the caller's order if the caller named bundles.
-
-    Args:
-        specs: Resources of each bundle of the group.
-        count: Number of ranks.
-        indices: The caller's choice, or None.
-        order: Order in which to try all bundles if ``indices`` is None.
-        resource: Resource that a rank takes of its bundle.
-        share: Share of that resource.
-
-    Raises:
-        ConfigError: An index is wrong, or too few bundles have the resource; the message says which or how many.
-    """
-    if count < 1:
-        raise ConfigError(f"{count} ranks were asked for, and at least one is needed")
-    if indices is None:
-        fit = [index for index in order if specs[index].get(resource, 0.0) >= share]
-        if len(fit) < count:
-            raise ConfigError(
-                f"{count} ranks need a bundle with {share:g} {resource} each, and {len(fit)} of {len(specs)} have that"
-            )
-        return tuple(fit[:count])
-    if len(indices) != count:
-        raise ConfigError(f"{len(indices)} bundle indices for {count} ranks", hint="name one bundle for each rank")
-    for place, index in enumerate(indices):
-        if isinstance(index, bool) or not 0 <= index < len(specs):
-            raise ConfigError(f"bundle index {index} for rank {place}: the group has bundles 0 to {len(specs) - 1}")
-        if index in indices[:place]:
-            raise ConfigError(f"bundle index {index} is given for rank {indices.index(index)} and for rank {place}")
-        if specs[index].get(resource, 0.0) < share:
-            raise ConfigError(
-                f"bundle {index} for rank {place} holds {dict(specs[index])}, and a rank takes {share:g} {resource}"
-            )
-    return tuple(indices)
-
-
-def by_address(addresses: Sequence[str]) -> list[int]:
-    """Returns the order of these addresses, compared as numbers; bundles of one node keep their order."""
-    return sorted(range(len(addresses)), key=lambda place: (_address_key(addresses[place]), place))
-
-
-def require_cluster() -> None:
-    """Checks that this process is connected to a Ray cluster.
-
-    Raises:
-        ConfigError: The process is not connected.
-    """
-    if not ray.is_initialized():
-        raise ConfigError("this process is not connected to a Ray cluster", hint="call ray.init() first")
-
-
 def _sorted(group: PlacementGroup) -> tuple[int, ...]:
     """Returns all bundles of a group, sorted by the address of their node."""
     table: dict[str, Any] = placement_group_table(group)
     node_of: dict[int, str] = {int(index): node for index, node in table["bundles_to_node_id"].items()}
     address_of = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in ray.nodes()}
     return tuple(by_address([address_of.get(node_of.get(index, ""), "") for index in range(group.bundle_count)]))
-
-
-def _address_key(address: str) -> tuple[int, int, str]:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return (99, 0, address)  # a name; after all numbers
-    return (parsed.version, int(parsed), "")

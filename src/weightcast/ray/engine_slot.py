@@ -1,0 +1,136 @@
+"""An actor in each bundle of an engine.  It reserves the place; the engine's first one also runs the server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from weightcast.comm.http import Client
+from weightcast.comm.ports import quiet_port
+from weightcast.config import Target
+from weightcast.errors import WeightcastError
+from weightcast.ray.actors import Place, place, remote
+from weightcast.ray.engine_kinds import EngineKind
+from weightcast.ray.log_tail import Tail
+
+_DYING_S = 0.3
+_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One health check of an engine.
+
+    Attributes:
+        exit_code: Exit code of the server; None while it runs.
+        healthy: Whether the health path answered 200.
+        words: Reason why it did not, or the last output of the server.
+    """
+
+    exit_code: int | None
+    healthy: bool
+    words: str
+
+    @property
+    def why(self) -> str:
+        """Reason why the engine is not healthy."""
+        if self.exit_code is None:
+            return self.words
+        return f"it ended with exit code {self.exit_code}; its last output:\n{self.words}"
+
+
+@remote
+class EngineSlot:
+    """Reserves one bundle of an engine; the engine's first slot also runs its server."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: Client | None = None
+        self._health = ""
+        self._log: IO[bytes] | None = None
+        self._output: Tail | None = None  # used if there is no log file
+
+    def place(self) -> Place:
+        """Returns the place of this actor."""
+        return place()
+
+    def start(
+        self, kind: EngineKind, tp: int, gpus: Sequence[str], api_key: str | None, log_file: str | None, look_s: float
+    ) -> str:
+        """Starts the server and returns its URL, which does not answer yet."""
+        host = place().address
+        port = quiet_port(host)
+        words = {"{host}": host, "{port}": str(port), "{tp}": str(tp)}
+        command = [_fill(part, words) for part in kind.command]
+        env = dict(os.environ) | dict(kind.env)
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._log = Path(log_file).open("ab+") if log_file else None  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "weightcast.ray.engine_supervisor", *command],
+            stdin=subprocess.PIPE,
+            stdout=self._log or subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+        )
+        if self._process.stdout is not None:
+            with self._process.stdout as pipe:
+                self._output = Tail(pipe, num_bytes=_TAIL_BYTES)
+        url = f"http://{host}:{port}"
+        self._client = Client(Target(url, api_key=api_key), timeout_s=look_s)
+        self._health = kind.health
+        return url
+
+    def look(self) -> Look:
+        """Checks whether the server runs and answers."""
+        assert self._process is not None
+        assert self._client is not None
+        words = ""
+        if self._process.poll() is None:
+            try:
+                self._client.get_json(self._health)
+            except WeightcastError as error:
+                words = str(error)
+                with suppress(subprocess.TimeoutExpired):  # a server that broke the connection may be about to end
+                    self._process.wait(_DYING_S)
+        code = self._process.poll()
+        if code is not None:
+            words = self._tail()
+        return Look(exit_code=code, healthy=not words and code is None, words=words)
+
+    def ask(self, requests: Sequence[tuple[str, bytes]], timeout_s: float) -> None:
+        """Posts each body to its path in turn."""
+        assert self._client is not None
+        for path, body in requests:
+            self._client.post_json(path, body, timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        """Ends the server and waits until it is gone."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+        if self._client is not None:
+            self._client.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _tail(self) -> str:
+        if self._output is not None:
+            return self._output.text(patience_s=_DYING_S)
+        assert self._log is not None
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(size - _TAIL_BYTES, 0)
+        return os.pread(self._log.fileno(), _TAIL_BYTES, start).decode(errors="replace").strip()
+
+
+def _fill(part: str, words: dict[str, str]) -> str:
+    for word, value in words.items():
+        part = part.replace(word, value)
+    return part
