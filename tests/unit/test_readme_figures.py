@@ -1,0 +1,109 @@
+"""Figures of the README, each against the committed file that its row links to."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+ROW = re.compile(r"^\| \[(?P<case>[^]]+)\]\(benchmarks/(?P<link>[^)]+)\) \|(?P<cells>.*)\|$", re.MULTILINE)
+COLUMNS = ("limit", "weightcast", "vLLM", "SGLang", "LMDeploy", "broadcast for each tensor", "checkpoint-engine")
+
+
+def rows() -> list[tuple[str, str, tuple[str, ...]]]:
+    return [
+        (found["case"], found["link"], tuple(cell.strip().strip("*") for cell in found["cells"].split("|")))
+        for found in ROW.finditer((ROOT / "README.md").read_text())
+    ]
+
+
+def shown(seconds: float) -> str:
+    """Returns a time as the table shows it: milliseconds, three digits or more."""
+    ms = seconds * 1e3
+    return f"{ms:.1f}" if ms < 99.95 else f"{ms:,.0f}"
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def later(seconds: Sequence[float]) -> float:
+    """Returns the median of the updates after the first one of a connection."""
+    return statistics.median(seconds[1:])
+
+
+def laboratory(name: str) -> dict[str, float]:
+    result = read(name)
+    found = {"limit": result["floor_s"]}
+    for method in result["methods"]:
+        if method["settings"].get("verify") == "none":
+            continue
+        [column] = [column for column in COLUMNS if method["name"].startswith(column)] or [""]
+        found[column] = method["usable_s"]["median"]
+    return found
+
+
+def vllm(case: str) -> dict[str, float]:
+    result = read("gpu-vllm-receiver-h200")
+    steps = [step for step in result["steps"] if step["case"] == case and step.get("step") == "idle, in_place"]
+    limit = steps[0]["bytes"] / result["copy_bytes_per_s"]
+    return {"limit": limit, "weightcast": later([step["update_s"] for step in steps])}
+
+
+def sglang(name: str, case: str) -> dict[str, float]:
+    [model] = read(name)["models"].values()
+    found = {
+        "limit": model["limits"]["copy_of_the_weights_s"],
+        "weightcast": later([push["seconds"] for push in model["cases"][case]["pushes"]]),
+    }
+    peer = model["cases"].get("stock, SGLang's own sender, idle")
+    if peer is not None and not peer["wrong"]:
+        found["SGLang"] = later([turn["seconds"] for turn in peer["rounds"]])
+    return found
+
+
+def lmdeploy() -> dict[str, float]:
+    return {"weightcast": read("gpu-lmdeploy-receiver-h200")["cases"]["in_place idle again"]["seconds"]}
+
+
+REAL = {
+    "vLLM 0.25.1, Qwen3-8B, 16 GB": lambda: vllm("8b"),
+    "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm("moe"),
+    "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang("gpu-sglang-receiver-h200", "receiver, idle"),
+    "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
+        "gpu-sglang-receiver-30b-h200", "receiver, idle, buckets of 2048 MiB"
+    ),
+    "LMDeploy 0.18.0, 8 layers of Qwen3-8B, 5.6 GB": lmdeploy,
+}
+
+
+@pytest.mark.parametrize(("case", "link", "cells"), rows(), ids=[case for case, _, _ in rows()])
+def test_a_row_of_the_readme_has_the_figures_of_its_file(case: str, link: str, cells: tuple[str, ...]) -> None:
+    if link.startswith("RESULTS.md#"):
+        names = {path.stem.replace("+", ""): path.stem for path in RESULTS.glob("*.json")}
+        found = laboratory(names[link.removeprefix("RESULTS.md#")])
+    else:
+        assert (ROOT / "benchmarks" / link).exists()
+        found = REAL[case]()
+    assert cells == tuple(shown(found[column]) if column in found else "-" for column in COLUMNS)
+
+
+def test_every_row_of_figures_links_to_a_file() -> None:
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("| case | limit |") :].partition("\n\n")[0]
+    assert len(table.splitlines()) - 2 == len(rows()) + table.count("\n| **")
+
+
+def test_the_page_of_results_is_what_the_script_makes_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = importlib.import_module("report")
+    plots = {path.stem: f"results/{path.name}" for path in sorted(RESULTS.glob("*.svg"))}
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == report.render(report.read(RESULTS), plots)
