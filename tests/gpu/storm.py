@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--transport", required=True)
+    parser.add_argument("--direct-by", default="auto")
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--bucket-bytes", type=int, default=8 << 20)
     parser.add_argument("--timeout", type=float, default=5.0)
@@ -63,6 +64,8 @@ def main() -> None:
                     model,
                     order["urls"],
                     transport=args.transport,
+                    direct_by=args.direct_by,
+                    keep_mapped=args.direct_by == "shards",
                     bucket_bytes=args.bucket_bytes,
                     timeout_s=args.timeout,
                     progress=progress,

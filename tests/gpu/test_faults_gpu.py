@@ -66,10 +66,11 @@ class Engine:
 class Trainer:
     """See ``storm.py``."""
 
-    def __init__(self, device: str, transport: str) -> None:
+    def __init__(self, device: str, transport: str, direct_by: str) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.gpu.storm", f"--device={device}", f"--transport={transport}"),
+                *(sys.executable, "-m", "tests.gpu.storm", f"--device={device}"),
+                *(f"--transport={transport}", f"--direct-by={direct_by}"),
                 *(f"--rows={ROWS}", f"--bucket-bytes={BUCKET_BYTES}", f"--timeout={TIMEOUT_S}"),
             ],
             stdin=subprocess.PIPE,
@@ -107,10 +108,16 @@ def wait_until_free(engine: Engine) -> dict[str, Any]:
     return now
 
 
-def storm(transport: str, devices: tuple[str, str], rounds: int, record: Callable[[str, Any], None]) -> None:
+def storm(
+    transport: str,
+    devices: tuple[str, str],
+    rounds: int,
+    record: Callable[[str, Any], None],
+    direct_by: str = "auto",
+) -> None:
     """Strike, look, heal, update, look; kill and stop in turn, at the beginning, in the middle and at the end."""
     pool = ThreadPoolExecutor(1)
-    trainer = Trainer(devices[0], transport)
+    trainer = Trainer(devices[0], transport, direct_by)
     engine = Engine(devices[1])
     spare: Future[Engine] = pool.submit(Engine, devices[1])
     played: list[dict[str, Any]] = []
@@ -176,3 +183,23 @@ def test_an_engine_lost_during_cuda_ipc_twenty_times(record: Callable[[str, Any]
 @needs(2)
 def test_an_engine_on_another_gpu_lost_during_cuda_ipc_twenty_times(record: Callable[[str, Any], None]) -> None:
     storm("ipc", ("cuda:0", "cuda:1"), ROUNDS, record)
+
+
+@needs(2)
+def test_an_engine_lost_in_direct_messages_by_nccl_twenty_times(record: Callable[[str, Any], None]) -> None:
+    storm("direct", ("cuda:0", "cuda:1"), ROUNDS, record, "messages")
+
+
+@pytest.mark.parametrize("direct_by", ["memory", "shards"])
+def test_an_engine_lost_while_it_reads_directly_twenty_times(
+    record: Callable[[str, Any], None], direct_by: str
+) -> None:
+    storm("direct", ("cuda:0", "cuda:0"), ROUNDS, record, direct_by)
+
+
+@needs(2)
+@pytest.mark.parametrize("direct_by", ["memory", "shards"])
+def test_an_engine_on_another_gpu_lost_while_it_reads_directly_twenty_times(
+    record: Callable[[str, Any], None], direct_by: str
+) -> None:
+    storm("direct", ("cuda:0", "cuda:1"), ROUNDS, record, direct_by)
