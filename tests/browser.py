@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.clock import PATIENCE_S
+
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
-PATIENCE_S = 120.0
 # The browser reads from descriptor 3 and writes to 4.
 _LAUNCH = """
 import fcntl, os, sys
@@ -155,7 +156,7 @@ def browser(folder: Path) -> Iterator[Page]:
         os.close(ours_read)
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -43,6 +43,7 @@ from weightcast.wire.engine_info import EngineInfo
 SMALL_BUCKETS = 30_000  # 15 buckets for the toy model, its larger matrices cut into rows
 
 _versions = itertools.count(1)
+Started = TypeVar("Started")
 
 
 def next_version() -> int:
@@ -71,9 +72,9 @@ class Engine:
 
     @property
     def port(self) -> int:
-        """Lru when it answers."""
+        """Known when it answers."""
         if self._port is None:
-            assert self._ready.poll(120), f"the engine {self.args} did not start"
+            assert self._ready.poll(PATIENCE_S), f"the engine {self.args} did not start"
             self._port = int(self._ready.recv())
         return self._port
 
@@ -291,6 +292,25 @@ def children() -> set[int]:
     for task in os.listdir("/proc/self/task"):
         mine |= {int(pid) for pid in Path(f"/proc/self/task/{task}/children").read_text().split()}
     return mine
+
+
+class BeforeCommit(Generic[Started]):
+    """A ``progress`` of an updater that does something once, between the last bucket and the commit.
+
+    Requests that must run at the switch start here.  If they began earlier, they might have ended on a busy machine.
+
+    Attributes:
+        result: What it returned; None before.
+    """
+
+    def __init__(self, do: Callable[[], Started]) -> None:
+        self.result: Started | None = None
+        self._do: Callable[[], Started] | None = do
+
+    def __call__(self, sent: int, total: int) -> None:
+        if sent == total and self._do is not None:
+            do, self._do = self._do, None
+            self.result = do()
 
 
 def later(delay_s: float, do: Callable[[], Any]) -> threading.Timer:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-PATIENCE_S = 120.0
+from tests.clock import PATIENCE_S
 
 
 class Signals:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.environment import ROOT, engine_python
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine]
 
 CHECK = """
 import weightcast.plugins.lmdeploy.hook_points as points

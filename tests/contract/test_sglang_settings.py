@@ -13,7 +13,7 @@ from tests.engines.environment import engine_python, package_path
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import OVERLAYS, STANDINS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine]
 
 VERSIONS = ("0.5.17", "0.5.23")
 REFUSED: dict[str, tuple[str, ...]] = {

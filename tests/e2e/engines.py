@@ -29,8 +29,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "NO_COLOR": "1",
 }
-START_S = 150.0
-ANSWER_S = 120.0
+START_S = 600.0
+ANSWER_S = 300.0
+STOP_S = 100.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,12 +105,12 @@ class Engine:
             return []
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to end; what is left after 30 s, or after its parent, is killed.  The exit code."""
+        """Ask it to end; what is left after ``STOP_S``, or after its parent, is killed.  The exit code."""
         family = self.family()
         try:
             self.process.send_signal(number)
             try:
-                return self.process.wait(30)
+                return self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 return self.process.wait()
@@ -147,7 +148,7 @@ def completion(prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
     }
 
 
-def weightcast(*arguments: object, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
+def weightcast(*arguments: object, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
     """The command line, in a process of its own."""
     return run(COMMAND, *map(str, arguments), env=ENVIRONMENT, timeout_s=timeout_s)
 

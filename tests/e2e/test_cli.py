@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.clock import PATIENCE_S
 from tests.commands import COMMAND, Started
 from tests.commands import run as run_forked
 from tiny import greedy, tiny_model, tiny_tokenizer
@@ -48,9 +49,9 @@ def run_process(*args, python=True):
     """A command as a user starts it, or without the seconds of its imports."""
     command = [str(arg) for arg in args]
     if not python:
-        return run_forked(COMMAND, *command, env=_ENV, timeout_s=120)
+        return run_forked(COMMAND, *command, env=_ENV, timeout_s=600)
     command = [sys.executable, "-m", "weightcast", *command]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=_ENV, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=_ENV, check=False)
 
 
 def error_line(result, code=1):
@@ -89,7 +90,7 @@ class Engine:
 
     def get(self, path: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.get(self.url + path, headers=headers, timeout=60, trust_env=False, verify=False)
+        return httpx.get(self.url + path, headers=headers, timeout=300, trust_env=False, verify=False)
 
     def complete(self, tokens: int = 12) -> list[int]:
         """Greedy, as token ids."""
@@ -119,7 +120,7 @@ class Engine:
         with self.process.stdout:
             self.process.terminate()
             try:
-                return self.process.wait(100)
+                return self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 raise
@@ -377,7 +378,7 @@ def updating(engine: Engine, version: int) -> Iterator[None]:
     )
     url = engine.url + "/weightcast/open"
     # The open answer is the session's lease; the session ends with it.
-    with httpx.stream("POST", url, content=encode(opened), timeout=60, trust_env=False) as answer:
+    with httpx.stream("POST", url, content=encode(opened), timeout=300, trust_env=False) as answer:
         assert answer.status_code == 200, answer.read()
         frames = answer.iter_bytes()  # kept, because its end would close the answer
         assert next(frames)
@@ -412,11 +413,11 @@ def test_status_of_an_engine_that_stages_an_update(unharmed):
 
 
 def test_status_of_a_paused_engine_does_not_send_to_doctor(unharmed):
-    httpx.post(unharmed.url + "/pause", timeout=60, trust_env=False).raise_for_status()
+    httpx.post(unharmed.url + "/pause", timeout=300, trust_env=False).raise_for_status()
     try:
         shown = run("status", unharmed.url)
     finally:
-        httpx.post(unharmed.url + "/continue", timeout=60, trust_env=False).raise_for_status()
+        httpx.post(unharmed.url + "/continue", timeout=300, trust_env=False).raise_for_status()
     assert shown.exit_code == 1
     assert "paused" in shown.stdout
     assert "doctor" not in shown.output
@@ -506,7 +507,7 @@ def test_sigterm_ends_an_engine_with_all_its_processes(models, tmp_path):
     pids = {rank["pid"] for rank in engine.info()["ranks"]} | {engine.process.pid}
     assert len(pids) == 3
     assert engine.stop() == 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

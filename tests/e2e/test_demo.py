@@ -16,13 +16,12 @@ import psutil
 import pytest
 
 from tests import commands
+from tests.clock import PATIENCE_S
 from tests.commands import COMMAND
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_page import check_alone
 
 STEPS = 2
-
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def model(tmp_path_factory):
 
 def run(*arguments):
     """From start to end."""
-    return commands.run(COMMAND, "demo", "--device", "cpu", *map(str, arguments), timeout_s=280)
+    return commands.run(COMMAND, "demo", "--device", "cpu", *map(str, arguments), timeout_s=600)
 
 
 def start(*arguments):
@@ -50,7 +49,7 @@ def descendants(process):
 
 
 def assert_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert alive == []
 
 
@@ -132,7 +131,7 @@ def test_sigterm_in_the_middle_leaves_no_process(model, tmp_path):
         started = descendants(demo)
         assert len(started) >= 8  # two trainers, two engines, three ranks, the reaper
         demo.send_signal(signal.SIGTERM)
-        demo.communicate(timeout=60)
+        demo.communicate(timeout=PATIENCE_S)
     assert demo.returncode == 130
     assert_gone(started)
 
@@ -146,7 +145,7 @@ def test_an_engine_that_is_killed_ends_the_demo_with_its_name(model, tmp_path):
         started = descendants(demo)
         [engine] = [process for process in started if {"serve", "3"} <= set(process.cmdline())]
         engine.kill()
-        _, stderr = demo.communicate(timeout=120)
+        _, stderr = demo.communicate(timeout=PATIENCE_S)
     assert demo.returncode == 1
     assert "engine-1 was ended by SIGKILL" in stderr
     assert_gone(started)

@@ -11,14 +11,13 @@ import httpx
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, engines, weightcast
 from tests.stolen import Inexcusable
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, UpdateFailed
-
-pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = [[5, 17, 200, 33], [7, 7, 90, 311, 12, 4], [1, 400, 22]]
 COUNT = 10
@@ -224,7 +223,7 @@ def test_an_engine_that_dies_is_named_and_its_successor_is_updated(
                 updater.update(version=1)
             assert mortal.url in str(caught.value)
             assert [row.status for row in caught.value.report.targets] == ["quarantined"]
-            mortal.process.wait(30)
+            mortal.process.wait(PATIENCE_S)
             with engines(world.folders["first"], tmp_path, settings | {"port": port}) as (successor,):
                 assert updater.update(version=2).ok
                 assert serves(world, successor, "second")

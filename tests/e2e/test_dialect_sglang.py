@@ -17,7 +17,7 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.report import UpdateReport
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 WAYS = ("ipc", "broadcast", "disk")
 BUCKET = {

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.clock import PATIENCE_S
 from tests.e2e import doomed
 from tests.harness import (
     Engine,
@@ -67,7 +68,7 @@ SHORT = {"timeout_s": 1.0}
 def die(engines: list[Engine], version: int, where: str, **options: object) -> None:
     """A trainer that is killed there, by itself."""
     trainer = process(doomed.update, [engine.url for engine in engines], version, where, doomed.KILL, options)
-    trainer.join(60)
+    trainer.join(PATIENCE_S)
     assert trainer.exitcode == -signal.SIGKILL
     trainer.close()
 
@@ -152,7 +153,7 @@ def test_engines_free_themselves_of_a_trainer_that_stands_still(engines, way, wh
         push(chosen, version, transport=WAYS[way]["transport"])
         # It wakes up, goes on where it was, and is told.
         os.kill(trainer.pid, signal.SIGCONT)
-        assert ours.poll(60)
+        assert ours.poll(PATIENCE_S)
         assert "UpdateFailed" in ours.recv()
         assert [serves_whole(engine) for engine in chosen] == [version] * 2
     finally:

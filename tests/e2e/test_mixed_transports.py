@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.clock import PATIENCE_S
 from tests.e2e import engines as reference
 from tests.e2e.test_direct import in_shared_memory
 from tests.harness import Engine, connect, next_version, on_every_rank, serves_whole, trainer_of
@@ -22,7 +23,6 @@ from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.watch.events import Asked, UpdateEnded
 
 pytestmark = [pytest.mark.deadlines, needs_root]
-PATIENT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def ways(report) -> list[tuple[str, str]]:
 
 def test_engines_here_and_elsewhere_get_one_update_by_two_transports(engines, away):
     model, events = trainer_of(next_version()), []
-    with connect(model, [engines.one, away, engines.two], timeout_s=PATIENT_S, on_event=events.append) as updater:
+    with connect(model, [engines.one, away, engines.two], timeout_s=PATIENCE_S, on_event=events.append) as updater:
         assert updater.transport == "ipc+broadcast"
         for _ in range(2):
             report = update(updater, model)
@@ -89,7 +89,7 @@ def test_a_transport_that_is_named_is_used_for_all_or_refused(engines, away, nam
         with pytest.raises(ConfigError, match="runs on another host"):
             connect(model, [engines.one, away], transport=name)
         return
-    with connect(model, [engines.one, away], transport=name, timeout_s=PATIENT_S) as updater:
+    with connect(model, [engines.one, away], transport=name, timeout_s=PATIENCE_S) as updater:
         report = update(updater, model)
     assert ways(report) == [(name, "resident")] * 2
     assert report.transport == name
@@ -112,7 +112,7 @@ def test_killed_engine_fails_alone_and_no_other_engine_keeps_a_mixture(fresh, pl
     doomed, other = (here, there) if dies == "here" else (there, here)
     model = trainer_of(next_version())
     with connect(
-        model, [here, there], timeout_s=PATIENT_S, on_failure=on_failure, on_event=kill_at_bucket(doomed, 3)
+        model, [here, there], timeout_s=PATIENCE_S, on_failure=on_failure, on_event=kill_at_bucket(doomed, 3)
     ) as updater:
         if on_failure == "raise":
             with pytest.raises(UpdateFailed) as raised:
@@ -134,7 +134,7 @@ def test_killed_engine_fails_alone_and_no_other_engine_keeps_a_mixture(fresh, pl
 def test_engine_that_cannot_map_memory_gets_the_same_update_by_broadcast(engines, placed, on_failure):
     walled = placed(become_another_user)
     model = trainer_of(next_version())
-    with connect(model, [engines.one, walled], timeout_s=PATIENT_S, on_failure=on_failure) as updater:
+    with connect(model, [engines.one, walled], timeout_s=PATIENCE_S, on_failure=on_failure) as updater:
         assert updater.transport == "ipc"
         report = update(updater, model)
         assert report.ok
@@ -160,7 +160,7 @@ def test_engine_that_cannot_map_memory_gets_the_same_update_by_broadcast(engines
 def test_every_engine_may_leave_ipc_in_one_attempt(placed):
     walled = [placed(become_another_user) for _ in range(2)]
     model, events = trainer_of(next_version()), []
-    with connect(model, walled, timeout_s=PATIENT_S, on_event=events.append) as updater:
+    with connect(model, walled, timeout_s=PATIENCE_S, on_event=events.append) as updater:
         report = update(updater, model)
     assert ways(report) == [("broadcast", "resident")] * 2
     assert all("ipc gave way" in row.notes[0] for row in report.targets)
@@ -171,7 +171,7 @@ def test_ipc_that_was_asked_for_by_name_does_not_give_way(engines, placed):
     walled = placed(become_another_user)
     model = trainer_of(next_version())
     before = serves_whole(engines.one)
-    with connect(model, [engines.one, walled], transport="ipc", timeout_s=PATIENT_S) as updater:
+    with connect(model, [engines.one, walled], transport="ipc", timeout_s=PATIENCE_S) as updater:
         with pytest.raises(UpdateFailed, match="cannot map memory of process") as raised:
             update(updater, model)
         assert {row.transport for row in raised.value.report.targets} == {"ipc"}
@@ -182,7 +182,7 @@ def test_ipc_that_was_asked_for_by_name_does_not_give_way(engines, placed):
 def test_engine_that_comes_late_is_reached_in_its_own_way(engines, placed):
     late = placed(move_to_another_host)
     model = trainer_of(next_version())
-    with connect(model, [engines.one], timeout_s=PATIENT_S) as updater:
+    with connect(model, [engines.one], timeout_s=PATIENCE_S) as updater:
         assert updater.transport == "ipc"
         version = update(updater, model).version
         report = updater.retarget([engines.one.url, late.url], catch_up=True)
@@ -199,7 +199,7 @@ def test_engine_elsewhere_that_was_away_at_connect_joins_without_retarget(engine
     url, port = late.url, late.port
     late.close()
     model = trainer_of(next_version())
-    with connect(model, [engines.one, late], timeout_s=PATIENT_S, on_failure="quarantine") as updater:
+    with connect(model, [engines.one, late], timeout_s=PATIENCE_S, on_failure="quarantine") as updater:
         assert updater.transport == "ipc"
         assert [row.status for row in update(updater, model).targets] == ["serving", "quarantined"]
         back = placed(move_to_another_host, "--port", str(port))
@@ -211,7 +211,7 @@ def test_engine_elsewhere_that_was_away_at_connect_joins_without_retarget(engine
 
 def test_weights_that_are_not_finite_are_no_reason_to_leave_a_transport(engines, away):
     model = trainer_of(next_version())
-    with connect(model, [engines.one, away], timeout_s=PATIENT_S) as updater:
+    with connect(model, [engines.one, away], timeout_s=PATIENCE_S) as updater:
         served = update(updater, model).version
         with torch.no_grad():
             next(model.parameters()).fill_(float("nan"))
@@ -226,7 +226,7 @@ def update_sharded(urls: list[str], versions: list[int]) -> list[str]:
     model = trainer_of(versions[0])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     found = []
-    with WeightUpdater.connect(model, urls, bucket_bytes=30_000, timeout_s=PATIENT_S) as updater:
+    with WeightUpdater.connect(model, urls, bucket_bytes=30_000, timeout_s=PATIENCE_S) as updater:
         for version in versions:
             found += [updater.transport, on_every_rank(updater.update(version=version))]
         found.append(updater.transport)
@@ -257,7 +257,7 @@ def test_every_trainer_rank_follows_when_a_transport_gives_way(engines, placed, 
 def test_engine_without_staging_that_cannot_map_memory_is_made_whole_in_the_same_update(placed):
     walled = placed(become_another_user, "--staging", "none")
     model = trainer_of(next_version())
-    with connect(model, [walled], timeout_s=PATIENT_S) as updater:
+    with connect(model, [walled], timeout_s=PATIENCE_S) as updater:
         report = update(updater, model)
     assert report.ok
     assert ways(report) == [("broadcast", "resident")]
@@ -267,7 +267,7 @@ def test_engine_without_staging_that_cannot_map_memory_is_made_whole_in_the_same
 def update_mapped(urls: list[str], versions: list[int]) -> list[str]:
     """Updates with shards that stay mapped, in shared memory."""
     model = in_shared_memory(versions[0], (dist.get_world_size(),))
-    options = {"bucket_bytes": 30_000, "timeout_s": PATIENT_S, "keep_mapped": True}
+    options = {"bucket_bytes": 30_000, "timeout_s": PATIENCE_S, "keep_mapped": True}
     with WeightUpdater.connect(model, urls, **options) as updater:
         return [updater.transport, *(on_every_rank(updater.update(version=version)) for version in versions)]
 
@@ -294,7 +294,7 @@ def test_direct_gives_way_for_all_and_ipc_for_the_engine_that_cannot_map_either(
 def test_engine_that_comes_late_and_cannot_map_memory_catches_up_by_broadcast(engines, placed):
     late = placed(become_another_user)
     model = trainer_of(next_version())
-    with connect(model, [engines.one], timeout_s=PATIENT_S) as updater:
+    with connect(model, [engines.one], timeout_s=PATIENCE_S) as updater:
         version = update(updater, model).version
         report = updater.retarget([engines.one.url, late.url], catch_up=True)
         assert [(row.url, row.transport, row.proof) for row in report.targets] == [(late.url, "broadcast", "resident")]
@@ -314,7 +314,7 @@ def test_engine_killed_in_the_update_in_which_another_one_leaves_ipc_is_left_out
             doomed.signal(signal.SIGKILL)
 
     with connect(
-        model, [whole, doomed, walled], timeout_s=PATIENT_S, on_failure="quarantine", on_event=kill
+        model, [whole, doomed, walled], timeout_s=PATIENCE_S, on_failure="quarantine", on_event=kill
     ) as updater:
         report = update(updater, model)
         assert [row.status for row in report.targets] == ["serving", "quarantined", "serving"]

@@ -19,7 +19,7 @@ from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow]
 
 COUNT = 12
 PROMPTS = [[5], [17, 301, 44, 8], list(range(100, 140))]

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from tests.e2e.test_openai_server import Served, counters, model
 from tiny import VOCAB
 
@@ -168,7 +169,7 @@ def test_metrics_count_a_stop_string_as_a_stop(served, stream):
         reply = served.complete(**body)
         assert reply["choices"][0]["finish_reason"] == "stop"
     after, changed = before, dict[str, float]()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while "stop" not in changed and time.monotonic() < deadline:  # an answer may come before it is counted
         after = counters(served)
         changed = {

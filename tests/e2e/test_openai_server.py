@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.clock import PATIENCE_S
 from tests.commands import Started
 from tests.procs import wait_until_gone
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
@@ -45,11 +46,11 @@ class Served:
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
-        assert ready.wait(120)
+        assert ready.wait(PATIENCE_S)
         assert self.process.poll() is None, self.lines
         self.url = re.search(r"http://\S+", self.lines[-1]).group()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=300, trust_env=False)
 
     def post(self, path, **body):
         return self.client.post(path, json=body)
@@ -78,8 +79,8 @@ class Served:
         self.client.close()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(120)
-        self._reader.join(120)
+        self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         self.process.stderr.close()
 
 
@@ -198,17 +199,17 @@ def test_pause_and_continue(served, model, mode):
         status = served.client.get("/health").json()
         assert status["status"] == "ok"
         if mode in ("abort", "wait"):
-            done = [future.result(120)["choices"][0] for future in running]
+            done = [future.result(PATIENCE_S)["choices"][0] for future in running]
             assert [choice["finish_reason"] for choice in done] == ["abort" if mode == "abort" else "length"] * 2
         else:
             assert not any(future.done() for future in running)
         assert not late.done()
         served.post("/continue")
         for prompt, future in zip(PROMPTS, running, strict=False):
-            tokens = future.result(60)["choices"][0]["token_ids"]
+            tokens = future.result(PATIENCE_S)["choices"][0]["token_ids"]
             assert tokens == greedy(model[1], prompt, 200)[: len(tokens)]
             assert mode == "abort" or len(tokens) == 200
-        assert late.result(60)["choices"][0]["token_ids"] == greedy(model[1], PROMPTS[2], 5)
+        assert late.result(PATIENCE_S)["choices"][0]["token_ids"] == greedy(model[1], PROMPTS[2], 5)
 
 
 def test_sleep_and_wake(served, model):
@@ -306,7 +307,7 @@ def test_a_disconnected_client_frees_its_slots(served, stream):
         client.sendall(raw_request("/v1/completions", body))
         while served.client.get("/health").json()["running"] == 0:
             time.sleep(0.001)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         status = served.client.get("/health").json()
         if status["running"] == status["waiting"] == 0:
@@ -332,8 +333,8 @@ def test_sigterm_ends_requests_and_every_process(model):
             while engine.client.get("/health").json()["running"] == 0:
                 time.sleep(0.001)
             engine.process.send_signal(signal.SIGTERM)
-            assert {choice["finish_reason"] for choice in request.result(120)["choices"]} <= {"abort", "length"}
-        assert engine.process.wait(120) == 0
+            assert {choice["finish_reason"] for choice in request.result(PATIENCE_S)["choices"]} <= {"abort", "length"}
+        assert engine.process.wait(PATIENCE_S) == 0
         wait_until_gone(ranks)
         assert not [name for pid in ranks for name in Path("/dev/shm").glob(f"weightcast-tp-{pid}-*")]
     finally:
@@ -345,10 +346,10 @@ def lose_a_rank(engine, request=None):
     ranks = engine.ranks()
     os.kill(ranks[1], signal.SIGKILL)
     if request is not None:
-        reply = request.result(120)
+        reply = request.result(PATIENCE_S)
         assert reply.status_code == 503
         assert f"rank 1 (pid {ranks[1]}) was killed by signal 9" in reply.json()["error"]["message"]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while (health := engine.client.get("/health")).status_code == 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -378,7 +379,7 @@ def test_a_rank_that_dies_while_generating_and_sigterm_afterwards(model):
                 time.sleep(0.001)
             ranks = lose_a_rank(engine, request)
         engine.process.send_signal(signal.SIGTERM)
-        assert engine.process.wait(120) == 0
+        assert engine.process.wait(PATIENCE_S) == 0
         wait_until_gone(ranks)
     finally:
         engine.close()
@@ -389,7 +390,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_read():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         command = [sys.executable, "-m", "weightcast.rollout", "/nowhere", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert re.fullmatch(r"error: cannot listen on 127\.0\.0\.1:\d+: Address already in use\nhint: .*\n", done.stderr)
 

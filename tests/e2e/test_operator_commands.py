@@ -17,14 +17,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.clock import PATIENCE_S
 from tests.e2e.engines import ENVIRONMENT, Engine, completion, engines
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_page import check_alone
 from tests.unit.test_timeline import check_format
 from weightcast.cli.app import app
 
-pytestmark = pytest.mark.timeout(400)
-PATIENCE_S = 150.0
 STOCK = {"dialect": "sglang", "staging": "none", "device": "cpu"}
 
 
@@ -97,8 +96,8 @@ class Watching:
         assert self.process.stderr is not None
         try:
             self.process.send_signal(number)
-            code = self.process.wait(60)
-            self._reader.join(60)
+            code = self.process.wait(PATIENCE_S)
+            self._reader.join(PATIENCE_S)
             return code, self.process.stderr.read()
         finally:
             self.process.kill()
@@ -193,7 +192,7 @@ def test_watch_ends_when_its_reader_goes(pair):
             process.stdout.close()
             time.sleep(0.2)
             process.send_signal(signal.SIGINT)  # it may have nothing more to write, which would tell it
-            assert process.wait(60) in (0, 1)
+            assert process.wait(PATIENCE_S) in (0, 1)
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
@@ -228,7 +227,7 @@ def test_watch_on_a_terminal_draws_a_table_in_place_and_leaves_the_cursor(pair, 
         assert run("push", models / "new", *to(one), "--version", later).exit_code == 0
         until("1 behind")
         os.write(terminal, b"\x03")  # Ctrl-C
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 piece = os.read(terminal, 1 << 16)

@@ -18,7 +18,6 @@ from weightcast.lab.soak.page import write_soak_page
 from weightcast.report import UpdateReport
 
 pytestmark = [
-    pytest.mark.timeout(400),
     pytest.mark.skipif(
         browser.find() is None, reason=f"no Chromium (apt-get install chromium-headless-shell): {browser.NAMES}"
     ),

@@ -21,7 +21,9 @@ import psutil
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S, wait_until
 from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
+from tests.harness import BeforeCommit
 from tests.tiny import greedy, tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
@@ -29,13 +31,11 @@ from weightcast.errors import UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.rollout.cache import cache_name
 
-pytestmark = pytest.mark.timeout(300)
-
 BATCH = 16
 LONG = 400  # tokens of a request that must still run when the update arrives
+ENDLESS = 1900  # tokens of one that is aborted
 SHORT = 30
 CLOSE = 1e-3  # nats; a smaller difference between two tokens may be rounding
-SOON_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +50,9 @@ class Answered:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
 
+Load = tuple[list[Future[Answered]], list[Future[Answered]]]
+
+
 class World:
     """An engine, and the model of each version that it serves."""
 
@@ -58,7 +61,7 @@ class World:
         self.models = models
         self.folders = folders
         self.version = 0
-        self.pool = ThreadPoolExecutor(max_workers=2 * BATCH + 1)
+        self.pool = ThreadPoolExecutor(max_workers=2 * BATCH + 2)
 
     def model(self, version: int) -> Any:
         return self.models[version % len(self.models)]
@@ -108,12 +111,12 @@ class World:
 
     def until(self, done: Callable[[dict[str, Any]], bool]) -> None:
         """Waits until the engine reports a state."""
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + PATIENCE_S
         while not done(health := self.engine.get("/health")):
             assert time.monotonic() < deadline, health
             time.sleep(0.01)
 
-    def load(self, count: int = LONG) -> tuple[list[Future[Answered]], list[Future[Answered]]]:
+    def load(self, count: int = LONG) -> Load:
         """Fills the batch with long requests and the queue with short ones; half of each streams."""
         self.until(lambda health: health["running"] == health["waiting"] == 0)
         running = [self.pool.submit(self.ask, prompt(), count, stream=i % 2 == 0) for i in range(BATCH)]
@@ -122,12 +125,18 @@ class World:
         self.until(lambda health: health["waiting"] == BATCH and health["running"] == BATCH)
         return running, waiting
 
-    def update(self, mode: str) -> None:
+    def update_under_load(self, mode: str) -> Load:
+        """Does so while requests run and wait."""
+        loaded = BeforeCommit(self.load)
+        self.update(mode, progress=loaded)
+        assert loaded.result is not None
+        return loaded.result
+
+    def update(self, mode: str, **options: Any) -> None:
         """Updates to the next version, with a trainer in this process."""
         self.version += 1
-        with WeightUpdater.connect(
-            self.model(self.version), [self.engine.url], pause=mode, timeout_s=SOON_S, bucket_bytes=1 << 20
-        ) as updater:
+        options = {"timeout_s": PATIENCE_S, "bucket_bytes": 1 << 20} | options
+        with WeightUpdater.connect(self.model(self.version), [self.engine.url], pause=mode, **options) as updater:
             report = updater.update(version=self.version)
         assert report.ok
         assert report.targets[0].proof == "resident"
@@ -173,13 +182,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def results(futures: Sequence[Future[Answered]]) -> list[Answered]:
-    return [future.result(SOON_S) for future in futures]
+    return [future.result(PATIENCE_S) for future in futures]
 
 
 def test_abort_ends_all_requests_and_new_ones_run(world: World) -> None:
-    running, waiting = world.load()
     old = world.version
-    world.update("abort")
+    running, waiting = world.update_under_load("abort")
     for answer in results(running):
         assert answer.finish_reason == "abort"
         assert 0 < len(answer.tokens) < LONG
@@ -194,9 +202,8 @@ def test_abort_ends_all_requests_and_new_ones_run(world: World) -> None:
 
 
 def test_retract_recomputes_the_cache_of_kept_requests(world: World) -> None:
-    running, waiting = world.load()
     old = world.version
-    world.update("retract")
+    running, waiting = world.update_under_load("retract")
     for answer in results(running):
         assert (answer.finish_reason, len(answer.tokens)) == ("length", LONG)
         assert [version for version, _ in answer.spans] == [old, old + 1]
@@ -207,9 +214,8 @@ def test_retract_recomputes_the_cache_of_kept_requests(world: World) -> None:
 
 
 def test_in_place_keeps_the_cache(world: World) -> None:
-    running, waiting = world.load()
     old = world.version
-    world.update("in_place")
+    running, waiting = world.update_under_load("in_place")
     recomputed: list[float] = []
     for answer in results(running):
         assert (answer.finish_reason, len(answer.tokens)) == ("length", LONG)
@@ -237,9 +243,8 @@ def _crossed(old: Any, new: Any, tokens: list[int], after: list[int]) -> float:
 
 
 def test_wait_lets_running_requests_finish(world: World) -> None:
-    running, waiting = world.load()
     old = world.version
-    world.update("wait")
+    running, waiting = world.update_under_load("wait")
     for answer in results(running):
         assert (answer.finish_reason, answer.spans) == ("length", [(old, LONG)])
         world.check_tokens(answer)
@@ -265,12 +270,12 @@ def test_push_under_load_reports_every_mixture_of_versions(world: World, mode: s
     clients = [world.pool.submit(client, number) for number in range(2 * BATCH)]
     try:
         for _ in clients:
-            assert served.acquire(timeout=SOON_S)
+            assert served.acquire(timeout=PATIENCE_S)
         report = push(world.folder(world.version), [world.engine], world.version, "--pause", mode)
     finally:
         stop.set()
     assert report["targets"][0]["proof"] == "resident"
-    answers = [answer for future in clients for answer in future.result(SOON_S)]
+    answers = [answer for future in clients for answer in future.result(PATIENCE_S)]
     assert {answer.weight_version for answer in answers} == {old, world.version}
     for answer in answers:
         assert mode == "retract" or len(answer.spans) <= 1
@@ -281,34 +286,46 @@ def test_push_under_load_reports_every_mixture_of_versions(world: World, mode: s
 
 
 def test_wait_that_takes_too_long_leaves_the_old_version(world: World) -> None:
-    running, waiting = world.load(2 * LONG)
     before = world.engine.digests()
+    loaded = BeforeCommit(lambda: world.load(3 * LONG))
     with (
         WeightUpdater.connect(
-            world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=1.0
+            world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=1.0, progress=loaded
         ) as updater,
         pytest.raises(UpdateFailed, match="running requests to finish") as failed,
     ):
         updater.update(version=world.version + 1)
     assert failed.value.report.targets[0].status == "untouched"
     assert world.engine.digests() == before
+    assert loaded.result is not None
+    running, waiting = loaded.result
     for answer in results([*running, *waiting]):
         assert (answer.finish_reason, answer.spans) == ("length", [(world.version, answer.count)])
         world.check_tokens(answer)
 
 
-def push_and_wait(folder: str, url: str, version: int) -> None:
-    """Pushes until the test kills this trainer."""
-    with CheckpointExporter(folder) as exporter, WeightUpdater.connect(exporter, [url], pause="wait") as updater:
+def push_and_wait(folder: str, url: str, version: int, sent: Path, go: Path) -> None:
+    """Sends all buckets, and commits once there is a file ``go``, until the test kills this trainer."""
+
+    def hold() -> None:
+        sent.touch()
+        wait_until(go.exists, "the load")
+
+    options: dict[str, Any] = {"pause": "wait", "timeout_s": PATIENCE_S, "progress": BeforeCommit(hold)}
+    with CheckpointExporter(folder) as exporter, WeightUpdater.connect(exporter, [url], **options) as updater:
         updater.update(version=version)
 
 
-def test_a_trainer_killed_while_its_commit_waits_does_not_block_the_next(world: World) -> None:
+def test_a_trainer_killed_while_its_commit_waits_does_not_block_the_next(world: World, tmp_path: Path) -> None:
     trainer = Ranks(1)
+    sent, go = tmp_path / "sent", tmp_path / "go"
     try:
-        running, waiting = world.load(1200)
-        trainer.start(push_and_wait, str(world.folder(world.version + 1)), world.engine.url, world.version + 1)
-        world.until(lambda health: health["state"] == "updating")
+        new = world.version + 1
+        trainer.start(push_and_wait, str(world.folder(new)), world.engine.url, new, sent, go)
+        wait_until(sent.exists, "all buckets")
+        assert world.engine.get("/health")["state"] == "updating"
+        running, waiting = world.load(ENDLESS)
+        go.touch()
         time.sleep(0.5)  # now it most likely waits for the running requests
         trainer.processes[0].kill()
         old = world.version
@@ -354,7 +371,7 @@ def test_sleep_and_wake(world: World) -> None:
     pending = world.pool.submit(world.ask, [3, 1, 4], SHORT, stream=False)
     world.until(lambda health: health["waiting"] == 1)
     with (
-        WeightUpdater.connect(world.model(world.version + 1), [world.engine.url], timeout_s=SOON_S) as updater,
+        WeightUpdater.connect(world.model(world.version + 1), [world.engine.url], timeout_s=PATIENCE_S) as updater,
         pytest.raises(UpdateFailed, match=r"asleep.*wake"),
     ):
         updater.update(version=world.version + 1)
@@ -364,7 +381,7 @@ def test_sleep_and_wake(world: World) -> None:
     assert (asleep.returncode, json.loads(asleep.stdout)["engines"][0]["state"]) == (1, "paused")
     assert world.engine.post("/wake")["state"] == "serving"
     assert not world.engine.info()["paused"]
-    answer = pending.result(SOON_S)
+    answer = pending.result(PATIENCE_S)
     assert (answer.tokens, answer.spans) == (expected, [(world.version, SHORT)])
     assert world.engine.digests() == before
     world.update("abort")
@@ -375,26 +392,30 @@ def test_sigterm_in_the_middle_of_an_update_leaves_no_process(world: World) -> N
     family = world.engine.family()
     assert len(family) >= 3, "the engine and its ranks"
     sent = threading.Event()
+
+    def load() -> Load:
+        loaded = world.load(ENDLESS)
+        sent.set()
+        return loaded
+
+    loaded = BeforeCommit(load)
     with WeightUpdater.connect(
-        world.model(world.version + 1),
-        [world.engine.url],
-        pause="wait",
-        timeout_s=SOON_S,
-        progress=lambda done, total: sent.set() if done == total else None,
+        world.model(world.version + 1), [world.engine.url], pause="wait", timeout_s=PATIENCE_S, progress=loaded
     ) as updater:
-        running, waiting = world.load(1500)
         update = world.pool.submit(updater.update, version=world.version + 1)
-        assert sent.wait(SOON_S)
+        assert sent.wait(PATIENCE_S)
         time.sleep(0.5)  # now it most likely waits for the running requests
         sleep = world.engine.client.post(world.engine.url + "/sleep")
         assert sleep.status_code == 409, "sleep and a commit both move the weights"
         assert "being updated by process" in sleep.text
         world.engine.process.send_signal(signal.SIGTERM)
-        assert world.engine.process.wait(SOON_S) == 0
+        assert world.engine.process.wait(PATIENCE_S) == 0
         with pytest.raises(UpdateFailed, match=world.engine.url):
-            update.result(SOON_S)
-    _, alive = psutil.wait_procs(family[1:], timeout=20)
+            update.result(PATIENCE_S)
+    _, alive = psutil.wait_procs(family[1:], timeout=PATIENCE_S)
     assert not alive
+    assert loaded.result is not None
+    running, waiting = loaded.result
     for answer in results(running):  # clients get the tokens generated so far
         assert answer.finish_reason == "abort"
         assert answer.spans == [(world.version, len(answer.tokens))]

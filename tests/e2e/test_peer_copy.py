@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, completion, engines, weightcast
 from tests.harness import wait_for
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -25,13 +26,10 @@ from weightcast import Target, WeightUpdater, copy_from_peer
 from weightcast.errors import ConfigError, TargetRejected, VerificationFailed, WeightcastError
 from weightcast.update import peer_copy
 
-pytestmark = pytest.mark.timeout(400)
-
 COUNT = 8
 PROMPTS = [[5], [17, 301, 44, 8], list(range(100, 140))]
 WIDE = 40_000  # rows of an embedding of 15 MiB: several chunks for each rank
 KEY = "sesame"
-SLOW_S = 120.0
 OnChunk = Callable[[int, bytes], bytes]
 
 
@@ -49,7 +47,7 @@ class Fleet:
         """Gives the peer weights that no engine of its size has; returns their version."""
         self.version += 1
         model = self.models[self.version % len(self.models)]
-        with WeightUpdater.connect(model, [self.peers[tp].url], timeout_s=SLOW_S) as updater:
+        with WeightUpdater.connect(model, [self.peers[tp].url], timeout_s=PATIENCE_S) as updater:
             assert updater.update(version=self.version).ok
         return self.version
 
@@ -77,7 +75,7 @@ def relay(url: str, on_chunk: OnChunk) -> Iterator[str]:
         def _pass(self, body: bytes) -> None:
             headers = {name: value for name, value in self.headers.items() if name.lower() == "authorization"}
             try:
-                with httpx.Client(timeout=SLOW_S, trust_env=False) as client:
+                with httpx.Client(timeout=PATIENCE_S, trust_env=False) as client:
                     answer = client.request(self.command, url + self.path, content=body, headers=headers)
             except httpx.TransportError:
                 self.close_connection = True
@@ -136,7 +134,7 @@ class Streaming:
 
     def see_more(self, count: int = 5) -> None:
         seen = self.events
-        wait_for(lambda: self.events >= seen + count or self.failures, "tokens of the peer", timeout_s=SLOW_S)
+        wait_for(lambda: self.events >= seen + count or self.failures, "tokens of the peer", timeout_s=PATIENCE_S)
 
     def _run(self) -> None:
         body = completion([PROMPTS[1]], 32) | {"stream": True}
@@ -167,7 +165,7 @@ def unchanged(engine: Engine) -> Iterator[None]:
 
 
 def copy(engine: Engine, url: str, **options: Any) -> peer_copy.PeerCopy:
-    return copy_from_peer(Target(engine.url), Target(url), timeout_s=SLOW_S, **options)
+    return copy_from_peer(Target(engine.url), Target(url), timeout_s=PATIENCE_S, **options)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -194,7 +192,7 @@ def test_late_engine_serves_exactly_what_a_busy_peer_serves(fleet, tp):
 def test_command_copies_once_and_then_says_that_nothing_is_to_do(fleet):
     peer, late, version = fleet.peers[1], fleet.late[1], fleet.update(1)
     for words in ("tensors proven", "already"):
-        done = weightcast("catch-up", late.url, "--from", peer.url, timeout_s=SLOW_S)
+        done = weightcast("catch-up", late.url, "--from", peer.url, timeout_s=PATIENCE_S)
         assert done.returncode == 0, done.stderr
         assert f"serves version {version}" in done.stdout
         assert words in done.stdout
@@ -252,10 +250,10 @@ def test_unproven_peer_wrong_key_and_killed_peer_change_nothing(fleet, tmp_path)
         guarded = Target(peer.url, api_key=KEY)
         with pytest.raises(ConfigError, match="never proven what it serves"):
             copy_from_peer(Target(late.url), guarded)
-        with WeightUpdater.connect(fleet.models[0], [guarded], timeout_s=SLOW_S) as updater:
+        with WeightUpdater.connect(fleet.models[0], [guarded], timeout_s=PATIENCE_S) as updater:
             assert updater.update(version=1_000).ok
         with pytest.raises(TargetRejected, match="401") as caught:
-            copy_from_peer(Target(late.url), Target(peer.url, api_key="wrong"), timeout_s=SLOW_S)
+            copy_from_peer(Target(late.url), Target(peer.url, api_key="wrong"), timeout_s=PATIENCE_S)
         assert peer.url in str(caught.value)
         # The late engine's ranks use the caller's key: the first chunk comes, and then the peer is gone.
         came: list[int] = []
@@ -269,5 +267,5 @@ def test_unproven_peer_wrong_key_and_killed_peer_change_nothing(fleet, tmp_path)
             relay(peer.url, kill) as url,
             pytest.raises(TargetRejected, match=f"chunk 1 did not come from the peer {url}"),
         ):
-            copy_from_peer(Target(late.url), Target(url, api_key=KEY), timeout_s=SLOW_S)
+            copy_from_peer(Target(late.url), Target(url, api_key=KEY), timeout_s=PATIENCE_S)
         assert came == [0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from tests.clock import PATIENCE_S
 from tests.raycluster import HEAD, HIGH, LOW, three_nodes  # noqa: F401  a fixture
 from tests.unit.test_executor import Echo
 from weightcast.errors import ConfigError
@@ -12,14 +13,14 @@ from weightcast.ray import Bundles, EngineKind, RayExecutor, RolloutEngines
 from weightcast.ray.cluster import named_group
 from weightcast.wire.messages import Readback
 
-pytestmark = [pytest.mark.example, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.example]
 
 
 @pytest.fixture(scope="module")
 def spread(three_nodes):  # noqa: F811
     """A group of ours, a bundle on each node, not in the order of their addresses."""
     group = placement_group([{"CPU": 1}] * 3, strategy="STRICT_SPREAD")
-    assert group.wait(60)
+    assert group.wait(PATIENCE_S)
     yield group
     remove_placement_group(group)
 

@@ -15,7 +15,7 @@ from tests.commands import context
 from tests.e2e.engines import Engine, engines, push, status, verify
 from weightcast.lab.demo.smollm2 import ensure_smollm2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow]
 
 COUNT = 20
 PROMPTS = ["The capital of France is", "Once upon a time,", "In the beginning there was"]  # of equal length in tokens

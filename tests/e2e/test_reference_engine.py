@@ -26,8 +26,6 @@ from tests.unit.ranks import Ranks
 from weightcast import UpdateReport, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 
-pytestmark = pytest.mark.timeout(400)
-
 COUNT = 24
 PROMPTS = [[5], [17, 301, 44, 8], list(range(100, 140)), [2, 490, 2, 490, 2], list(range(400, 300, -1))]
 BUCKET_BYTES = 96 << 10  # several buckets, and tensors that do not fit into one

@@ -11,7 +11,6 @@ from tests.unit.test_page import check_alone
 
 
 @pytest.mark.wide
-@pytest.mark.timeout(400)
 def test_a_few_updates_with_faults(tmp_path):
     html = tmp_path / "soak.html"
     options = ("--updates", 8, "--fault-rate", 0.5, "--seed", 3, "--json", "--html", html)

@@ -17,13 +17,13 @@ import httpx
 import pytest
 
 from tests.certificates import Authority
+from tests.clock import PATIENCE_S
 from tests.commands import context
 from tests.e2e.engines import Engine, weightcast
 from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 
-pytestmark = pytest.mark.timeout(400)
 KEY = "sesame"
 
 
@@ -51,7 +51,7 @@ class Guarded:
         context = ssl.create_default_context(cafile=self.ca)
         context.load_cert_chain(self.trainer)
         headers = {"authorization": f"Bearer {KEY}"}
-        with httpx.Client(verify=context, headers=headers, timeout=60, trust_env=False) as client:
+        with httpx.Client(verify=context, headers=headers, timeout=300, trust_env=False) as client:
             return client.request(method, self.engine.url + path, **body)
 
 
@@ -153,11 +153,11 @@ def test_a_trainer_that_is_killed_is_noticed_through_tls(guarded):
     )
     trainer.start()
     try:
-        assert arrived.wait(60)
+        assert arrived.wait(PATIENCE_S)
         assert guarded.ask("GET", "/weightcast/info").json()["state"] == "updating"
         assert trainer.pid is not None
         os.kill(trainer.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while (info := guarded.ask("GET", "/weightcast/info").json())["state"] == "updating":
             assert time.monotonic() < deadline
             time.sleep(0.1)

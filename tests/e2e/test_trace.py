@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests import perfetto_ui
+from tests.clock import PATIENCE_S
 from tests.harness import connect, next_version, trainer_of
 from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
@@ -22,7 +23,6 @@ from weightcast import Target, UpdateFailed, WeightUpdater
 from weightcast.report import UpdateReport
 from weightcast.timeline.tracks import MESSAGES, Timeline
 
-pytestmark = pytest.mark.timeout(400)
 TRANSPORTS = ("ipc", "broadcast")
 
 
@@ -156,7 +156,7 @@ def test_engine_with_another_clock_is_aligned_within_the_stated_error(shift_s, t
             report = updater.update(version=2)
     finally:
         engine.kill()  # unshare waits out a SIGTERM; its end kills the engine
-        engine.wait(60)
+        engine.wait(PATIENCE_S)
         engine.stdout.close()
     check_order(report.timeline)
     engine_rows = [track for track in report.timeline.tracks if track.side == "engine"]

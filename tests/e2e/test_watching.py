@@ -20,8 +20,6 @@ from weightcast import WeightcastError, WeightUpdater
 from weightcast.watch import Event, PrometheusMetrics
 from weightcast.watch.events import Asked, UpdateEnded
 
-pytestmark = pytest.mark.timeout(400)
-
 OPTIONS: dict[str, Any] = {"bucket_bytes": 96 << 10, "timeout_s": 60.0}
 
 
@@ -43,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, list[
 
 
 def read(url: str) -> Series:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=300) as answer:
         return series(answer.read().decode())
 
 

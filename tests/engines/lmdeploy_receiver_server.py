@@ -15,13 +15,14 @@ from typing import Any
 import httpx
 import torch
 
+from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine
 from tests.engines.environment import LISTS, ROOT, engine_python
 from tests.engines.overlays import overlay
-from tests.engines.sglang_load import LIMIT_S, Stream
+from tests.engines.sglang_load import Stream
 from weightcast.comm.ports import quiet_port
 
-START_S = 400.0
+START_S = 600.0
 CONTEXT = 4096
 EOS = 1
 
@@ -38,7 +39,7 @@ class LmdeployStream(Stream):
     def cut_after(self, more: int) -> None:
         """Breaks the answer off once so many more tokens have come, or it is over."""
         self.limit = len(self.tokens) + more
-        self._thread.join(LIMIT_S)
+        self._thread.join(PATIENCE_S)
 
     def _heard(self, said: dict[str, Any]) -> None:
         super()._heard(said)
@@ -124,7 +125,7 @@ def lmdeploy(
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    client = httpx.Client(timeout=120.0, trust_env=False, headers=headers)
+    client = httpx.Client(timeout=300.0, trust_env=False, headers=headers)
     engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
     try:
         _wait(engine, log)

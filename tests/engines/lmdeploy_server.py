@@ -18,7 +18,7 @@ from tests.engines.overlays import overlay
 from tests.harness import wait_for
 
 VERSIONS = ("0.18.0", "0.16.0")
-START_S = 150.0
+START_S = 600.0
 IMPORTED = (
     "lmdeploy.pytorch.engine.model_agent.agent",
     "lmdeploy.pytorch.models.llama",
@@ -80,7 +80,7 @@ def rig(folder: Path, logs: Path, *options: str, version: str = VERSIONS[0]) -> 
     with log.open("wb") as output:
         process = start(python, [str(script), str(folder), *options], modules=IMPORTED, env=environment, output=output)
     headers = {"authorization": f"Bearer {options[options.index('--key') + 1]}"} if "--key" in options else {}
-    client = httpx.Client(timeout=60.0, trust_env=False, headers=headers)
+    client = httpx.Client(timeout=300.0, trust_env=False, headers=headers)
 
     def port() -> str | None:
         assert process.poll() is None, log.read_text()[-4000:]

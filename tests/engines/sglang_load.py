@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 
+from tests.clock import PATIENCE_S
+
 _LOADS = ("/v1/loads", "/get_load")
-LIMIT_S = 300.0
 
 
 class Stream:
@@ -42,7 +43,7 @@ class Stream:
 
     def wait_for(self, count: int) -> None:
         """Return when so many tokens have come."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         with self._news:
             while len(self.tokens) < count and not self._over:
                 assert self._news.wait(deadline - time.monotonic()), f"{len(self.tokens)} of {count} tokens came"
@@ -50,14 +51,14 @@ class Stream:
 
     def ended(self) -> Stream:
         """This stream, when its answer is over."""
-        self._thread.join(LIMIT_S)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), f"no end of the answer; {len(self.tokens)} of {self.count} tokens came"
         return self
 
     def _run(self) -> None:
         try:
             with (
-                httpx.Client(timeout=LIMIT_S, trust_env=False) as client,
+                httpx.Client(timeout=PATIENCE_S, trust_env=False) as client,
                 client.stream("POST", f"{self._url}/generate", json=self.body()) as answer,
             ):
                 for line in answer.iter_lines():
@@ -86,7 +87,7 @@ class Stream:
 def waiting(url: str) -> int:
     """Requests that SGLang's scheduler has queued and not begun, as it says itself."""
     for path in _LOADS:
-        answer = httpx.get(url + path, timeout=60, trust_env=False)
+        answer = httpx.get(url + path, timeout=300, trust_env=False)
         if answer.status_code == 200:
             said = answer.json()
             ranks = said.get("loads", []) if isinstance(said, dict) else said
@@ -96,7 +97,7 @@ def waiting(url: str) -> int:
 
 def wait_until_waiting(url: str, count: int, running: Stream | None = None) -> bool:
     """Return when so many requests wait; False if ``running`` has ended, so that they need not wait any more."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + PATIENCE_S
     while (now := waiting(url)) < count:
         if running is not None and running.finish:
             return False

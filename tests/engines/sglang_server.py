@@ -23,7 +23,7 @@ from tests.engines.forked import start
 from tests.engines.overlays import overlay
 from weightcast.comm.ports import quiet_port
 
-START_S = 400.0
+START_S = 600.0
 IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -116,7 +116,7 @@ def _start(
     (python, *argv), environment = sglang_command(model, tp, options, port, receiver=receiver, version=version)
     with log.open("w") as output:
         process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
-    client = httpx.Client(timeout=120.0, trust_env=False)
+    client = httpx.Client(timeout=300.0, trust_env=False)
     return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.conformance import KINDS, run
 
-pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine_full]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -19,8 +19,6 @@ from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.lab.demo.smollm2 import ensure_smollm2
 from weightcast.report import UpdateReport
 
-pytestmark = [pytest.mark.timeout(400)]
-
 PROMPTS = [[5, 17, 200, 33], [7, 7, 90, 311, 12, 4], [1, 400, 22]]
 COUNT = 12
 BUCKET = 200_000  # four buckets, the largest tensor in one of its own

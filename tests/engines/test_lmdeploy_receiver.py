@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
 from tests.engines.lmdeploy_receiver_server import (
     CONTEXT,
@@ -22,13 +23,13 @@ from tests.engines.lmdeploy_receiver_server import (
     question,
 )
 from tests.engines.test_sglang_cpu import nudge
+from tests.harness import BeforeCommit
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_watch_metrics import series
 from weightcast import Target, UpdateFailed, WeightUpdater
 
-pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine_full]
 
-SOON_S = 120.0
 MODES = ("retract", "in_place", "wait", "abort")
 PROMPTS = ([5, 6, 7, 8], [9, 8, 7, 6, 5, 4], [20 + number for number in range(100)])
 COUNT, SEEN, LONG = 12, 6, 3900
@@ -62,7 +63,7 @@ class Served:
         """Updates to weights that are a step of training away; returns the model that was served before."""
         before, new = self.model, copy.deepcopy(self.model)
         nudge(new, seed=self.version + 1)
-        options = {"transport": via, "bucket_bytes": 300_000, "timeout_s": SOON_S} | more
+        options = {"transport": via, "bucket_bytes": 300_000, "timeout_s": PATIENCE_S} | more
         with WeightUpdater.connect(new, [self.target], pause=pause, **options) as updater:
             report = updater.update(version=self.version + 1)
         self.version += 1
@@ -107,11 +108,16 @@ def switched_at(old: Any, new: Any, stream: LmdeployStream) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode: str) -> None:
     served.answers_with_its_weights()
-    running = [LmdeployStream(served.engine.url, prompt, 60 if mode == "wait" else LONG) for prompt in PROMPTS]
-    for stream in running:
-        stream.wait_for(SEEN)
-    before = served.step(mode)
-    for stream in running:
+
+    def load() -> list[LmdeployStream]:
+        streams = [LmdeployStream(served.engine.url, prompt, 60 if mode == "wait" else LONG) for prompt in PROMPTS]
+        for stream in streams:
+            stream.wait_for(SEEN)
+        return streams
+
+    running = BeforeCommit(load)
+    before = served.step(mode, progress=running)
+    for stream in running.result or ():
         stream.cut_after(SEEN)
         if mode in ("abort", "wait"):
             assert (stream.finish, stream.failure) == ("abort" if mode == "abort" else "length", "")

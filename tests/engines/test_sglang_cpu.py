@@ -19,7 +19,7 @@ from weightcast.errors import UpdateFailed
 from weightcast.lab.demo.smollm2 import ensure_smollm2
 from weightcast.report import UpdateReport
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WAYS = ("broadcast", "ipc", "disk")
 # Llama's widths divide by what its ranks are: SGLang wants multiples of 64 in places.

@@ -18,12 +18,14 @@ import psutil
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
 from tests.engines.sglang_load import Stream, wait_until_waiting
 from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglang
 from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
 from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
 from tests.engines.trainer import update_directly
+from tests.harness import BeforeCommit
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from tests.unit.test_watch_metrics import series
@@ -32,10 +34,9 @@ from weightcast.errors import ConfigError, UpdateFailed
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.plugins.sglang.other_updates import ROUTES
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SOON_S = 120.0
-OPTIONS: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": SOON_S}
+OPTIONS: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": PATIENCE_S}
 MODES = ("retract", "in_place", "wait", "abort")
 
 
@@ -55,22 +56,23 @@ class Served:
         return self.step_under(lambda: None, pause, via)[0]
 
     def step_under(self, start: Callable[[], Started], pause: str, via: str = "broadcast") -> tuple[Any, Started]:
-        """Does so under a load that starts once the trainer is connected, so that it lasts longer than the update."""
+        """Does so under a load that starts before the commit, so that it lasts longer than the update."""
         before = copy.deepcopy(self.model)
         self.version += 1
         nudge(self.model, seed=self.version)
-        with WeightUpdater.connect(self.model, [self.engine.url], pause=pause, transport=via, **OPTIONS) as updater:
-            started = start()
+        started = BeforeCommit(start)
+        options = OPTIONS | {"pause": pause, "transport": via, "progress": started}
+        with WeightUpdater.connect(self.model, [self.engine.url], **options) as updater:
             report = updater.update(version=self.version)
         [row] = report.targets
         assert (row.status, row.proof, row.version_after) == ("serving", "resident", self.version), report
-        return before, started
+        return before, started.result
 
     def info(self) -> dict[str, Any]:
         return self.engine.get("/weightcast/info")
 
     def until(self, state: str) -> None:
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + PATIENCE_S
         while (now := self.info())["state"] != state:
             assert time.monotonic() < deadline, now
             time.sleep(0.05)
@@ -204,7 +206,7 @@ def push_and_hold(folder: str, url: str, version: int, mark: str) -> None:
 
     with (
         CheckpointExporter(folder) as exporter,
-        WeightUpdater.connect(exporter, [url], bucket_bytes=100_000, progress=hold, timeout_s=SOON_S) as updater,
+        WeightUpdater.connect(exporter, [url], bucket_bytes=100_000, progress=hold, timeout_s=PATIENCE_S) as updater,
     ):
         updater.update(version=version)
 
@@ -215,7 +217,7 @@ def test_a_trainer_that_is_killed_half_way_changes_nothing(dense: Served, tmp_pa
     trainer = Ranks(1)
     try:
         trainer.start(push_and_hold, str(tmp_path), dense.engine.url, dense.version + 1, str(mark))
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + PATIENCE_S
         while not mark.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -249,7 +251,7 @@ def test_pushes_in_every_mode_under_eight_streams(moe: Served) -> None:
     finally:
         stop.set()
         for client in clients:
-            client.join(SOON_S)
+            client.join(PATIENCE_S)
     cut = [stream for stream in streams if stream.finish == "abort"]
     assert len(cut) < len(streams)
     for stream in streams:
@@ -322,14 +324,14 @@ class TestKilledRank:
             with WeightUpdater.connect(model, urls, **options) as updater:
                 began = time.monotonic()
                 report = updater.update(version=1)
-                assert time.monotonic() - began < SOON_S / 2
+                assert time.monotonic() - began < PATIENCE_S / 2
                 rows = {row.url: row for row in report.targets}
                 assert rows[victim.url].status in ("quarantined", "unknown"), report
                 assert re.search(rf"rank 1 \(pid {rank['pid']}\) is gone", str(report)), report
                 assert (rows[other.url].status, rows[other.url].proof) == ("serving", "resident"), report
                 assert greedy_tokens(other, PROMPTS, COUNT) == answers(model) != old
-                assert victim.process.wait(60) != 0
-                _, alive = psutil.wait_procs(family, timeout=60)
+                assert victim.process.wait(PATIENCE_S) != 0
+                _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
                 assert not alive
                 nudge(model, seed=2)
                 assert updater.update(version=2).targets[-1].status == "serving"

@@ -18,7 +18,7 @@ from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine]
 
 UPDATE = ["--additional-config", json.dumps({"weightcast": {"draft": "update"}})]
 

@@ -17,7 +17,7 @@ from tests.engines.environment import ROOT, engine_python, package_path
 from tests.fp8_checkpoints import fp8_checkpoint
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine]
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

@@ -20,7 +20,7 @@ from tests.engines.overlays import overlay
 from tests.engines.vllm_server import vllm, vllm_command
 from tests.tiny import VOCAB, tiny_tokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.engine_full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.engine_full]
 
 STANDINS = Path(__file__).with_name("standins")
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

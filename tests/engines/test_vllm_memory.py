@@ -16,7 +16,7 @@ from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine]
 
 DEV = {"VLLM_SERVER_DEV_MODE": "1"}
 

@@ -20,8 +20,6 @@ from tests.engines.test_vllm_cpu import PROMPTS
 from tests.engines.vllm_server import vllm
 from tests.tiny import tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.timeout(900)
-
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 GPT_OSS: dict[str, Any] = SMALL | {
     "intermediate_size": 64,

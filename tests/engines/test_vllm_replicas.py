@@ -14,7 +14,7 @@ from tests.engines.vllm_server import vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 
-pytestmark = [pytest.mark.engine, pytest.mark.engine_full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.engine_full]
 
 
 def made(root: Path) -> dict[str, tuple[Path, Any, list[list[int]]]]:

@@ -13,7 +13,7 @@ from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PROMPTS, SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine]
 
 
 # Experts, whose packed form vLLM makes from random weights at the start; B is what a fresh server would be started on.

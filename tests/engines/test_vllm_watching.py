@@ -16,7 +16,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast.config import Target
 from weightcast.update.observe import Observer
 
-pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine_full]
 
 
 def test_metrics_of_several_processes_have_no_label_for_a_process(tmp_path: Path) -> None:

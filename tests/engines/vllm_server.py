@@ -66,7 +66,7 @@ def vllm(
     log = logs / "vllm.log"
     with log.open("w") as output:
         process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
-    client = httpx.Client(timeout=120.0, trust_env=False)
+    client = httpx.Client(timeout=300.0, trust_env=False)
     engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
     try:
         _wait(engine, log)

@@ -45,7 +45,7 @@ WAYS: Mapping[Transport, Mapping[str, Any]] = {
     "direct messages": {"transport": "direct", "direct_by": "messages"},
     "direct shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
 }
-START_S = 240.0
+START_S = 600.0
 _making = threading.Lock()
 
 

@@ -44,27 +44,29 @@ class Limits:
 
     Attributes:
         deadline_s: ``timeout_s`` of the updates.
+        patience_s: Time added to each, for a busy machine.
     """
 
     deadline_s: float
+    patience_s: float = PATIENCE_S
 
     @property
     def later_s(self) -> float:
         """Longest time of an update without a fault, when no earlier failure delays it."""
-        return self.deadline_s / 2 + PATIENCE_S
+        return self.deadline_s / 2 + self.patience_s
 
     @property
     def struck_s(self) -> float:
         """Longest time of an update with a fault: two waits, each a little longer than a deadline."""
-        return 2 * (self.deadline_s + margin_s(self.deadline_s)) + PATIENCE_S
+        return 2 * (self.deadline_s + margin_s(self.deadline_s)) + self.patience_s
 
     @property
     def orphaned_s(self) -> float:
         """One that loses a trainer rank: the others have the patience of the head's longest work, then look around."""
-        return FOLLOW_DEADLINES * self.deadline_s + PATIENCE_S + 3.0
+        return FOLLOW_DEADLINES * self.deadline_s + self.patience_s + 3.0
 
 
-HANG_S = 60.0
+HANG_S = 120.0
 LEFT_ASLEEP = "it was asleep before this update and still sleeps"
 NEVER_STRUCK = "the fault never struck"
 _NAMED = {"gather": "the gather among trainer ranks", "replica": "trainer rank 0 and trainer rank 1 hold different"}
@@ -108,11 +110,12 @@ class World:
     Args:
         kind: Of engines.
         deadline_s: Of every wait in an update, in seconds; None for what suits the kind.
+        patience_s: Time added to the longest allowed waits, for a busy machine.
     """
 
-    def __init__(self, kind: str, *, deadline_s: float | None = None) -> None:
+    def __init__(self, kind: str, *, deadline_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
         self.kind: Kind = KINDS[kind]
-        self.limits = Limits(deadline_s=deadline_s or self.kind.deadline_s)
+        self.limits = Limits(deadline_s=deadline_s or self.kind.deadline_s, patience_s=patience_s)
         self._loop = Loop()
         self._pool = ThreadPoolExecutor(2)
         self._spares = {ranks: self._pool.submit(self._start, ranks) for ranks in self.kind.spares}
@@ -138,7 +141,7 @@ class World:
         for engine in (self.bystander, *self._victims.values(), *(spare.result() for spare in self._spares.values())):
             engine.close()
         self._pool.shutdown()
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.limits.patience_s
         while (left := [name for name in self._kept_by_engines if Path("/dev/shm", name).exists()]) and (
             time.monotonic() < deadline
         ):

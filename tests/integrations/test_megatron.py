@@ -13,7 +13,7 @@ from tests.integrations.script import run_script
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast.digest.definition import tensor_digest
 
-pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine_full]
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 PROMPT = [5, 17, 99, 3, 250]

@@ -13,7 +13,7 @@ from tests.integrations.script import run_script
 from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast.digest.definition import tensor_digest
 
-pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine_full]
 
 
 def test_three_steps_of_grpo_are_on_policy(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.integrations.script import run_script
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.engine_full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine_full]
 
 PROMPTS = [[5, 6, 7, 8, 9], [100, 50, 20]]
 COUNT = 8

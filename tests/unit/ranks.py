@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.clock import PATIENCE_S
 from tests.commands import context
 from weightcast.comm.ports import quiet_port
 
@@ -38,7 +39,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send((function, args))
 
-    def answer(self, rank: int, timeout_s: float = 120.0) -> Any:
+    def answer(self, rank: int, timeout_s: float = PATIENCE_S) -> Any:
         """The result of the function on one rank.  An exception there is an AssertionError here."""
         ok, value = self._receive(rank, timeout_s)
         assert ok, f"rank {rank}:\n{value}"
@@ -48,7 +49,7 @@ class Ranks:
         """The results of the function on every rank, in order."""
         self.start(function, *args)
         # All of them before any complaint: an answer left behind would be taken for that of the next call.
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + PATIENCE_S
         answers = [self._receive(rank, max(deadline - time.monotonic(), 0.1)) for rank in range(self.world_size)]
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         assert not failed, "\n".join(failed)

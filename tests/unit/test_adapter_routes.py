@@ -22,7 +22,6 @@ from weightcast.wire.adapters import KIND, AdapterRequest, adapter_path
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Message
 
-pytestmark = pytest.mark.timeout(60)
 WEIGHTS = weights_of(0)
 
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.clock import PATIENCE_S
 from weightcast.lab.demo import plot, table
 from weightcast.lab.demo import report as reporting
 from weightcast.lab.demo.records import Answer, ModeRecord, Sample, StepRecord, reward_gain
@@ -108,7 +109,7 @@ def test_a_wait_is_announced_at_once_and_told_again():
 
     with waiting("engines start", note, interval_s=0.01):
         assert lines[0] == "  engines start"
-        assert told.wait(30)
+        assert told.wait(PATIENCE_S)
     count = len(lines)
     assert all(line.startswith("  engines start: ") for line in lines[1:])
     assert len(lines) == count

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from weightcast.comm.group_moves import Move
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
@@ -118,7 +119,7 @@ def test_an_abort_of_the_head_reaches_a_trainer_rank_that_waits_for_an_engine_ra
     waiting = sides.pool.submit(sides.members[1].finish_moves, works, what="bucket 0", timeout_s=LONG_S)
     sides.members[0].abort("an engine refused")
     with pytest.raises(GroupFailed, match=r"an engine refused|closed"):
-        waiting.result(timeout=60.0)
+        waiting.result(timeout=PATIENCE_S)
 
 
 def test_an_abort_ends_the_receives_of_an_engine_rank(sides):
@@ -130,9 +131,9 @@ def test_an_abort_ends_the_receives_of_an_engine_rank(sides):
         sides.members[2].finish_moves(works, what="bucket 0", timeout_s=LONG_S)
 
     waiting = sides.pool.submit(receive)
-    assert begun.wait(60.0)
+    assert begun.wait(PATIENCE_S)
     sides.members[2].abort("the update was interrupted")
     with pytest.raises(GroupFailed):
-        waiting.result(timeout=60.0)
+        waiting.result(timeout=PATIENCE_S)
     with pytest.raises(GroupFailed):
         sides.members[2].start_moves((), [Move(0, torch.zeros(8, dtype=torch.uint8))])

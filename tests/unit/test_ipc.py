@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from weightcast.comm import cuda_driver, ipc
 from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer, device_of, device_uuid, host_id
 from weightcast.errors import ConfigError
@@ -64,14 +65,14 @@ def test_another_process_maps_it(buffer):
     process = context.Process(target=_read_elsewhere, args=(msgspec.json.encode(buffer.handle()), theirs))
     process.start()
     try:
-        assert ours.poll(60)
+        assert ours.poll(PATIENCE_S)
         assert ours.recv() == buffer.data.tolist()
         buffer.data.fill_(3)
         ours.send("look again")
-        assert ours.poll(60)
+        assert ours.poll(PATIENCE_S)
         assert ours.recv() == [3]
     finally:
-        process.join(30)
+        process.join(PATIENCE_S)
         process.close()
         ours.close()
         theirs.close()

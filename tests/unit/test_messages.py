@@ -342,7 +342,7 @@ info = EngineInfo(protocol=1, engine="e", model="m", state="serving", version=No
                   ranks=(RankInfo(rank=0, pid=1, device="cpu"),), staging="host", transports=(), specs=())
 assert decode_info(encode(info)) == info
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,8 +19,6 @@ from weightcast.receiver.sources.peer import PeerSource
 from weightcast.wire.answers import Ack
 from weightcast.wire.messages import Abort, Close, Commit, Fetch, PeerEngine, ReadChunk
 
-pytestmark = pytest.mark.timeout(60)
-
 CHUNK_BYTES = 72  # cuts through rows
 URL = "http://peer:1"
 Change = Callable[[int, bytes], bytes]

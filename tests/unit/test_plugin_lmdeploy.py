@@ -17,6 +17,7 @@ import torch
 from fastapi import APIRouter, HTTPException, Request
 from torch import nn
 
+from tests.clock import PATIENCE_S
 from weightcast.errors import ConfigError, EngineFailure, Refused
 from weightcast.plugins.lmdeploy import hook_points, rank
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
@@ -27,10 +28,6 @@ from weightcast.plugins.lmdeploy.settings import check_settings
 from weightcast.plugins.lmdeploy.sleep import guard_sleep
 from weightcast.plugins.lmdeploy.sleeping_weights import SleepingWeights
 from weightcast.receiver.loader import residents_of
-
-pytestmark = pytest.mark.timeout(60)
-
-SOON_S = 30.0
 
 
 def config(**changes: Any) -> Any:
@@ -152,7 +149,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.start()
     yield made
     made.call_soon_threadsafe(made.stop)
-    thread.join(SOON_S)
+    thread.join(PATIENCE_S)
     made.close()
 
 
@@ -166,15 +163,15 @@ def test_abort_and_wait_hold_requests_back_and_the_other_modes_do_not(loop: asyn
     engine = Engine()
     hooks = hooks_of(engine, loop)
     for mode in ("in_place", "retract"):
-        hooks.pause(mode, SOON_S)
+        hooks.pause(mode, PATIENCE_S)
         assert not hooks.paused
         hooks.resume()
     assert engine.calls == []
-    hooks.pause("wait", SOON_S)
+    hooks.pause("wait", PATIENCE_S)
     assert hooks.paused
     hooks.resume()
     assert not hooks.paused
-    assert engine.calls == [("weightcast_pause", "wait", SOON_S), ("weightcast_resume",)]
+    assert engine.calls == [("weightcast_pause", "wait", PATIENCE_S), ("weightcast_resume",)]
 
 
 def test_a_pause_that_fails_says_why_and_can_be_resumed(loop: asyncio.AbstractEventLoop) -> None:
@@ -192,7 +189,7 @@ def test_an_engine_process_that_is_gone_is_named(loop: asyncio.AbstractEventLoop
     hooks = hooks_of(engine, loop)
     engine.answers["weightcast_pause"] = RuntimeError("PyTorch ZMQ engine process is not alive.")
     with pytest.raises(EngineFailure, match="engine process is not alive"):
-        hooks.pause("abort", SOON_S)
+        hooks.pause("abort", PATIENCE_S)
 
 
 # -- sleep
@@ -247,13 +244,13 @@ class Sleeper:
         guard_sleep(self.router, self.lmdeploy, self.session, self.hooks, calls)  # type: ignore[arg-type]
 
     def sleep(self, level: int = 1) -> None:
-        asyncio.run_coroutine_threadsafe(self.lmdeploy.sleep(level), self.loop).result(SOON_S)
+        asyncio.run_coroutine_threadsafe(self.lmdeploy.sleep(level), self.loop).result(PATIENCE_S)
 
     def wake(self, *tags: str) -> None:
         query = "&".join(f"tags={tag}" for tag in tags).encode()
         request = Request({"type": "http", "query_string": query, "headers": []})
         endpoint: Any = self.router.routes[0]
-        asyncio.run_coroutine_threadsafe(endpoint.endpoint(request), self.loop).result(SOON_S)
+        asyncio.run_coroutine_threadsafe(endpoint.endpoint(request), self.loop).result(PATIENCE_S)
 
     @property
     def asked(self) -> list[str]:
@@ -267,7 +264,7 @@ def test_requests_are_held_from_the_beginning_of_sleep_until_all_memory_is_back(
     server.sleep()
     assert (server.asked, server.hooks.asleep) == (["pause"], {"weights", "kv_cache"})
     server.wake("weights")
-    server.hooks.pause("abort", SOON_S)  # an update
+    server.hooks.pause("abort", PATIENCE_S)  # an update
     server.hooks.resume()
     assert (server.asked, server.hooks.paused) == (["pause"], True)
     server.wake("weights", "kv_cache")
@@ -281,7 +278,7 @@ def test_engine_without_its_weights_lets_requests_go_on_after_an_update(loop: as
     assert server.session.state == "quarantined"
     server.wake()
     assert (server.asked, server.hooks.paused, server.hooks.asleep) == (["pause"], True, frozenset())
-    server.hooks.pause("retract", SOON_S)
+    server.hooks.pause("retract", PATIENCE_S)
     server.hooks.resume()
     assert (server.asked[-1], server.hooks.paused) == ("resume", False)
 
@@ -543,7 +540,7 @@ def play(what: Any, *, limit: int = 40) -> None:
         requests = RequestsAtSwitch(loop)
         tasks = [asyncio.create_task(loop.main()), asyncio.create_task(loop.worker())]
         other = asyncio.create_task(what(loop, requests))
-        done, _ = await asyncio.wait([*tasks, other], timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([*tasks, other], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         assert other in done, "it stands still" if not done else [task.exception() for task in done]
@@ -572,7 +569,7 @@ def test_a_mark_goes_between_two_forwards_and_nothing_pauses() -> None:
 
 def test_an_idle_engine_takes_the_mark_too() -> None:
     async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
-        assert await requests.retract(SOON_S) == ""
+        assert await requests.retract(PATIENCE_S) == ""
         assert await requests.mark() == ""
         await until(lambda: loop.log == [RESET, SWITCH])
         loop.arrive("a")
@@ -585,7 +582,7 @@ def test_retracted_requests_keep_their_tokens_and_are_computed_anew() -> None:
     async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
         loop.arrive("a", "b")
         await until(lambda: loop.log.count("forward") > 3)
-        assert await requests.retract(SOON_S) == ""
+        assert await requests.retract(PATIENCE_S) == ""
         assert loop.outputs.empty()
         tokens = [sequence.tokens for sequence in loop.scheduler.all()]
         assert min(tokens) > 3
@@ -606,7 +603,7 @@ def test_a_prompt_that_is_half_read_is_read_to_its_end_before_a_retraction() -> 
         loop.chunk = True
         loop.arrive("a")
         await until(lambda: len(loop.log) > 3)
-        retraction = asyncio.create_task(requests.retract(SOON_S))
+        retraction = asyncio.create_task(requests.retract(PATIENCE_S))
         before = len(loop.log)
         await until(lambda: len(loop.log) > before + 3)
         assert not retraction.done()
@@ -634,7 +631,7 @@ def test_abort_drops_what_is_here_and_holds_new_requests_back() -> None:
         loop.arrive("a")
         await until(lambda: loop.log.count("forward") > 3)
         [dropped] = loop.scheduler.all()
-        pause = asyncio.create_task(requests.pause("abort", SOON_S))
+        pause = asyncio.create_task(requests.pause("abort", PATIENCE_S))
         await asyncio.sleep(0)
         loop.arrive("b")
         assert await pause == ""
@@ -656,7 +653,7 @@ def test_wait_lets_requests_end_first() -> None:
         loop.arrive("a")
         await until(lambda: loop.log)
         [running] = loop.scheduler.all()
-        pause = asyncio.create_task(requests.pause("wait", SOON_S))
+        pause = asyncio.create_task(requests.pause("wait", PATIENCE_S))
         await asyncio.sleep(0)
         loop.arrive("b")
         assert await pause == ""
@@ -673,7 +670,7 @@ def test_a_pause_that_waits_can_be_cancelled_and_is_late_by_name() -> None:
         loop.arrive("a")
         await until(lambda: loop.log)
         assert "did not end within 0.05 s" in await requests.pause("wait", 0.05)
-        pause = asyncio.create_task(requests.pause("wait", SOON_S))
+        pause = asyncio.create_task(requests.pause("wait", PATIENCE_S))
         await asyncio.sleep(0.02)
         requests.stop_waiting()
         assert await pause == "the pause was cancelled"
@@ -687,14 +684,14 @@ def test_a_pause_that_waits_can_be_cancelled_and_is_late_by_name() -> None:
 def test_sleep_rejects_what_is_held_and_forgets_a_forward_whose_output_is_lost() -> None:
     async def sleep(loop: Loop, requests: RequestsAtSwitch) -> None:
         response = SimpleNamespace(is_done=False, why="")
-        assert await requests.pause("abort", SOON_S) == ""
+        assert await requests.pause("abort", PATIENCE_S) == ""
         loop.req_manager.callbacks["ADD_MESSAGE"]([SimpleNamespace(resp=response)])
         await loop.executor.forward_async({"batch": []})  # sent ahead; nobody takes its output
         await until(lambda: not loop.outputs.empty())
         loop.outputs.get_nowait()
         loop.reset_runtime_state()
         assert (response.is_done, response.why) == (True, "engine sleep")
-        assert await requests.retract(SOON_S) == ""  # the engine is at rest
+        assert await requests.retract(PATIENCE_S) == ""  # the engine is at rest
         assert await requests.mark() == ""
         loop.arrive("a")  # still held: the engine may wake without weights
         await asyncio.sleep(0.02)
@@ -708,7 +705,7 @@ def test_sleep_rejects_what_is_held_and_forgets_a_forward_whose_output_is_lost()
 def test_prefixes_that_cannot_be_dropped_fail_the_retraction() -> None:
     async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
         loop.scheduler.block_trie = SimpleNamespace(enabled=True, leaves={1, 2}, evict=print)
-        assert "2 prefixes of the old weights are in use" in await requests.retract(SOON_S)
+        assert "2 prefixes of the old weights are in use" in await requests.retract(PATIENCE_S)
         loop.arrive("a")
         await until(lambda: loop.scheduler.all()[0].status == "stopped")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import zmq
 
+from tests.clock import PATIENCE_S
 from tests.torn import OUT_OF_MEMORY, FailingCopy
 from tests.unit.models import FusedModel, ScalingModel, weights_of
 from tests.unit.sessions import Sender
@@ -34,9 +35,6 @@ from weightcast.receiver.session import SessionHandler
 from weightcast.wire.answers import Ack
 from weightcast.wire.messages import Message, Revert
 
-pytestmark = pytest.mark.timeout(120)
-
-SOON_S = 60.0
 PARALLEL: list[Any] = [None]  # of the rank that is being made
 
 
@@ -181,7 +179,7 @@ class Server:
         self.engine.close()
         self.executor.close()
         self._stop.set()
-        self._thread.join(SOON_S)
+        self._thread.join(PATIENCE_S)
 
     def tell(self, message: Message) -> Ack:
         ack = self.engine.apply(message)
@@ -190,7 +188,7 @@ class Server:
 
     def ready(self, version: int, **changes: Any) -> Sender:
         """A session of which everything has arrived, and nothing is switched."""
-        sender = Sender(weights_of(version), version=version, **{"pause": "retract", "timeout_s": SOON_S} | changes)
+        sender = Sender(weights_of(version), version=version, **{"pause": "retract", "timeout_s": PATIENCE_S} | changes)
         for message in sender.transfer():
             self.tell(message)
         return sender
@@ -335,7 +333,7 @@ def test_version_0_5_17_tells_the_number_beside_the_runners_other_ranks() -> Non
 def test_with_stages_a_retraction_is_refused_before_anything_moves() -> None:
     made = Server(stages=2)
     try:
-        refused = made.engine.apply(Sender(weights_of(1), version=1, pause="retract", timeout_s=SOON_S).open)
+        refused = made.engine.apply(Sender(weights_of(1), version=1, pause="retract", timeout_s=PATIENCE_S).open)
         assert "pipeline parallelism" in refused.error
         assert "in_place" in refused.error
         assert made.engine.info().state == "serving"
@@ -381,7 +379,7 @@ class IdleRank:
     """The first rank, its scheduler with a real socket, and a thread that is in one pass of its loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("weightcast.plugins.sglang.boundary._REST_S", SOON_S)
+        monkeypatch.setattr("weightcast.plugins.sglang.boundary._REST_S", PATIENCE_S)
         self.rank, self.scheduler = SglangRank(runner(0, 1)), Scheduler()
         self._context = zmq.Context()
         requests, self.client = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
@@ -412,25 +410,25 @@ def test_an_idle_scheduler_rests_in_a_session_until_a_request_or_a_mark_comes(id
     resting.join(0.2)
     assert resting.is_alive()
     idle.client.send(b"a request")
-    resting.join(SOON_S / 2)
+    resting.join(PATIENCE_S / 2)
     assert (resting.is_alive(), pulled) == (False, [])
     idle.scheduler.request_receiver.recv_from_tokenizer.recv()
     resting, pulled = idle.one_pass()
     idle.rank.told_to_switch()
-    resting.join(SOON_S / 2)
+    resting.join(PATIENCE_S / 2)
     assert (resting.is_alive(), len(pulled)) == (False, 1)
     resting, _ = idle.one_pass()
     resting.join(0.2)
     assert resting.is_alive()  # the mark has woken one pass, and no more
     idle.rank.told_to_switch()
-    resting.join(SOON_S / 2)
+    resting.join(PATIENCE_S / 2)
 
 
 def test_a_scheduler_without_a_session_or_with_work_does_not_rest(idle: IdleRank) -> None:
     for in_session, nothing_to_do in ((False, True), (True, False)):
         idle.rank.in_session, idle.scheduler.idle = in_session, nothing_to_do
         running, _ = idle.one_pass()
-        running.join(SOON_S / 2)
+        running.join(PATIENCE_S / 2)
         assert not running.is_alive()
 
 
@@ -590,14 +588,14 @@ def hooks() -> Iterator[tuple[SglangHooks, Manager]]:
     made.set_loop(loop)
     yield made, manager
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(SOON_S)
+    thread.join(PATIENCE_S)
     loop.close()
 
 
 def test_abort_drops_requests_until_none_runs_and_holds_new_ones(hooks: tuple[SglangHooks, Manager]) -> None:
     made, manager = hooks
     manager.model_update_lock.readers = 3
-    made.pause("abort", SOON_S)
+    made.pause("abort", PATIENCE_S)
     assert (manager.aborts, manager.is_pause, made.paused) == (3, True, True)
     made.set_version(7)
     made.resume()
@@ -613,7 +611,7 @@ def test_wait_aborts_nothing_and_can_be_cancelled(hooks: tuple[SglangHooks, Mana
 
     def wait() -> None:
         try:
-            made.pause("wait", SOON_S)
+            made.pause("wait", PATIENCE_S)
         except Refused as error:
             failed.append(error)
 
@@ -631,7 +629,7 @@ def test_wait_aborts_nothing_and_can_be_cancelled(hooks: tuple[SglangHooks, Mana
 def test_modes_that_keep_requests_leave_the_api_server_alone(hooks: tuple[SglangHooks, Manager], mode: Any) -> None:
     made, manager = hooks
     manager.model_update_lock.readers = 1
-    made.pause(mode, SOON_S)
+    made.pause(mode, PATIENCE_S)
     assert not manager.is_pause
     made.resume()
 
@@ -640,15 +638,15 @@ def test_an_operators_pause_is_left_to_the_operator(hooks: tuple[SglangHooks, Ma
     made, manager = hooks
     manager.is_pause = True
     manager.model_update_lock.readers = 1
-    made.pause("abort", SOON_S)
+    made.pause("abort", PATIENCE_S)
     made.resume()
     assert (manager.aborts, manager.is_pause) == (0, True)
 
 
 def test_a_quarantined_server_is_held_until_an_update_of_any_mode_succeeds(hooks: tuple[SglangHooks, Manager]) -> None:
     made, manager = hooks
-    made.pause("abort", SOON_S)  # the quarantine
-    made.pause("in_place", SOON_S)
+    made.pause("abort", PATIENCE_S)  # the quarantine
+    made.pause("in_place", PATIENCE_S)
     assert manager.is_pause
     made.resume()
     assert not manager.is_pause

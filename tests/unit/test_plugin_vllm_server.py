@@ -29,10 +29,7 @@ from weightcast.wire.codec import encode
 from weightcast.wire.layout import TensorSpec
 from weightcast.wire.messages import Abort, Commit, Leave, Message, Readback
 
-pytestmark = pytest.mark.timeout(60)
-
 SESSION = "ab" * 16
-JOIN_S = 120.0
 SPECS = tuple(TensorSpec(name=name, dtype="float32", shape=(4,)) for name in "ab")
 
 
@@ -53,7 +50,7 @@ class Rank(Echo):
         if switches:
             assert self.connection is not None
             self.connection.send_bytes(READY)
-            assert self.been.wait(JOIN_S)
+            assert self.been.wait(PATIENCE_S)
         return super().apply(message)
 
     def listen(self, folder: str) -> None:
@@ -82,7 +79,7 @@ class Rank(Echo):
             )
             connection.send_bytes(encode(greeting))
         if self.manner == "deaf":
-            self.over.wait(3 * JOIN_S)
+            self.over.wait(3 * PATIENCE_S)
             return
         self.connection = connection
         serve_messages(connection, self, rank=self.rank, on_note=lambda note: None)
@@ -124,13 +121,13 @@ def test_late_answers_are_never_taken_for_later_ones(workers, error):
 
     executor = meet(made, fail)
     with pytest.raises(EngineFailure, match=r"finish_weight_update|out of order") as caught:
-        executor.apply(Commit(session=SESSION), timeout_s=JOIN_S)
+        executor.apply(Commit(session=SESSION), timeout_s=PATIENCE_S)
     assert caught.value.ranks == (0, 1)
     for worker in made:
         worker.been.set()  # the main thread comes after all, and the answers to the commit with it
     for message in (Abort(session=SESSION), Leave()):
         with pytest.raises(EngineFailure, match=r"finish_weight_update|out of order") as caught:
-            executor.apply(message, timeout_s=JOIN_S)
+            executor.apply(message, timeout_s=PATIENCE_S)
         assert caught.value.hint == "restart the engine"
     executor.close()
 
@@ -152,8 +149,8 @@ def test_rank_that_reads_nothing_is_lost_and_blocks_no_other(workers, monkeypatc
     assert asking.is_alive()
     interrupting = threading.Thread(target=executor.interrupt, args=("the trainer is gone",), daemon=True)
     interrupting.start()
-    interrupting.join(JOIN_S)
-    asking.join(JOIN_S)
+    interrupting.join(PATIENCE_S)
+    asking.join(PATIENCE_S)
     assert (interrupting.is_alive(), asking.is_alive()) == (False, False)
     assert "rank 1 did not take a message within 3 s" in str(failed[0])
     assert failed[0].ranks == (1,)
@@ -170,13 +167,13 @@ def test_after_the_end_nothing_is_asked(workers):
     executor = meet(made, go)
     for message in (Readback(), Commit(session=SESSION), Abort(session=SESSION)):
         name = type(message).__name__
-        acks = executor.apply(message, timeout_s=JOIN_S)
+        acks = executor.apply(message, timeout_s=PATIENCE_S)
         assert [(ack.rank, ack.error, ack.unproven) for ack in acks] == [(0, name, ()), (1, name, ())]
     assert executor.pids() == (os.getpid(),) * 2
     executor.close()
     executor.close()
     with pytest.raises(EngineFailure, match="shutting down"):
-        executor.apply(Readback(), timeout_s=JOIN_S)
+        executor.apply(Readback(), timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,7 @@ def test_connections_are_closed_when_a_rank_does_not_greet(workers, monkeypatch,
     with pytest.raises(EngineFailure, match=words) as caught:
         meet(made)
     # The error is still held here, and with it all that its frames hold.
-    assert made[0].alone.wait(JOIN_S)
+    assert made[0].alone.wait(PATIENCE_S)
     assert caught.value.ranks == (1,)
 
 

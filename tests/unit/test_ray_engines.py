@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.clock import PATIENCE_S
 from tests.procs import gone, wait_until_gone
 from weightcast.errors import ConfigError
 from weightcast.ray import RolloutEngines, lmdeploy_engine, reference_engine, sglang_engine, vllm_engine
@@ -62,7 +63,7 @@ def keeper(code: str) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
 def test_the_keeper_ends_as_its_engine_does(end, code):
     with keeper(f"import os, sys; {end}") as process:
-        assert process.wait(60) == code
+        assert process.wait(PATIENCE_S) == code
 
 
 def test_the_engine_ends_when_the_pipe_closes_with_what_it_started():
@@ -84,7 +85,7 @@ time.sleep(99)
         os.kill(process.pid, signal.SIGTERM)  # a stray signal is not the end
         assert not gone(pid)
         process.stdin.close()
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     wait_until_gone([pid])
 
 

@@ -26,8 +26,6 @@ from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.engine_info import RankInfo
 from weightcast.wire.messages import Join, Leave, Message, Readback, Revert
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Ranks:
     """All ranks in this process, one after the other; one may be told to fail."""

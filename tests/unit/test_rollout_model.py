@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.clock import PATIENCE_S
 from tiny import VOCAB, greedy, tiny_config, tiny_model
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure
 from weightcast.receiver import rank as rank_module
@@ -48,7 +49,7 @@ def generate(executor, prompts, *, max_tokens=12, max_batch=8):
             )
             for i, p in enumerate(prompts)
         ]
-        return [answer.result(60) for answer in answers]
+        return [answer.result(PATIENCE_S) for answer in answers]
     finally:
         scheduler.close()
         executor.close()
@@ -100,7 +101,7 @@ def greedy_by_ranks(worker, chosen, rows, count):
         if worker._model.tp_rank == 0:
             chosen[step].set_result(commands.decode_answer(reply, commands.Chosen).tokens)
         positions = [len(row) + step for row in rows]
-        command = commands.Decode(moves=[], tokens=chosen[step].result(60), positions=positions, sampling=order)
+        command = commands.Decode(moves=[], tokens=chosen[step].result(PATIENCE_S), positions=positions, sampling=order)
 
 
 @pytest.mark.parametrize(

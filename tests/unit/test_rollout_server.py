@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from tests.clock import PATIENCE_S
 from tests.unit.sessions import Sender
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.receiver.engine_state import EngineFacts
@@ -28,7 +29,6 @@ from weightcast.rollout.worker import WorkerSettings, make_worker
 from weightcast.wire.messages import Commit, Readback
 
 TEXT = [5, 9, 100, 200, 3, 44]
-SOON_S = 20.0
 
 
 class Held:
@@ -54,7 +54,7 @@ class Held:
     def _stand_still(self, gate):
         if not gate.is_set():
             self.arrived.set()
-            assert gate.wait(SOON_S)
+            assert gate.wait(PATIENCE_S)
 
     @contextmanager
     def held(self, gate):
@@ -95,7 +95,7 @@ class Served:
 
     def send(self, model):
         """Sends a complete session without its commit."""
-        sender = Sender(dict(model.state_dict()), bucket_bytes=1 << 20, timeout_s=SOON_S)
+        sender = Sender(dict(model.state_dict()), bucket_bytes=1 << 20, timeout_s=PATIENCE_S)
         for message in sender.transfer():
             assert self.receiver.apply(message).ok
         return sender
@@ -144,9 +144,9 @@ def test_scores_are_of_one_version(served, models, pool):
     assert served.score().json()["logprobs"] == logprobs(old), "nothing is switched yet"
     with served.ranks.held(served.ranks.commit):
         commit = pool.submit(served.receiver.apply, sender.commit())
-        assert served.ranks.arrived.wait(SOON_S)
+        assert served.ranks.arrived.wait(PATIENCE_S)
         half_way = served.score()
-    assert (half_way.status_code, commit.result(SOON_S).ok) == (409, True)
+    assert (half_way.status_code, commit.result(PATIENCE_S).ok) == (409, True)
     assert "the engine is paused by an update" in half_way.text
     assert served.score().json()["logprobs"] == logprobs(new)
 
@@ -162,14 +162,14 @@ def test_sleep_that_waits_for_requests_does_not_block_an_update(served, models, 
     _, old, new = models
     with served.ranks.held(served.ranks.generate):
         answer = served.scheduler.submit(GenerationRequest(request_id="a", prompt=(5, 6), max_tokens=4, temperature=0))
-        assert served.ranks.arrived.wait(SOON_S)
-        sleep = pool.submit(served.http.post, "/sleep", json={"mode": "wait", "timeout_s": SOON_S})
+        assert served.ranks.arrived.wait(PATIENCE_S)
+        sleep = pool.submit(served.http.post, "/sleep", json={"mode": "wait", "timeout_s": PATIENCE_S})
         while not served.scheduler._pauses:
             threading.Event().wait(0.01)
-        assert pool.submit(served.receiver.apply, Readback()).result(SOON_S / 4).ok
-        sender = pool.submit(served.send, new).result(SOON_S / 4)
-    assert answer.result(SOON_S).tokens == greedy(old, [5, 6], 4)
-    refused = sleep.result(SOON_S)
+        assert pool.submit(served.receiver.apply, Readback()).result(PATIENCE_S / 4).ok
+        sender = pool.submit(served.send, new).result(PATIENCE_S / 4)
+    assert answer.result(PATIENCE_S).tokens == greedy(old, [5, 6], 4)
+    refused = sleep.result(PATIENCE_S)
     assert (refused.status_code, "being updated" in refused.text) == (409, True)
     # The pause has ended with the sleep, so the update succeeds and the engine generates.
     assert served.receiver.apply(sender.commit()).ok
@@ -185,7 +185,7 @@ def test_sleep_during_an_update_ends_no_request(served, models):
         answer = served.scheduler.submit(GenerationRequest(request_id="a", prompt=(5, 6), max_tokens=4, temperature=0))
         served.send(models[2])
         assert served.http.post("/sleep", json={"mode": "abort"}).status_code == 409
-    assert answer.result(SOON_S).tokens == greedy(models[1], [5, 6], 4)
+    assert answer.result(PATIENCE_S).tokens == greedy(models[1], [5, 6], 4)
 
 
 @pytest.mark.parametrize(

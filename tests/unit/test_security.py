@@ -610,7 +610,7 @@ def test_another_user_cannot_open_a_buffer_and_the_same_user_can():
     buffer = SharedBuffer(4096, torch.device("cpu"))
     path = f"/proc/{os.getpid()}/fd/{buffer.handle().fd}"
     code = f"open({path!r}, 'r+b')"
-    same = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    same = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     # Another user may have no access to the interpreter of a virtual environment.
     other = subprocess.run(
         ["/bin/sh", "-c", f"exec 3<{path}"],

@@ -31,7 +31,7 @@ for manager, name, size in zip(*[iter(sys.argv[1:])] * 3):
 
 def open_elsewhere(*handles):
     words = [word for one in handles for word in (one.manager.decode(), one.handle.decode(), str(one.size_bytes))]
-    done = subprocess.run([sys.executable, "-c", OPEN, *words], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", OPEN, *words], capture_output=True, text=True, check=True, timeout=600)
     return [int(line) for line in done.stdout.split()]
 
 

@@ -41,17 +41,26 @@ def test_of_something_else():
 """
 
 
-@pytest.mark.parametrize(("stolen", "passed", "again"), [("time.monotonic()", 1, True), ("0.0", 0, False)])
-def test_a_failure_on_a_machine_that_was_not_ours_is_looked_at_twice(pytester, stolen, passed, again):
+@pytest.mark.parametrize(
+    ("stolen", "idle", "passed", "again"),
+    [
+        pytest.param("time.monotonic()", "time.monotonic()", 1, True, id="the host has the processors"),
+        pytest.param("0.0", "0.0", 1, True, id="other programs have the processors"),
+        pytest.param("0.0", "time.monotonic() * psutil.cpu_count()", 0, False, id="ours"),
+    ],
+)
+def test_a_failure_on_a_machine_that_was_not_ours_is_looked_at_again(pytester, stolen, idle, passed, again):
     root = Path(__file__).parents[2]
     pytester.makeconftest(
-        f"import sys, time; sys.path.insert(0, {str(root)!r})\n"
+        f"import psutil, sys, time; sys.path.insert(0, {str(root)!r})\n"
         "from tests import stolen\n"
         "from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary\n"
         f"stolen.stolen_s = lambda: {stolen}\n"
+        f"stolen.idle_s = lambda: {idle}\n"
         "def pytest_configure(config): config.addinivalue_line('markers', 'deadlines')\n"
     )
     pytester.makepyfile(TESTS)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=passed, failed=4 - passed)
     assert ("of the processors were taken by the host" in result.stdout.str()) is again
+    assert result.stdout.str().count("test_that_fails_always: ") == (2 if again else 0)

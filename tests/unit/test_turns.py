@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from tests.clock import PATIENCE_S
@@ -16,8 +15,6 @@ from weightcast.receiver import WeightReceiver
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.turns import Turns
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def handler(name: str, weights: dict[str, torch.Tensor]) -> SessionHandler:

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from tests.harness import wait_for
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
@@ -34,8 +35,6 @@ for _ in range(rounds):
 sys.stdin.read()
 os._exit(0)  # torch's own end aborts now and then, when the others are quicker
 """
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def member(store, rank, size, rounds):
@@ -66,7 +65,7 @@ def test_bytes_arrive_as_the_dtype_that_they_are():
     for factor in (1, 2):
         data = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * factor
         group.broadcast(data.view(torch.uint8), what="a bucket", timeout_s=100)
-    answers = [process.communicate(timeout=100)[0].split("\n")[:2] for process in members]
+    answers = [process.communicate(timeout=PATIENCE_S)[0].split("\n")[:2] for process in members]
     assert answers == [["[1.0, 2.0, 3.0, 4.0]", "[2.0, 4.0, 6.0, 8.0]"]] * 2
     assert [process.returncode for process in members] == [0, 0]
     group.close()
@@ -94,7 +93,7 @@ def test_closing_the_rendezvous_ends_the_waits_of_members():
             head(place, 3, 100, store=place.visit, cancelled=cancelled)
         place.close()
         # Its own deadline is 60 s away, and that of the thread which the head has left inside torch 100 s.
-        assert waiting.wait(30) != 0
+        assert waiting.wait(PATIENCE_S) != 0
     finally:
         waiting.kill()
         waiting.communicate()

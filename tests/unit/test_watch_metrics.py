@@ -130,7 +130,7 @@ def test_the_exporter_serves_until_the_updater_closes():
     events = Events([metrics])
     events.emit(started())
     assert metrics.port is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=300) as answer:
         found = series(answer.read().decode())
     assert found["weightcast_updates_started_total",] == 1
     port = metrics.port
