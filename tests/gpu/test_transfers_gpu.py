@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -54,25 +52,6 @@ def test_every_shape_in_one_launch(dtype, first):
             arrived = torch.zeros_like(piece.tensor) if number % 3 == 1 else piece.tensor
             assert torch.equal(raw(goal), raw(arrived)), piece.tensor.shape
             goal.zero_()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("first", [0, 1, 16])
-def test_one_launch_reads_the_memory_of_another_gpu(first):
-    pieces = [whole(random_tensor(shape, torch.bfloat16, seed)) for seed, shape in enumerate(SHAPES)]
-    goals = [wider(tuple(piece.tensor.shape), torch.bfloat16, first) for piece in pieces]
-    there = [replace(piece, tensor=piece.tensor.to("cuda:1")) for piece in pieces]
-    transfers = [
-        Transfer(piece=piece, target=goal, total=number)
-        for number, (piece, goal) in enumerate(zip(there, goals, strict=True))
-    ]
-    assert all(can_transfer(transfer, DEVICE) for transfer in transfers)
-    assert not any(can_transfer(transfer) for transfer in transfers)
-    torch.cuda.synchronize(1)
-    sums = RepeatedTransfers().run("here", 1, DEVICE, len(pieces), lambda: transfers).cpu()
-    assert torch.equal(sums, partial_sums(pieces))
-    for piece, goal in zip(pieces, goals, strict=True):
-        assert torch.equal(raw(goal), raw(piece.tensor)), piece.tensor.shape
 
 
 def test_nothing_is_written_beside_the_target():

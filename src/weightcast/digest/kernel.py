@@ -70,9 +70,9 @@ class Launches:
         """Works out the launches.
 
         Args:
-            transfers: transfers for each of which `can_transfer` is true on the CUDA device.
+            transfers: transfers on one CUDA device, for each of which `can_transfer` is true.
             count: number of sums.
-            device: the CUDA device; sources may lie on others that it reads.
+            device: the CUDA device.
         """
         self._device = device
         self._count = count

@@ -16,7 +16,6 @@ from weightcast.digest import on_cpu
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import is_rows_of_runs
 from weightcast.digest.pieces import Piece, Transfer, check_piece, words_of
-from weightcast.runtime.peer_access import reads_directly
 
 if TYPE_CHECKING:
     from weightcast.digest.kernel import Launches
@@ -42,19 +41,10 @@ def transfers_on(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and on_cpu.available())
 
 
-def can_transfer(transfer: Transfer, device: torch.device | None = None) -> bool:
-    """True if ``RepeatedTransfers`` takes it: one dtype, and rows that are runs of adjacent bytes, within reach.
-
-    Args:
-        transfer: The transfer.
-        device: Where it runs, which is where the target is; the source may be on a GPU that this one reads.  None
-            stands for the source's own.
-    """
+def can_transfer(transfer: Transfer) -> bool:
+    """True if ``RepeatedTransfers`` takes it: one device, one dtype, and rows that are runs of adjacent bytes."""
     source, target = transfer.piece.tensor, transfer.target
-    device = device or source.device
-    if target is not None and (target.device != device or target.dtype != source.dtype):
-        return False
-    if not reads_directly(device, source.device):
+    if target is not None and (target.device != source.device or target.dtype != source.dtype):
         return False
     sides = [source] if target is None else [source, target]
     if any(side.is_conj() or side.is_neg() for side in sides):
@@ -83,9 +73,9 @@ class RepeatedTransfers:
         Args:
             place: A key for the memory of sources and targets; one key stands for one memory at a time.
             what: A value that changes whenever that memory needs other transfers.
-            device: Where the transfers run; ``transfers_on`` is true for it.
+            device: Device of all memory; ``transfers_on`` is true for it.
             count: Number of sums.
-            transfers: Makes the transfers; for each ``can_transfer`` is true on this device.
+            transfers: Makes the transfers; for each ``can_transfer`` is true.
             summed: False if nobody needs the sums, which a CPU then does not take.
 
         Returns:

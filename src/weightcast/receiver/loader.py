@@ -119,7 +119,7 @@ class Loader:
         self._arrivals = Arrivals()
         self._plans: dict[int, BucketPlan] = {}
         self._copier = BucketCopier()
-        self.scattered = ScatteredCopier(self.expected, self.routes, self.computed, self._device)
+        self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
         # Sums of what is live, route by route; None if it was not read back since it was last written.

@@ -26,7 +26,6 @@ from weightcast.receiver.scattered_plan import (
     wanted_of,
 )
 from weightcast.receiver.staging import Staging
-from weightcast.runtime.peer_access import reads_directly
 from weightcast.wire.bucket_sources import MappedPart
 from weightcast.wire.held import HeldPart
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
@@ -46,11 +45,7 @@ class ScatteredCopier:
     """
 
     def __init__(
-        self,
-        expected: Mapping[str, TensorSpec],
-        routes: Mapping[str, Sequence[Route]],
-        computed: Collection[str],
-        device: torch.device,
+        self, expected: Mapping[str, TensorSpec], routes: Mapping[str, Sequence[Route]], computed: Collection[str]
     ) -> None:
         """Nothing is planned yet.
 
@@ -58,9 +53,7 @@ class ScatteredCopier:
             expected: Every source tensor by name.
             routes: Routes by source name.
             computed: Names of the sources that stay with the model's own loader.
-            device: This rank's device.
         """
-        self._device = device
         self._expected = expected
         self._routes = ShareRoutes.of(routes, computed)
         self._num_routes = sum(map(len, routes.values()))
@@ -140,9 +133,7 @@ class ScatteredCopier:
         by_device: dict[torch.device, list[int]] = {}
         for number, (data, copies) in enumerate(zip(buffers, plan.buffers, strict=True)):
             if copies:
-                # This rank's own GPU reads the others: their GPUs may be busy with other ranks.
-                device = self._device if reads_directly(self._device, data.device) else data.device
-                by_device.setdefault(device, []).append(number)
+                by_device.setdefault(data.device, []).append(number)
         for device, numbers in by_device.items():
             some = [(buffers[number], plan.buffers[number]) for number in numbers]
             if transfers_on(device):
@@ -184,7 +175,7 @@ class ScatteredCopier:
         *,
         summed: bool,
     ) -> None:
-        """One launch for all copies that run on a device, except those that cast or that go to another device."""
+        """One launch for all copies out of a device, except those that cast or that go to another device."""
         names = dict.fromkeys(share.copy.parameter for _, copies in buffers for share in copies)
         targets = tuple(staging.target(name).data_ptr() for name in names)
         where = *place, tuple(data.data_ptr() for data, _ in buffers), targets
@@ -199,7 +190,7 @@ class ScatteredCopier:
                 flat = Flat(data)
                 for share in copies:
                     transfer = _transfer_of(share, flat, staging)
-                    if can_transfer(transfer, device):
+                    if can_transfer(transfer):
                         found.append(transfer)
                     else:
                         rest.append((number, share))
