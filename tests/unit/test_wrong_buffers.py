@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -51,22 +53,23 @@ def test_a_kind_of_memory_that_the_device_has_not_is_refused(monkeypatch, kind, 
     buffer.close()
 
 
-def test_memory_of_another_gpu_than_the_message_says_is_no_copy_that_nobody_fills(monkeypatch):
-    """torch copies to the device that it is asked for: the copy would be read for ever."""
-    elsewhere = torch.zeros(10, dtype=torch.uint8)  # what the pointer turns out to be; this machine has no GPU
-    asked: list[object] = []
+def test_memory_of_another_gpu_than_the_message_says_is_refused(monkeypatch):
+    memory = torch.arange(10, dtype=torch.uint8)
+    lies_on = [2]
 
-    def as_tensor(data: object, **options: object) -> torch.Tensor:
-        asked.append(options.get("device"))
-        return elsewhere
+    def call(name: str, found: Any, attribute: int, pointer: int) -> None:
+        assert (name, attribute, pointer) == ("cuPointerGetAttribute", 9, memory.data_ptr())
+        found._obj.value = lies_on[0]
 
-    monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    with pytest.raises(cuda_driver.DriverError, match="lies on cpu, and the message says cuda:1"):
-        cuda_driver.as_tensor(elsewhere.data_ptr(), 10, torch.device("cuda", 1))
-    assert asked == [None]
-    assert cuda_driver.as_tensor(elsewhere.data_ptr(), 10, CPU) is elsewhere
-    with pytest.raises(cuda_driver.DriverError, match="copied the buffer"):
-        cuda_driver.as_tensor(elsewhere.data_ptr() + 4, 10, CPU)
+    monkeypatch.setattr(cuda_driver, "_call", call)
+    monkeypatch.setattr(cuda_driver, "_current", lambda device: nullcontext())
+    owner, reader = torch.device("cuda", 1), CPU  # this machine has no GPU
+    with pytest.raises(cuda_driver.DriverError, match="lies on cuda:2, and the message says cuda:1"):
+        cuda_driver.as_tensor(memory.data_ptr(), 10, reader, owner)
+    lies_on[0] = 1
+    view = cuda_driver.as_tensor(memory.data_ptr(), 10, reader, owner)
+    memory += 1
+    assert torch.equal(view, memory)  # it is no copy
 
 
 def test_a_mapping_whose_owner_has_let_the_buffer_go_is_not_read_again():

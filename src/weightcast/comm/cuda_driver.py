@@ -18,9 +18,8 @@ from weightcast.errors import WeightcastError
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
-
-
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
 class DriverError(WeightcastError):
@@ -112,6 +111,10 @@ def ids_of(bases: Sequence[int], device: torch.device) -> list[int]:
 def open_memory(handle: bytes, device: torch.device) -> int:
     """Maps another process's allocation and returns its address in this process.
 
+    Args:
+        handle: The allocation, which may be on another device than ``device``.
+        device: The device whose kernels read it.
+
     Raises:
         DriverError: The handle is malformed, the owner is gone, or the devices cannot reach each other.
     """
@@ -131,28 +134,24 @@ def close_memory(pointer: int, device: torch.device) -> None:
         _call("cuIpcCloseMemHandle", pointer)
 
 
-class _Region:
-    """Memory at an address, in the form that torch reads (``__cuda_array_interface__``, version 3)."""
+def as_tensor(pointer: int, size_bytes: int, device: torch.device, owner: torch.device) -> torch.Tensor:
+    """Views mapped memory as a flat uint8 tensor.  The caller must keep it mapped.
 
-    def __init__(self, pointer: int, size_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
-
-
-def as_tensor(pointer: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Views memory at ``pointer`` as a flat uint8 tensor.  The caller must keep it mapped.
+    Args:
+        pointer: Its address.
+        size_bytes: Its size.
+        device: The device that it was mapped for, whose kernels read it.
+        owner: The device where it is said to be.
 
     Raises:
         DriverError: The memory lies on another device.
     """
-    # as_tensor(..., device=device) would copy memory of another device, and the copy would never change.
-    tensor = torch.as_tensor(_Region(pointer, size_bytes))
-    if tensor.device != device:
-        raise DriverError(f"the buffer lies on {tensor.device}, and the message says {device}")
-    if tensor.data_ptr() != pointer:
-        raise DriverError("torch copied the buffer instead of viewing it")
-    return tensor
+    ordinal = ctypes.c_int()
+    with _current(device):
+        _call("cuPointerGetAttribute", ctypes.byref(ordinal), _DEVICE_ORDINAL, pointer)
+    if ordinal.value not in (owner.index, device.index):
+        raise DriverError(f"the buffer lies on cuda:{ordinal.value}, and the message says {owner}")
+    # torch's public ways ask the driver on which device memory lies, and copy it if that is another one.
+    make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportPrivateUsage]
+    storage = make(pointer, device, size_bytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

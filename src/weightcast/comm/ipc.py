@@ -167,8 +167,13 @@ class Mapping:
 
     data: torch.Tensor
 
-    def __init__(self, handle: MemoryHandle) -> None:
+    def __init__(self, handle: MemoryHandle, reader: torch.device | None = None) -> None:
         """Maps the buffer.
+
+        Args:
+            handle: The buffer.
+            reader: The GPU whose kernels read it, which takes ``data`` for its own memory where it reaches the owner's.
+                None stands for the owner's.
 
         Raises:
             MappingFailed: The owner is gone, runs as another user or on another host, or the handle is wrong.
@@ -180,7 +185,7 @@ class Mapping:
         if (handle.kind == "cuda") == (handle.device == "cpu"):
             raise MappingFailed(f"a buffer of kind {handle.kind} cannot be on {handle.device}")
         if handle.kind == "cuda":
-            self._map_cuda(handle)
+            self._map_cuda(handle, reader)
         else:
             self._map_shm(handle)
 
@@ -240,20 +245,23 @@ class Mapping:
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
         self._device = torch.device("cpu")
 
-    def _map_cuda(self, handle: MemoryHandle) -> None:
-        device = device_of(handle.device)
-        if device is None:
+    def _map_cuda(self, handle: MemoryHandle, reader: torch.device | None) -> None:
+        owner = device_of(handle.device)
+        if owner is None:
             raise MappingFailed(
                 f"GPU {handle.device} of the trainer is not visible to this engine rank",
                 hint="add it to the engine's CUDA_VISIBLE_DEVICES, or use broadcast",
             )
-        self._device = device
+        # Kernels on one GPU read memory on another only if it was mapped for them.
+        reaches = reader is not None and reader != owner and torch.cuda.can_device_access_peer(reader, owner)
+        self._device = reader if reader is not None and reaches else owner
         try:
-            self._base = cuda_driver.open_memory(handle.handle, device)
+            self._base = cuda_driver.open_memory(handle.handle, self._device)
             try:
-                self.data = cuda_driver.as_tensor(self._base + handle.offset_bytes, handle.size_bytes, device)
+                start = self._base + handle.offset_bytes
+                self.data = cuda_driver.as_tensor(start, handle.size_bytes, self._device, owner)
                 if handle.event:
-                    self._event = torch.cuda.Event.from_ipc_handle(device, handle.event)
+                    self._event = torch.cuda.Event.from_ipc_handle(owner, handle.event)
             except BaseException:
                 self.close()
                 raise

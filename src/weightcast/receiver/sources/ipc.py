@@ -38,7 +38,7 @@ class SharedMemorySource:
         for handle in handles:
             mapping = self._mappings.get(handle)
             if mapping is None:
-                mapping = self._mappings[handle] = Mapping(handle)
+                mapping = self._mappings[handle] = Mapping(handle, self._device)
             mapping.wait()
             found.append(mapping.data)
         return found
@@ -75,7 +75,7 @@ class SharedMemorySource:
                 raise MappingFailed(f"buffer {handle.token} is mapped already, and not as it is announced now")
             if len(self._mappings) >= limit:
                 self._mappings.pop(next(iter(self._mappings))).close()
-            mapping = self._mappings[handle] = Mapping(handle)
+            mapping = self._mappings[handle] = Mapping(handle, self._device)
         mapping.wait()
         return Bucket(layout, mapping.data[: max(layout.size_bytes, 1)])
 
