@@ -58,6 +58,7 @@ class ScatteredCopier:
         self._routes = ShareRoutes.of(routes, computed)
         self._num_routes = sum(map(len, routes.values()))
         self._plans: dict[int, ScatteredPlan] = {}
+        self._mapped: dict[int, ScatteredPlan] = {}
         self._exchanges: dict[int, ExchangePlan] = {}
         self._transfers = RepeatedTransfers()
         self._rests: dict[object, list[tuple[int, ShareCopy]]] = {}  # copies that are no transfers
@@ -111,11 +112,11 @@ class ScatteredCopier:
         self, layout: BucketLayout, parts: tuple[MappedPart, ...], memories: Sequence[torch.Tensor]
     ) -> ScatteredPlan:
         """The copies out of trainer ranks' own memory, flat uint8; errors are those of ``plan_mapped``."""
-        plan = self._plans.get(layout.index)
+        plan = self._mapped.get(layout.index)
         sizes = [memory.numel() for memory in memories]
         if plan is None or plan.layout != layout or plan.parts != parts or len(plan.buffers) != len(sizes):
             plan = plan_mapped(layout, parts, sizes, self._routes)
-            self._plans[layout.index] = plan
+            self._mapped[layout.index] = plan
             self._forget()
         return plan
 
