@@ -175,7 +175,7 @@ def test_a_gpu_mapping_that_is_made_in_part_is_closed(monkeypatch, step, error):
     monkeypatch.setattr(cuda_driver, "open_memory", open_memory)
     monkeypatch.setattr(cuda_driver, "close_memory", lambda pointer, device: open_at.remove(pointer))
     monkeypatch.setattr(cuda_driver, "as_tensor", fail if step == "tensor" else lambda *_: torch.zeros(10))
-    monkeypatch.setattr(torch.cuda.Event, "from_ipc_handle", fail, raising=False)
+    monkeypatch.setattr(cuda_driver, "open_event", fail)
     with pytest.raises(MappingFailed, match=f"cannot map memory of GPU here: {error}"):
         Mapping(MemoryHandle(kind="cuda", device="here", size_bytes=10, handle=b"x" * 64, event=b"y" * 64))
     assert open_at == set()

@@ -134,6 +134,16 @@ def close_memory(pointer: int, device: torch.device) -> None:
         _call("cuIpcCloseMemHandle", pointer)
 
 
+def open_event(handle: bytes, device: torch.device) -> Any:
+    """Opens another process's event, which that process made on ``device``.
+
+    Raises:
+        RuntimeError: The handle is malformed, or the owner is gone.
+    """
+    with _current(device):  # without a context of this device, waiting for the event ends the process
+        return torch.cuda.Event.from_ipc_handle(device, handle)
+
+
 def as_tensor(pointer: int, size_bytes: int, device: torch.device, owner: torch.device) -> torch.Tensor:
     """Views mapped memory as a flat uint8 tensor.  The caller must keep it mapped.
 

@@ -204,7 +204,10 @@ class Mapping:
             if name != _name_of(handle.token):
                 raise MappingFailed(f"process {handle.pid} has released this buffer and will not fill it again")
         if self._event is not None:
-            self._event.wait(torch.cuda.current_stream(self._device))
+            filled = torch.cuda.current_stream(self._owner)
+            self._event.wait(filled)
+            if self._owner != self._device:
+                torch.cuda.current_stream(self._device).wait_stream(filled)
 
     def close(self) -> None:
         """Unmaps the buffer; safe to call twice."""
@@ -254,14 +257,14 @@ class Mapping:
             )
         # Kernels on one GPU read memory on another only if it was mapped for them.
         reaches = reader is not None and reader != owner and torch.cuda.can_device_access_peer(reader, owner)
-        self._device = reader if reader is not None and reaches else owner
+        self._owner, self._device = owner, reader if reader is not None and reaches else owner
         try:
             self._base = cuda_driver.open_memory(handle.handle, self._device)
             try:
                 start = self._base + handle.offset_bytes
                 self.data = cuda_driver.as_tensor(start, handle.size_bytes, self._device, owner)
                 if handle.event:
-                    self._event = torch.cuda.Event.from_ipc_handle(owner, handle.event)
+                    self._event = cuda_driver.open_event(handle.event, owner)
             except BaseException:
                 self.close()
                 raise
