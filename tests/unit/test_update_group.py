@@ -173,6 +173,15 @@ def test_absent_member_is_waited_for_only_until_the_deadline(party):
     assert made.store.absent(made.token, 4) == [1, 2, 3]  # nobody expects so many
 
 
+def test_gloo_takes_the_interface_of_the_variable(party, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,other")
+    for group in party(2).meet():
+        group.close()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(GroupFailed, match="nosuch0"):
+        party(1).head()
+
+
 def test_rendezvous_listens_at_its_own_address_only():
     """127.0.0.2 is this host too: torch by itself would listen there as well."""
     place = Rendezvous(host="127.0.0.1", timeout_s=LONG_S)

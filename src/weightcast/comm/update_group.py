@@ -429,9 +429,9 @@ def _new_group(
     # Gloo's own timeout bounds connecting too, and it ends waits that we have left behind.
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        options._devices = [backends.ProcessGroupGloo.create_default_device()]
-    else:
-        # Gloo's default is the interface that the host's name resolves to, which need not reach the other side.
-        options._devices = [backends.ProcessGroupGloo.create_device(hostname=address)]
+    # Gloo's default device reads no variable.  It has the address that the host's name resolves to, which need not
+    # reach the other side; if the name does not resolve, that is loopback.
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]  # every member needs the same number of them
+    where = {"interface": interface} if interface else {"hostname": address}
+    options._devices = [backends.ProcessGroupGloo.create_device(**where)]
     return backends.ProcessGroupGloo(store, rank, world_size, options)
