@@ -42,8 +42,12 @@ VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "Trainer and engines. weightcast sets it to 0 for a moment while it makes a "
     "group, so that a failure of that group does not end the process.",
     "VLLM_API_KEY": "vLLM with the plug-in. vLLM's API key, which covers the routes of weightcast too.",
+    "VLLM_HOST_IP": "vLLM with the plug-in, on several hosts. vLLM's own variable for a host's address; ranks on other "
+    "hosts connect to it.",
     "VLLM_PLUGINS": "vLLM with the plug-in. Must contain `weightcast`.",
     "WEIGHTCAST_API_KEY": "Command line and `python -m weightcast.lab.conformance`. The engine's API key.",
+    "WEIGHTCAST_ENGINE_SECRET": "vLLM with the plug-in, on several hosts. The secret that its API server and ranks "
+    "prove to each other, the same on every host; the setting `secret_file` takes precedence.",
     "WEIGHTCAST_REVISION": "Benchmarks. The revision that a result names where there is no git.",
     "WEIGHTCAST_LMDEPLOY_FOLDER": "LMDeploy with our launcher. Set by it for its own processes; not for users.",
     "WEIGHTCAST_SGLANG_FOLDER": "SGLang with the plug-in. Set by the server for its own ranks; not for users.",

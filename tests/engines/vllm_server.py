@@ -56,12 +56,8 @@ def vllm(
         extra: More of its environment; None takes a variable away.
     """
     port = quiet_port()
-    (python, *argv), environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
-    if serve:
-        argv = ["-m", "vllm.entrypoints.cli.main", "serve", *argv[2:]]
-        (Path(_folder()) / "vllm-0.32.0+cpu.dist-info").mkdir(exist_ok=True)  # the command asks for its own version
-        metadata = Path(_folder()) / "vllm-0.32.0+cpu.dist-info" / "METADATA"
-        metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    command, environment = vllm_command(model, logs, port, *options, tp=tp, key=key, stock=stock)
+    python, *argv = as_command(command) if serve else command
     environment = {name: value for name, value in (environment | (extra or {})).items() if value is not None}
     log = logs / "vllm.log"
     with log.open("w") as output:
@@ -114,6 +110,15 @@ def vllm_command(
     command += [*([] if stock else ["--weight-transfer-config", '{"backend": "weightcast"}']), *options]
     command += [f"--api-key={key}"] if key else []
     return command, environment
+
+
+def as_command(command: list[str]) -> list[str]:
+    """Turns the command of a server into that of ``vllm serve``."""
+    python, _, _, *options = command
+    (Path(_folder()) / "vllm-0.32.0+cpu.dist-info").mkdir(exist_ok=True)  # the command asks for its own version
+    metadata = Path(_folder()) / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return [python, "-m", "vllm.entrypoints.cli.main", "serve", *options]
 
 
 @functools.cache

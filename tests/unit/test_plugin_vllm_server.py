@@ -17,6 +17,7 @@ from tests.clock import PATIENCE_S
 from tests.unit.echo import Echo
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.plugins import rank_sockets as module_of_sockets
+from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.rank_sockets import Hello, committed_after, socket_path, switches_weights
 from weightcast.plugins.switch_executor import READY
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
@@ -99,9 +100,9 @@ def workers() -> Iterator[Callable[..., list[Rank]]]:
 
 
 def meet(workers: list[Rank], on_main: Callable[[float], None] = lambda timeout_s: None) -> VllmExecutor:
-    def listen(folder: str) -> None:
+    def listen(invitation: Invitation) -> None:
         for worker in workers:
-            worker.listen(folder)
+            worker.listen(invitation.folder)
 
     return VllmExecutor(len(workers), listen=listen, on_main=on_main)
 

@@ -1,20 +1,26 @@
-"""Reaches our receiver in each rank process of an engine from its API server, over a Unix socket for each rank."""
+"""Reaches our receiver in each rank process of an engine from its API server: a Unix socket for each rank on its host.
+
+Ranks on other hosts come over authenticated TCP (``other_hosts.py``).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import msgspec
 import torch
 
-from weightcast.comm.ipc import device_uuid
+from weightcast.comm.authenticated import AuthenticatedConnection
+from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.errors import EngineFailure
+from weightcast.plugins.other_hosts import Reception
 from weightcast.receiver.loader import Loader
-from weightcast.receiver.rank_connections import ConnectedRanks, limit_sends, serve_messages
+from weightcast.receiver.rank_connections import ConnectedRanks, Connection, limit_sends, serve_messages
 from weightcast.receiver.rank_replies import Messenger
 from weightcast.receiver.staging import Place
 from weightcast.wire.codec import encode
@@ -41,6 +47,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
         staging_note: The reason why the staging set is not on the device; empty if it is.
         computed: Names of the tensors that this rank's loader computes with.
         reads_shares: True if this rank can take its own share of a bucket alone, for ``direct``.
+        host: Name of its host.
+        host_id: Boot id of its host.
     """
 
     rank: int
@@ -53,6 +61,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     staging_note: str = ""
     computed: tuple[str, ...] = ()
     reads_shares: bool = False
+    host: str = ""
+    host_id: str = ""
 
 
 def socket_path(folder: str, rank: int) -> str:
@@ -92,21 +102,33 @@ class SocketRanks(ConnectedRanks):
         hellos: The greeting of each rank.
     """
 
-    def __init__(self, world_size: int, folder: str) -> None:
-        """Connects to every rank, which must be listening in the folder.
+    def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
+        """Connects to every rank.
+
+        Args:
+            world_size: Number of ranks.
+            folder: Folder in which the ranks on this host are listening.
+            reception: Where the ranks on other hosts come to; None if there are none.
 
         Raises:
-            EngineFailure: A rank does not listen, for example because it is on another host.
+            EngineFailure: A rank neither listens nor comes.
         """
         super().__init__()
         self.tp_size = world_size
         self.hellos: list[Hello] = []
+        come: dict[int, AuthenticatedConnection] = {}
         try:
+            far = [rank for rank in range(world_size) if not Path(socket_path(folder, rank)).exists()]
+            come = reception.wait_for(far, _GREETING_S) if reception is not None else {}
             for rank in range(world_size):
-                self._control.append(_connect(folder, rank))
+                self._control.append(_connect(folder, rank) if rank not in come else come.pop(rank))
+            for connection in self._control:
+                limit_sends(connection)
             greetings = self._replies(self._control, _GREETING_S, "its greeting")
             self.hellos = [msgspec.json.decode(greeting, type=Hello) for greeting in greetings]
         except BaseException:
+            for connection in come.values():
+                connection.close()
             self.close()
             raise
 
@@ -129,14 +151,29 @@ class SocketRanks(ConnectedRanks):
         """The ranks as ``EngineInfo`` describes them."""
         return tuple(RankInfo(rank=hello.rank, pid=hello.pid, device=hello.device) for hello in self.hellos)
 
+    @property
+    def host_id(self) -> str:
+        """Boot id of the host of all ranks; empty if they are on several, so that no trainer shares memory with all."""
+        found = {hello.host_id for hello in self.hellos} - {""}
+        return host_id() if not found else found.pop() if len(found) == 1 else ""
+
+    def far_rank_lost(self, words: str) -> None:
+        """Called when the connection to a rank on another host has ended; the engine itself may not notice."""
+
     def staging(self) -> Place:
         """The place that every rank can stage in: the worst one that a rank has."""
         places = {hello.staging for hello in self.hellos}
         return "none" if "none" in places else "host" if "host" in places else "device"
 
     def _lost(self, rank: int, what: str) -> EngineFailure:
-        process = f" (pid {self.hellos[rank].pid})" if self.hellos else ""
-        return self._break(f"rank {rank}{process} is gone during {what}", [rank])
+        process = ""
+        if self.hellos:
+            hello = self.hellos[rank]
+            process = f" (pid {hello.pid} on host {hello.host})" if self.host_id == "" else f" (pid {hello.pid})"
+        words = f"rank {rank}{process} is gone during {what}"
+        if isinstance(self._control[rank], AuthenticatedConnection):
+            self.far_rank_lost(words)
+        return self._break(words, [rank])
 
 
 def _connect(folder: str, rank: int) -> Connection:
@@ -144,7 +181,6 @@ def _connect(folder: str, rank: int) -> Connection:
         connection = Client(socket_path(folder, rank), family="AF_UNIX")
     except OSError as error:
         raise EngineFailure(f"rank {rank} does not listen on this host: {error}", ranks=[rank]) from error
-    limit_sends(connection)
     return connection
 
 
@@ -160,47 +196,55 @@ def hello_of(loader: Loader, *, rank: int, device: torch.device, places: Sequenc
         places=tuple(places),
         staging_note=staging_note,
         computed=tuple(sorted(loader.computed)),
+        host=socket.gethostname(),
+        host_id=host_id(),
         reads_shares=not loader.copies,  # nobody compares what must be equal if each rank reads its own share
     )
 
 
 def serve_api_server(
-    listener: Listener,
+    listener: Listener | None,
     worker: Messenger,
     greeting: Callable[[], Hello],
     *,
     device: torch.device,
+    connection: Connection | None = None,
     on_note: Callable[[bytes], None] | None = None,
     on_connection: Callable[[Connection], None] | None = None,
 ) -> None:
     """Serves one API server after the other until the listener is closed.  Runs on a thread of its own in a rank.
 
     Args:
-        listener: Socket of this rank.
+        listener: Socket of this rank; None serves the one connection alone.
         worker: Carries out the messages.
         greeting: Makes the first frame.
         device: Device of the model, which becomes the thread's own.
+        connection: Connection that there is already.
         on_note: Called with each note, which overtakes messages; see ``serve_messages``.
         on_connection: Called with each new connection after the greeting.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     while True:
-        try:
-            connection = listener.accept()
-        except (OSError, EOFError):
-            return  # closed
+        if connection is None:
+            if listener is None:
+                return
+            try:
+                connection = listener.accept()
+            except (OSError, EOFError):
+                return  # closed
         with connection:
             hello = greeting()
             try:
                 connection.send_bytes(encode(hello))
             except OSError as error:
                 log.error("the API server went away: %s", error)
-                continue
-            if on_connection is not None:
-                on_connection(connection)
-            serve_messages(connection, worker, rank=hello.rank, on_note=on_note)
-            worker.interrupt("the API server is gone")
+            else:
+                if on_connection is not None:
+                    on_connection(connection)
+                serve_messages(connection, worker, rank=hello.rank, on_note=on_note)
+                worker.interrupt("the API server is gone")
+        connection = None
 
 
 def tables_of(hellos: Sequence[Hello]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -221,6 +265,9 @@ def tables_of(hellos: Sequence[Hello]) -> tuple[tuple[TensorSpec, ...], tuple[Te
 def notes_of(hellos: Sequence[Hello], optional: Sequence[TensorSpec]) -> list[str]:
     """Notes for the user: where updates are staged if not on the device, and which tensors no rank keeps."""
     notes = [*dict.fromkeys(hello.staging_note for hello in hellos if hello.staging_note)]
+    if len({hello.host_id for hello in hellos}) > 1:
+        places = ", ".join(f"rank {hello.rank} on {hello.host}" for hello in hellos)
+        notes.append(f"ranks on several hosts: {places}")
     if optional:
         named = ", ".join(spec.name for spec in optional[:4]) + (" ..." if len(optional) > 4 else "")
         notes.append(f"{len(optional)} tensors of the checkpoint are not kept by this engine: {named}")

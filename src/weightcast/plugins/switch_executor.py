@@ -5,6 +5,7 @@ For engines whose ranks switch between two steps, at a mark that travels with th
 
 from __future__ import annotations
 
+from weightcast.plugins.other_hosts import Reception
 from weightcast.plugins.rank_sockets import SocketRanks, committed_after, switches_weights
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Commit, Message
@@ -18,10 +19,10 @@ GO, CANCEL = b"go", b"cancel"
 class SwitchExecutor(SocketRanks):
     """Sends messages to all ranks.  None of them switches weights before all have said that they can."""
 
-    def __init__(self, world_size: int, folder: str) -> None:
+    def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
         """Connects to every rank; see ``SocketRanks``."""
         self._committed = ""
-        super().__init__(world_size, folder)
+        super().__init__(world_size, folder, reception)
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
         """Implements ``Executor.apply``."""

@@ -1,6 +1,6 @@
 """Our receiver in a rank process of an engine that goes on generating: messages on one thread, the switch on another.
 
-Weight messages come over a Unix socket, on a thread of their own.  What waits is proven before the switch and what is
+Weight messages come over a connection, on a thread of their own.  What waits is proven before the switch and what is
 resident after it, on that thread too.  Only the exchange and the finishers run on the engine's thread, between two
 steps, when the engine's mark comes to this rank.
 """
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Listener
 from typing import ClassVar
 
 import torch
@@ -32,6 +32,7 @@ from weightcast.plugins.rank_sockets import (
 )
 from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
+from weightcast.receiver.rank_connections import Connection
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Commit, Message, Open
 
@@ -115,22 +116,22 @@ class SwitchRank(ABC):
             return f"no room for new weights beside those that serve since {self.engine} woke up: {self._no_room}"
         return ""
 
+    def far_api_server_gone(self) -> None:  # noqa: B027  only some engines have ranks on several hosts
+        """Called when the API server on another host has closed its connection, or is gone."""
+
     def told_to_switch(self) -> None:  # noqa: B027  only some engines need it
         """Called on the thread that reads, when all ranks are ready."""
 
     # -- the engine's side, on its own thread
 
     def listen(self, folder: str) -> None:
-        """Serves the API server on a thread of our own, which the interpreter then lets run in time."""
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        listener = self._listener = Listener(socket_path(folder, self.rank), family="AF_UNIX", backlog=1)
-        threading.Thread(
-            target=serve_api_server,
-            args=(listener, self, self._hello),
-            kwargs={"device": self.device, "on_note": self.on_note, "on_connection": self._connected},
-            name="weightcast",
-            daemon=True,
-        ).start()
+        """Serves the API server of this host, which connects to a socket in the folder."""
+        self._listener = Listener(socket_path(folder, self.rank), family="AF_UNIX", backlog=1)
+        self._serve(self._listener, None)
+
+    def serve(self, connection: Connection) -> None:
+        """Serves the API server at the other end of a connection."""
+        self._serve(None, connection)
 
     def stop_listening(self) -> None:
         """Lets no other API server in; the thread ends with the connection that it has."""
@@ -233,6 +234,25 @@ class SwitchRank(ABC):
                 self._tasks.remove(task)  # no mark will come for it
             raise Refused(decision.removeprefix(CANCEL).decode() or "the switch of weights was cancelled")
         task.wait(self._open.timeout_s if self._open is not None else _AGREE_S)
+
+    def _serve(self, listener: Listener | None, connection: Connection | None) -> None:
+        """Starts the thread that serves, which the interpreter then lets run in time."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+
+        def serve() -> None:
+            serve_api_server(
+                listener,
+                self,
+                self._hello,
+                device=self.device,
+                connection=connection,
+                on_note=self.on_note,
+                on_connection=self._connected,
+            )
+            if connection is not None:
+                self.far_api_server_gone()
+
+        threading.Thread(target=serve, name="weightcast", daemon=True).start()
 
     def _connected(self, connection: Connection) -> None:
         self._connection = connection

@@ -7,16 +7,20 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection as LocalConnection
+from multiprocessing.connection import wait
 
+from weightcast.comm.authenticated import AuthenticatedConnection
 from weightcast.errors import EngineFailure, WeightcastError
 from weightcast.receiver import lost_ranks
 from weightcast.receiver.lost_ranks import FarRanks
 from weightcast.receiver.rank_replies import Messenger, answer_message
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
+
+Connection = LocalConnection | AuthenticatedConnection  # to a rank on this host, or on another one
 
 _SEND_S = 15  # whole seconds; a rank reads its messages at once, unless it is stopped or stuck
 
@@ -68,7 +72,7 @@ class ConnectedRanks(FarRanks):
                 with suppress(OSError, ValueError):
                     connection.send_bytes(frame)
 
-    def _send(self, connections: list[Connection], payload: bytes) -> None:
+    def _send(self, connections: Sequence[Connection], payload: bytes) -> None:
         for rank, connection in enumerate(connections):
             try:
                 connection.send_bytes(payload)
@@ -78,19 +82,19 @@ class ConnectedRanks(FarRanks):
                 raise self._lost(rank, f"a message to it: {error}") from error
 
     def _replies(
-        self, connections: list[Connection], timeout_s: float, what: str, *, work: bool = False
+        self, connections: Sequence[Connection], timeout_s: float, what: str, *, work: bool = False
     ) -> list[bytes]:
         """Waits for one frame from each rank."""
 
         def receive(ranks: set[int], limit_s: float) -> dict[int, bytes]:
             waiting = {connections[rank]: rank for rank in ranks}
             replies: dict[int, bytes] = {}
-            for connection in wait(list(waiting), limit_s):
+            for connection in wait(list(waiting), limit_s):  # type: ignore[arg-type]  # it takes all with a descriptor
                 rank = waiting[connection]  # type: ignore[index]
                 try:
                     replies[rank] = connection.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, OSError) as error:
-                    raise self._lost(rank, what) from error
+                    raise self._lost(rank, f"{what}: {error}" if str(error) else what) from error
             return replies
 
         return self._gather(len(connections), receive, timeout_s, what, work=work)

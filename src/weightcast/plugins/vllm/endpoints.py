@@ -14,17 +14,18 @@ from typing import Any
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request
 
-from weightcast.comm.ipc import host_id
 from weightcast.errors import ConfigError, Refused
+from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
+from weightcast.plugins.other_hosts import Elsewhere
 from weightcast.plugins.rank_sockets import computed_by, notes_of, tables_of, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sleeping import with_sleep
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
 from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
-from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy
+from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy, on_several_hosts
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
-from weightcast.plugins.vllm.settings import keeps_draft
+from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver.adapter_routes import adapter_routes
 from weightcast.receiver.api_keys import Keys
@@ -39,6 +40,7 @@ from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.plugins.vllm")
 
+_ONE_HOST = ("uni", "mp")  # executors whose ranks are on one host, unless vLLM is told otherwise
 _IN_ORDER = ("uni", "mp")  # executors whose ranks take calls and steps from one queue
 _PAUSE_S = 30.0
 _RANDOM = "vLLM was started with random weights (--load-format dummy): it is paused until a full update"
@@ -141,7 +143,14 @@ class Endpoints:
             cache_outside=cache_outside(config),
         )
         world_size = replicas * int(parallel.world_size)
-        executor = VllmExecutor(world_size, listen=hooks.listen, on_main=hooks.on_main)
+        elsewhere = elsewhere_of(config)
+        executor = VllmExecutor(
+            world_size,
+            listen=hooks.listen,
+            on_main=hooks.on_main,
+            elsewhere=elsewhere,
+            on_far_rank_lost=hooks.end,
+        )
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
         name = names if isinstance(names, str) else names[0]
         staging = executor.staging()
@@ -156,7 +165,7 @@ class Endpoints:
         facts = EngineFacts(
             engine=f"vllm {vllm.__version__}",
             model=name,
-            host_id=host_id(),
+            host_id=executor.host_id,
             ranks=executor.rank_infos(),
             staging=staging,
             staging_bytes=max(hello.staging_bytes for hello in executor.hellos),
@@ -179,6 +188,7 @@ class Endpoints:
             world_size=world_size,
             turns=self._turns,
             why_none=why_no_adapters(config),
+            elsewhere=elsewhere,
         )
         guard_sleep(client, loop, self._engine, hooks, self._adapters)
         if is_dummy(config):
@@ -199,3 +209,27 @@ class Endpoints:
     def _check_key(self, request: Request) -> None:
         if not self._keys.admit(request.headers.get("Authorization", "").encode()):
             raise HTTPException(401, "the request needs a valid API key as Authorization: Bearer")
+
+
+def elsewhere_of(config: Any) -> Elsewhere | None:
+    """Returns address and secret for ranks on other hosts; None if this server can have none.
+
+    Args:
+        config: vLLM's configuration.
+
+    Raises:
+        ConfigError: Ranks are on several hosts, and there is no secret.
+    """
+    from vllm.utils.network_utils import get_ip
+
+    parallel = config.parallel_config
+    several = on_several_hosts(parallel)
+    if not several and parallel.distributed_executor_backend in _ONE_HOST:
+        return None
+    secret = engine_secret(settings_of(config.additional_config).secret_file)
+    if secret is None:
+        if several:
+            raise ConfigError("the ranks of this vLLM are on several hosts, and there is no secret", hint=SET_A_SECRET)
+        return None  # a rank on another host will say so
+    address = os.environ.get("VLLM_HOST_IP") or (parallel.master_addr if several else get_ip())
+    return Elsewhere(address=address, secret=secret)

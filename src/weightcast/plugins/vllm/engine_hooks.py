@@ -13,8 +13,12 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+import msgspec
+
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+from weightcast.plugins.other_hosts import Invitation
+from weightcast.plugins.vllm.lost_ends import end_vllm
 from weightcast.plugins.vllm.worker_hooks import SWITCH
 
 _SHORT_S = 30.0
@@ -72,6 +76,7 @@ class VllmHooks:
         self._asleep: frozenset[str] = frozenset()
         self._draining: Future[Any] | None = None
         self._needs_no_pause = False
+        self._ends = False
 
     @property
     def paused(self) -> bool:
@@ -116,6 +121,9 @@ class VllmHooks:
         part, it runs nothing and has dropped its caches, so this does nothing.
         """
         self._keeps_caches = mode == "in_place"
+        if self._ends:
+            self._paused = True
+            return
         if self._asleep:
             self._foreign = True
             return
@@ -175,9 +183,10 @@ class VllmHooks:
             return
         self.wait(self._client.update_weight_version(str(version)), _SHORT_S, "the new version to be noted")
 
-    def listen(self, folder: str) -> None:
-        """Makes every rank listen in a folder."""
-        self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"folder": folder})
+    def listen(self, invitation: Invitation) -> None:
+        """Gives every rank the invitation: it then listens, or comes from another host."""
+        text = msgspec.json.encode(invitation).decode()
+        self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"invitation": text})
 
     def on_main(self, timeout_s: float) -> None:
         """Lets every rank's main thread do its task, between the same two steps of an engine."""
@@ -210,6 +219,16 @@ class VllmHooks:
                     f"log-probabilities are off by {off:.3g} (tolerance {_REPLICAS_AGREE:g})"
                 )
         return first
+
+    def end(self, words: str) -> None:
+        """Ends vLLM because a rank on another host is lost, as vLLM itself does for a rank on this host.
+
+        Args:
+            words: The loss.
+        """
+        if not self._ends:
+            self._ends = True
+            end_vllm(words)
 
     def rpc(self, method: str, timeout_s: float, **arguments: Any) -> list[Any]:
         """Calls a method of every worker, on its main thread."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters that weightcast updates in one vLLM worker: a slot, a receiver and a socket for each."""
+"""The LoRA adapters that weightcast updates in one vLLM worker: a slot, a receiver and a connection for each."""
 
 # vLLM is not installed where this is checked.
 # pyright: reportMissingImports=false
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 
+from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, Refused, WeightcastError
 from weightcast.plugins.vllm.lora_slot import LoraSlot, manager_of
 from weightcast.plugins.vllm.rank import VllmRank
@@ -33,10 +34,11 @@ class _Adapter:
 class LoraRanks:
     """The adapters of one worker.  All methods run on its main thread."""
 
-    def __init__(self, *, rank: int, device: torch.device, vllm_config: Any) -> None:
+    def __init__(self, *, rank: int, device: torch.device, vllm_config: Any, secret: Secret | None) -> None:
         self._rank = rank
         self._device = device
         self._config = vllm_config
+        self._secret = secret
         self._adapters: dict[str, _Adapter] = {}
 
     def carry_out(self, runner: Any, order: str) -> str:
@@ -55,7 +57,7 @@ class LoraRanks:
             return f"{error} ({error.hint})" if error.hint else str(error)
         except OSError as error:
             self._remove(known.name)
-            return f"rank {self._rank} cannot listen in {known.folder}: {error}"
+            return f"rank {self._rank} cannot listen for the API server: {error}"
         return ""
 
     def step(self) -> None:
@@ -97,7 +99,8 @@ class LoraRanks:
             raise Refused(str(error), hint=error.hint) from error
         rank = VllmRank(receiver, self._config)
         self._adapters[order.name] = _Adapter(slot, receiver, rank)
-        rank.listen(order.folder)
+        assert order.invitation is not None
+        rank.answer(order.invitation, self._secret)
         log.info(
             "weightcast: rank %d has a slot for the adapter %s, staged on: %s, %.2f MiB",
             self._rank,

@@ -18,6 +18,7 @@ import msgspec
 
 from weightcast.config import PauseMode
 from weightcast.errors import EngineFailure, Refused
+from weightcast.plugins.other_hosts import Elsewhere
 from weightcast.plugins.rank_sockets import tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
@@ -143,6 +144,7 @@ class Adapters:
         world_size: int,
         turns: Turns,
         why_none: str,
+        elsewhere: Elsewhere | None,
     ) -> None:
         """Nothing is asked yet.
 
@@ -154,6 +156,7 @@ class Adapters:
             world_size: Number of ranks.
             turns: Lets one update of the engine happen at a time.
             why_none: The reason why this server can take no adapter; empty if it can.
+            elsewhere: Address and secret for ranks on other hosts; None if there are none.
         """
         self._hooks = hooks
         self._serving = serving
@@ -162,6 +165,7 @@ class Adapters:
         self._world_size = world_size
         self._turns = turns
         self._why_none = why_none
+        self._elsewhere = elsewhere
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Adapter, VllmExecutor]] = {}
 
@@ -227,10 +231,14 @@ class Adapters:
         try:
             executor = VllmExecutor(
                 self._world_size,
-                listen=lambda folder: self._order(
-                    AdapterOrder(name=request.name, request=request, lora_id=lora_id, folder=folder, others=others)
+                listen=lambda invitation: self._order(
+                    AdapterOrder(
+                        name=request.name, request=request, lora_id=lora_id, invitation=invitation, others=others
+                    )
                 ),
                 on_main=self._hooks.on_main,
+                elsewhere=self._elsewhere,
+                on_far_rank_lost=self._hooks.end,
             )
         except (Refused, EngineFailure):
             self._order(AdapterOrder(name=request.name), quiet=True)  # ranks that had a slot for it give it back

@@ -11,7 +11,10 @@ import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 
+from weightcast.comm.authenticated import Secret
+from weightcast.plugins.other_hosts import Invitation, reach
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
+from weightcast.plugins.vllm.lost_ends import end_vllm
 from weightcast.receiver import WeightReceiver
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open
@@ -22,19 +25,46 @@ class VllmRank(SwitchRank):
 
     engine = "vLLM"
 
-    def __init__(self, receiver: WeightReceiver, vllm_config: Any, *, not_updated: tuple[str, ...] = ()) -> None:
-        """Makes the rank; ``listen`` makes it reachable.
+    def __init__(
+        self,
+        receiver: WeightReceiver,
+        vllm_config: Any,
+        *,
+        not_updated: tuple[str, ...] = (),
+        ends_with_server: bool = False,
+    ) -> None:
+        """Makes the rank; ``answer`` makes it reachable.
 
         Args:
             receiver: Receiver of this rank.
             vllm_config: vLLM's configuration.
+            ends_with_server: True ends this process when an API server on another host is gone.
             not_updated: What vLLM computes with beside the receiver's model and no update writes, for reports.
         """
         super().__init__(receiver.rank, receiver.device)
         self.receiver = receiver
         self._vllm_config = vllm_config
         self._not_updated = not_updated
+        self._ends_with_server = ends_with_server
         self._switched: torch.cuda.Event | None = None
+
+    def answer(self, invitation: Invitation, secret: Secret | None) -> None:
+        """Listens for the API server on this host, or connects to the one on another host.
+
+        Raises:
+            OSError: The folder cannot be used.
+            ConfigError: The API server is on another host, and one of both has no secret.
+            EngineFailure: It cannot be reached, or has another secret.
+        """
+        if invitation.is_for_this_host():
+            self.listen(invitation.folder)
+        else:
+            self.serve(reach(invitation, self.rank, secret))
+
+    def far_api_server_gone(self) -> None:
+        """Implements ``SwitchRank.far_api_server_gone``."""
+        if self._ends_with_server:
+            end_vllm(f"rank {self.rank} has lost the API server on another host")
 
     def apply(self, message: Message) -> RankAck:
         """Implements ``SwitchRank.apply`` and names what no update writes."""

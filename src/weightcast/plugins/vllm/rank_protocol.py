@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from weightcast.errors import ConfigError
+from weightcast.plugins.other_hosts import Invitation
 from weightcast.wire.adapters import AdapterRequest
 
 # Experts move to other places and ranks while vLLM serves; routes and vLLM's own loader know only their first places.
@@ -23,14 +24,14 @@ class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
         request: Adapter that is to have a slot; None to take ``name`` out.
         name: Name of the adapter.
         lora_id: Number by which vLLM's requests name it.
-        folder: Folder in which the worker is to listen.
+        invitation: Where the worker meets the API server; None to take an adapter out.
         others: True if vLLM offers adapters from folders, which need a slot too.
     """
 
     name: str
     request: AdapterRequest | None = None
     lora_id: int = 0
-    folder: str = ""
+    invitation: Invitation | None = None
     others: bool = False
 
 
@@ -48,6 +49,15 @@ def rank_among_replicas(parallel: Any) -> int:
     """Returns the number of a worker's rank among all ranks behind one API server."""
     # An engine of a dense model forgets the number of data-parallel engines, but keeps its own index.
     return int(parallel.data_parallel_index) * int(parallel.world_size) + int(parallel.rank)
+
+
+def on_several_hosts(parallel: Any) -> bool:
+    """Returns True if vLLM was told that the ranks of one engine are on several hosts.
+
+    Args:
+        parallel: vLLM's ``ParallelConfig``; older versions know nothing of hosts.
+    """
+    return int(getattr(parallel, "nnodes", 1)) > 1
 
 
 def check_replicas(parallel: Any) -> None:

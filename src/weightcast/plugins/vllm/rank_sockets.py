@@ -1,4 +1,4 @@
-"""The executor in vLLM's API server, which reaches all ranks of the engine over Unix sockets."""
+"""The executor in vLLM's API server, which reaches all ranks of the engine: by Unix sockets, or TCP to other hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import shutil
 import tempfile
 from collections.abc import Callable
 
+from weightcast.errors import EngineFailure
+from weightcast.plugins.other_hosts import Elsewhere, Invitation, Reception
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message
@@ -14,23 +16,39 @@ from weightcast.wire.messages import Message
 class VllmExecutor(SwitchExecutor):
     """Sends messages to all ranks; when all are ready to switch weights, calls their main threads."""
 
-    def __init__(self, world_size: int, *, listen: Callable[[str], None], on_main: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        listen: Callable[[Invitation], None],
+        on_main: Callable[[float], None],
+        elsewhere: Elsewhere | None = None,
+        on_far_rank_lost: Callable[[str], None] = lambda words: None,
+    ) -> None:
         """Connects to every rank.
 
         Args:
             world_size: Number of ranks.
-            listen: Function that makes every rank listen in a folder.
+            listen: Function that gives every rank the invitation; ranks of this host then listen, the others come.
             on_main: Function that lets every rank's main thread do its task, within a limit in seconds.
+            elsewhere: Address and secret for ranks on other hosts; None if there can be none.
+            on_far_rank_lost: Called with words when the connection to a rank on another host has ended.
 
         Raises:
-            EngineFailure: A rank does not listen, for example because it is on another host.
+            EngineFailure: A rank neither listens nor comes.
+            ConfigError: This host does not have the address for ranks on other hosts.
         """
         self._on_main = on_main
+        self._on_far_rank_lost = on_far_rank_lost
         self._timeout_s = 0.0
         folder = tempfile.mkdtemp(prefix="weightcast-")
         try:
-            listen(folder)
-            super().__init__(world_size, folder)
+            with Reception(folder, elsewhere) as reception:
+                try:
+                    listen(reception.invitation)
+                except EngineFailure as error:
+                    raise EngineFailure(f"{error}{reception.turned_away()}", ranks=error.ranks) from error
+                super().__init__(world_size, folder, reception)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # open connections do not need it
 
@@ -38,6 +56,10 @@ class VllmExecutor(SwitchExecutor):
         """Implements ``Executor.apply``."""
         self._timeout_s = timeout_s
         return super().apply(message, timeout_s=timeout_s)
+
+    def far_rank_lost(self, words: str) -> None:
+        """Implements ``SocketRanks.far_rank_lost``."""
+        self._on_far_rank_lost(words)
 
     def after_decision(self) -> None:
         """Implements ``SwitchExecutor.after_decision``: the engine core takes the call between two steps."""

@@ -11,7 +11,10 @@ from weightcast.plugins.vllm.rank_protocol import draft_of
 from weightcast.receiver.rank import StagingChoice
 
 _SECTION = "weightcast"
-_HINT = '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update"}}\''
+_HINT = (
+    '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
+    '"secret_file": "PATH"}}\''
+)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,10 +24,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         staging: Place in which a new version waits for its commit.
         draft: ``update`` makes the draft model's weights a part of every update; ``keep`` leaves them as they are, and
             reports name the draft as not updated.
+        secret_file: File with the secret of an engine on several hosts; empty for ``WEIGHTCAST_ENGINE_SECRET``.
     """
 
     staging: StagingChoice = "auto"
     draft: Literal["keep", "update"] = "keep"
+    secret_file: str = ""
 
 
 def settings_of(additional_config: object) -> Settings:

@@ -1,6 +1,6 @@
 """The weight-transfer backend in a vLLM worker, which holds our receiver.
 
-Weight messages come over a Unix socket from the API server, on a thread of their own.  So vLLM goes on generating while
+Weight messages come over a socket from the API server, on a thread of their own.  So vLLM goes on generating while
 buckets arrive and while weights are read back, and an interrupt reaches a rank that waits in a collective.  Only the
 exchange of weights and the finishers run on the worker's main thread, in one call of the engine core, which every rank
 takes between the same two steps.
@@ -11,13 +11,16 @@ takes between the same two steps.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,14 +28,24 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from weightcast.comm.authenticated import Secret
 from weightcast.errors import ConfigError, WeightcastError
+from weightcast.plugins.engine_secret import SET_A_SECRET, engine_secret
+from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
 from weightcast.plugins.vllm.loaded_models import LoadedModels, check_draft
 from weightcast.plugins.vllm.lora_ranks import LoraRanks
+from weightcast.plugins.vllm.lost_ends import end_vllm
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.plugins.vllm.quantised_layers import check_cache_scales
 from weightcast.plugins.vllm.rank import VllmRank
-from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED, check_replicas, rank_among_replicas
+from weightcast.plugins.vllm.rank_protocol import (
+    EPLB_HINT,
+    EPLB_REFUSED,
+    check_replicas,
+    on_several_hosts,
+    rank_among_replicas,
+)
 from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.staging_budget import Budget, gib
 from weightcast.plugins.vllm.worker_hooks import wrap_worker
@@ -49,10 +62,10 @@ class InitInfo(WeightTransferInitInfo):
     """The rendezvous of the API server and the ranks.
 
     Attributes:
-        folder: Folder of the API server that only its user may enter.
+        invitation: An ``Invitation`` in JSON.
     """
 
-    folder: str = ""
+    invitation: str = ""
 
 
 @dataclass
@@ -82,14 +95,20 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._settings = settings_of(vllm_config.additional_config)
             self._staging: StagingChoice = self._settings.staging
+            self._secret = self._shared_secret()
             if self._settings.draft == "update":
                 check_draft(vllm_config.speculative_config)
             with set_current_vllm_config(vllm_config):
                 self._receiver = self._make_receiver()
             self._rank_server = VllmRank(
-                self._receiver, vllm_config, not_updated=("the draft model",) if keeps_draft(vllm_config) else ()
+                self._receiver,
+                vllm_config,
+                not_updated=("the draft model",) if keeps_draft(vllm_config) else (),
+                ends_with_server=True,
             )
-            self._adapters = LoraRanks(rank=self._rank, device=self.device, vllm_config=vllm_config)
+            self._adapters = LoraRanks(
+                rank=self._rank, device=self.device, vllm_config=vllm_config, secret=self._secret
+            )
         except WeightcastError as error:
             # vLLM's own log of a failed start buries the reason.
             log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")
@@ -163,9 +182,13 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self._staged:  # a model without a KV cache, whose memory vLLM does not measure
             self._stage(0, 0, fixed=True)
         try:
-            self._rank_server.listen(init_info.folder)
+            self._rank_server.answer(msgspec.json.decode(init_info.invitation, type=Invitation), self._secret)
         except OSError as error:
-            raise RuntimeError(f"rank {self._rank} cannot listen in {init_info.folder}: {error}") from error
+            raise RuntimeError(f"rank {self._rank} cannot listen for the API server: {error}") from error
+        except WeightcastError as error:
+            words = f"{error} ({error.hint})" if error.hint else str(error)
+            end_vllm(words)
+            raise RuntimeError(words) from error
         self._listens = True
 
     def switch(self) -> bool:
@@ -207,6 +230,40 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._adapters.close()
 
     # -- once, when the model is loaded
+
+    def _shared_secret(self) -> Secret | None:
+        """Reads the engine's secret.  If ranks are on several hosts, all of them must have one, or all refuse.
+
+        Raises:
+            ConfigError: Some rank has none.
+        """
+        several = on_several_hosts(self.vllm_config.parallel_config)
+        error: ConfigError | None = None
+        secret = None
+        try:
+            secret = engine_secret(self._settings.secret_file)
+        except ConfigError as found:
+            if not several:
+                raise
+            error = found
+        if not several:
+            return secret
+        # A rank that refused alone would leave the others waiting for it in vLLM's own collectives.
+        group = get_world_group().cpu_group
+        mine = torch.tensor([secret is not None], dtype=torch.uint8)
+        said = [torch.empty_like(mine) for _ in range(group.size())]
+        group.allgather([said], [mine]).wait()
+        if error is not None:
+            raise error
+        without = [number for number, has in enumerate(said) if not has.item()]
+        if without:
+            names = ", ".join(map(str, without))
+            raise ConfigError(
+                f"the ranks of this vLLM are on several hosts, and ranks without an engine secret are: {names} "
+                f"(this is rank {self._rank} on host {socket.gethostname()})",
+                hint=SET_A_SECRET,
+            )
+        return secret
 
     def _make_receiver(self) -> WeightReceiver:
         if getattr(self.vllm_config.parallel_config, "enable_eplb", False):

@@ -1,0 +1,117 @@
+"""Real vLLM on this CPU with the two ranks of one engine on two hosts, and the trainer on a third."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.engines import Engine
+from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
+from tests.engines.vllm_hosts import SECRET, START_S, engine_of, nodes
+from tests.engines.vllm_server import greedy_tokens
+from tests.hosts import Host, cannot, hosts
+from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from weightcast import Target, WeightUpdater
+from weightcast.errors import UpdateFailed
+from weightcast.exporters.checkpoint import CheckpointExporter
+
+pytestmark = [
+    pytest.mark.engine_full,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(cannot()), reason=cannot()),
+]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[list[Host]]:
+    with hosts(("alpha", "beta"), tmp_path) as found:
+        yield found
+
+
+def weights(root: Path) -> dict[str, tuple[Path, list[list[int]]]]:
+    """Two checkpoints, and the tokens that transformers generates with each."""
+    found: dict[str, tuple[Path, list[list[int]]]] = {}
+    for seed, name in enumerate("AB"):
+        model: Any = tiny_model(root / name, seed=seed, **SIZES)
+        tiny_tokenizer(root / name)
+        found[name] = root / name, [greedy(model, prompt, COUNT) for prompt in PROMPTS]
+    assert found["A"][1] != found["B"][1]
+    return found
+
+
+def connect(exporter: CheckpointExporter, engine: Engine, **options: Any) -> WeightUpdater:
+    """An updater in this process."""
+    return WeightUpdater.connect(exporter, [Target(engine.url)], bucket_bytes=1 << 14, timeout_s=60.0, **options)
+
+
+def test_ranks_on_two_hosts_switch_together_and_a_lost_one_is_named(tmp_path: Path, two: list[Host]) -> None:
+    found = weights(tmp_path)
+    with nodes(found["A"][0], tmp_path, two) as (alpha, beta), engine_of((alpha, beta), found["A"][0]) as engine:
+        assert greedy_tokens(engine, PROMPTS, COUNT) == found["A"][1]
+        info = engine.info()
+        assert (info["host_id"], info["tp_size"]) == ("", 2)
+        assert "rank 0 on alpha, rank 1 on beta" in info["message"]
+        for version, name in ((1, "B"), (2, "A"), (3, "B")):
+            folder, said = found[name]
+            with CheckpointExporter(folder) as exporter, connect(exporter, engine) as updater:
+                (target,) = updater.update(version=version).targets
+            assert (target.transport, target.proof, target.digests_matched) == ("broadcast", "resident", 2)
+            assert target.version_after == version
+            assert greedy_tokens(engine, PROMPTS, COUNT) == said
+        # The rank on the other host dies between two buckets.
+        worker = psutil.Process(info["ranks"][1]["pid"])
+        assert os.getsid(worker.pid) == beta.process.pid
+
+        def kill(done: int, total: int) -> None:
+            if 0 < done < total and worker.is_running():
+                worker.kill()
+
+        with CheckpointExporter(found["A"][0]) as exporter, connect(exporter, engine, progress=kill) as updater:
+            begin = time.monotonic()
+            with pytest.raises(UpdateFailed, match=r"rank 1 \(pid \d+ on host beta\) is gone") as caught:
+                updater.update(version=4)
+            assert time.monotonic() - begin < 60
+            (row,) = caught.value.report.targets
+            assert row.version_after != 4
+            assert (row.status, row.proof) != ("serving", "resident")
+        # vLLM cannot go on without that rank, and no host of it does.
+        for node in (alpha, beta):
+            node.process.wait(60)
+        assert "ends now, restart it on all its hosts" in alpha.words()
+
+
+@pytest.mark.parametrize(
+    ("settings", "alpha_says", "beta_says"),
+    [
+        (
+            ({"WEIGHTCAST_ENGINE_SECRET": SECRET}, {}),
+            r"ranks without an engine secret are: 1 \(this is rank 0 on host alpha\)",
+            r"ranks without an engine secret are: 1 \(this is rank 1 on host beta\)",
+        ),
+        (
+            ({"WEIGHTCAST_ENGINE_SECRET": SECRET}, {"WEIGHTCAST_ENGINE_SECRET": SECRET[::-1]}),
+            r"rank 1 on host beta and the API server on host alpha: .*the two ends have different secrets",
+            r"rank 1 on host beta and the API server on host alpha: .*the two ends have different secrets",
+        ),
+    ],
+    ids=["missing", "different"],
+)
+def test_engine_without_one_secret_does_not_start(
+    tmp_path: Path, two: list[Host], settings: tuple[dict[str, str], ...], alpha_says: str, beta_says: str
+) -> None:
+    tiny_model(tmp_path / "A", **SIZES)
+    tiny_tokenizer(tmp_path / "A")
+    with nodes(tmp_path / "A", tmp_path, two, settings=settings) as (alpha, beta):
+        assert alpha.process.wait(START_S) != 0
+        assert re.search(alpha_says, alpha.words())
+        assert re.search(beta_says, beta.words())
+        assert "WEIGHTCAST_ENGINE_SECRET" in alpha.words()
+        assert "WEIGHTCAST_ENGINE_SECRET" in beta.words()
+        beta.process.wait(60)

@@ -1,0 +1,123 @@
+"""Hosts of their own, as far as a process can tell, on one machine: network, host name, boot id and shared memory.
+
+A host is a network namespace with an address on a bridge that this process has an address on too.  A process enters it
+with ``python tests/hosts.py JSON ...`` (or forked as that script), which adds a mount and a UTS namespace of its own.
+All of it needs root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_NETWORK, _MOUNTS, _NAMES = 0x40000000, 0x20000, 0x4000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+INTERFACE = "wc0"  # of each host
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host.
+
+    Attributes:
+        name: Its host name, which no other host resolves.
+        address: Its address, which the others reach.
+        namespace: Name of the network namespace.
+        boot_id: File with its boot id.
+    """
+
+    name: str
+    address: str
+    namespace: str
+    boot_id: str
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Arguments of Python that run others (``-m MODULE ...``) on this host."""
+        return [__file__, json.dumps(asdict(self)), *argv]
+
+
+def cannot() -> str:
+    """The reason why this machine cannot make hosts; empty if it can."""
+    if os.geteuid() != 0:
+        return "hosts of their own need root"
+    tried = subprocess.run(
+        ["unshare", "-n", "-m", "-u", "sh", "-c", "ip link add wct type bridge && mount -t tmpfs none /dev/shm"],
+        capture_output=True,
+        text=True,
+    )
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@contextmanager
+def hosts(names: Sequence[str], folder: Path) -> Iterator[list[Host]]:
+    """Makes hosts that reach each other and this process; the folder gets their boot ids."""
+    mark = os.getpid() % 100_000
+    subnet = f"10.{100 + mark // 250 % 100}.{mark % 250}"
+    bridge = f"wcb{mark}"
+    with ExitStack() as stack:
+        stack.callback(_ip, "link", "del", bridge)
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("addr", "add", f"{subnet}.1/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        found: list[Host] = []
+        for number, name in enumerate(names, 2):
+            namespace, outside = f"wc-{mark}-{number}", f"wcv{mark}-{next(_serial)}"  # a link goes some time later
+            stack.callback(_ip, "netns", "del", namespace)
+            _ip("netns", "add", namespace)
+            _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
+            _ip("link", "set", outside, "master", bridge, "up")
+            _ip("-n", namespace, "addr", "add", f"{subnet}.{number}/24", "dev", INTERFACE)
+            for interface in (INTERFACE, "lo"):
+                _ip("-n", namespace, "link", "set", interface, "up")
+            boot_id = folder / f"{name}.boot_id"
+            boot_id.write_text(f"{number:08d}-1111-2222-3333-444444444444\n")
+            found.append(Host(name=name, address=f"{subnet}.{number}", namespace=namespace, boot_id=str(boot_id)))
+        yield found
+
+
+def enter(host: Host) -> None:
+    """Moves this process to a host; it must have one thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{host.namespace}") as namespace:
+        _check(libc.setns(namespace.fileno(), _NETWORK), "setns")
+    _check(libc.unshare(_MOUNTS | _NAMES), "unshare")
+    socket.sethostname(host.name)
+    for command in (
+        ["mount", "--make-rprivate", "/"],
+        ["mount", "--bind", host.boot_id, _BOOT_ID],
+        ["mount", "-t", "tmpfs", "none", "/dev/shm"],
+    ):
+        subprocess.run(command, check=True)
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        raise OSError(ctypes.get_errno(), call)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _main() -> None:
+    enter(Host(**json.loads(sys.argv[1])))
+    if sys.argv[2] != "-m":
+        raise SystemExit("what follows the host must be -m MODULE ...")
+    sys.argv = sys.argv[3:]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()
