@@ -84,9 +84,11 @@ check: setup
 	$(BIN)/python -m tests.prose
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Real engines, and trainers of other frameworks, on this machine's CPU.  Unlike in `make test`, Python starts each of their processes.
+# Real engines of all versions, and trainers of other frameworks, on this machine's CPU.  Unlike in `make test`, Python
+# starts each of their processes.
 engine-test: setup engines
-	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines tests/integrations $(TEST_ARGS)
+	ENGINE_STARTS=python $(BIN)/python -m pytest -m "engine or engine_full" tests/engines tests/contract tests/integrations \
+		$(TEST_ARGS)
 
 # Tiny models of every family into a real engine, compared with fresh servers.  Writes the tables of docs/models.md.  Half
 # a minute for each family on two cores.

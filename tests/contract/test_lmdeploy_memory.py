@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.engines.lmdeploy_server import VERSIONS, lmdeploy
+from tests.engines.lmdeploy_server import PLAYED, lmdeploy
 from tests.unit.test_adapters_lmdeploy import opened, talk
 from weightcast.adapters.lmdeploy.adapter import LmdeployAdapter
 from weightcast.adapters.lmdeploy.detect import describe
@@ -77,7 +77,7 @@ class Reader:
         self._process.stdout.close()
 
 
-@pytest.fixture(params=VERSIONS, scope="module")
+@pytest.fixture(params=PLAYED, scope="module")
 def readers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     made = Reader(request.param, tmp_path_factory.mktemp("reader") / "log")
     yield made

@@ -8,6 +8,7 @@ import os
 import selectors
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.overlays import overlay
-from tests.engines.sglang_server import OVERLAYS, STANDINS
+from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
 from tests.sglang_globals import GLOBALS
 from weightcast import WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
@@ -28,8 +29,6 @@ from weightcast.wire.layout import DTYPES
 pytestmark = [pytest.mark.engine]
 
 RIG = Path(__file__).parent / "sglang_rig.py"
-# By version, wheels that shadow the environment's own.
-VERSIONS: dict[str, tuple[str, ...]] = {"0.5.23": (), **OVERLAYS}
 CHECKPOINT_ENGINE = ("checkpoint-engine==0.4.2", "loguru==0.7.3")
 START_S = 600.0
 
@@ -48,46 +47,53 @@ class Rig:
         return self.version != "0.5.17"
 
 
-@pytest.fixture(scope="module")
-def rigs() -> Iterator[dict[str, Rig]]:
-    """One rig for each version, started in parallel."""
+@contextmanager
+def started(version: str) -> Iterator[Rig]:
     python = engine_python("sglang-0.5.23-cpu")
-    started: dict[str, subprocess.Popen[str]] = {}
-    found: dict[str, Rig] = {}
-    try:
-        for version, wheels in VERSIONS.items():
-            path = [overlay(python, *each) for each in (wheels, CHECKPOINT_ENGINE) if each]
-            environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join(map(str, [*path, STANDINS, STANDINS.parent, QUICK])),
-                "SGLANG_USE_CPU_ENGINE": "1",
-                "OMP_NUM_THREADS": "1",
-            }
-            started[version] = subprocess.Popen(
-                [str(python), str(RIG)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-            )
-        for version, process in started.items():
+    wheels = (OVERLAYS.get(version, ()), CHECKPOINT_ENGINE)
+    path = [overlay(python, *each) for each in wheels if each]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, [*path, STANDINS, STANDINS.parent, QUICK])),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [str(python), str(RIG)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        try:
             assert process.stdout is not None
             with selectors.DefaultSelector() as selector:
                 selector.register(process.stdout, selectors.EVENT_READ)
                 assert selector.select(START_S), f"the rig of {version} said nothing"
             said = json.loads(process.stdout.readline() or "{}")
             assert said.get("version") == version, f"the rig of {version} did not start: {said}"
-            found[version] = Rig(
-                version, f"http://127.0.0.1:{said['port']}", httpx.Client(trust_env=False, timeout=300)
-            )
-        yield found
-    finally:
-        for process in started.values():
+            with httpx.Client(trust_env=False, timeout=300) as client:
+                yield Rig(version, f"http://127.0.0.1:{said['port']}", client)
+        finally:
             process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        for rig in found.values():
-            rig.client.close()
 
 
-@pytest.fixture(params=VERSIONS)
-def rig(rigs: dict[str, Rig], request: pytest.FixtureRequest) -> Rig:
+class Rigs(dict[str, Rig]):
+    """One rig for each version, started when it is asked for."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __missing__(self, version: str) -> Rig:
+        self[version] = self._stack.enter_context(started(version))
+        return self[version]
+
+
+@pytest.fixture(scope="module")
+def rigs() -> Iterator[Rigs]:
+    with ExitStack() as stack:
+        yield Rigs(stack)
+
+
+@pytest.fixture(params=PLAYED)
+def rig(rigs: Rigs, request: pytest.FixtureRequest) -> Rig:
     rigs[request.param]("/rig/clear")
     return rigs[request.param]
 
@@ -239,7 +245,7 @@ def test_empty_tensors_are_refused_before_anything_is_sent(rig: Rig) -> None:
     assert rig("/rig")["journal"] == []
 
 
-def test_every_name_in_a_payload_is_on_the_decoders_list(rigs: dict[str, Rig]) -> None:
+def test_every_name_in_a_payload_is_on_the_decoders_list(rigs: Rigs) -> None:
     """One version has a list of names, the other has prefixes.  Dtypes come from the wire's table."""
     allowed = rigs["0.5.23"].client.get(rigs["0.5.23"].url + "/rig/allowed").json()
     assert GLOBALS | {f"torch {dtype}" for dtype in DTYPES} <= set(allowed)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engines.environment import engine_python, package_path
 from tests.engines.overlays import overlay
-from tests.engines.sglang_server import OVERLAYS, STANDINS
+from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
 
 pytestmark = [pytest.mark.engine]
 
@@ -74,7 +74,7 @@ def load(folder: Path, version: str, change: str = "", script: str = REGISTER) -
     )
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+@pytest.mark.parametrize("version", PLAYED)
 def test_every_hook_takes(version: str, tmp_path: Path) -> None:
     done = load(tmp_path, version)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -91,7 +91,7 @@ def test_an_sglang_without_a_hook_point_does_not_start_and_says_why(tmp_path: Pa
     assert "use SGLang 0.5.17 or 0.5.23" in said
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+@pytest.mark.parametrize("version", PLAYED)
 def test_a_request_that_waits_in_the_api_server_is_not_aborted(version: str, tmp_path: Path) -> None:
     """SGLang 0.5.17 marks all requests that it knows, and ends those that wait without a finish reason later."""
     done = load(tmp_path, version, script=ABORT)

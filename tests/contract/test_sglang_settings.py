@@ -11,11 +11,10 @@ import pytest
 
 from tests.engines.environment import engine_python, package_path
 from tests.engines.overlays import overlay
-from tests.engines.sglang_server import OVERLAYS, STANDINS
+from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
 
 pytestmark = [pytest.mark.engine]
 
-VERSIONS = ("0.5.17", "0.5.23")
 REFUSED: dict[str, tuple[str, ...]] = {
     "data-parallel attention": ("--enable-dp-attention",),
     "expert parallelism": ("--ep-size=2",),
@@ -77,7 +76,7 @@ print(json.dumps(said))
 """
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", PLAYED)
 def test_every_refusal_is_about_a_setting_that_sglang_has(version: str, tmp_path: Path) -> None:
     python = engine_python("sglang-0.5.23-cpu")
     path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []

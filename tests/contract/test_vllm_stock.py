@@ -21,9 +21,11 @@ pytestmark = [pytest.mark.engine]
 UNIQUE_ID = base64.b64encode(bytes(range(128, 256))).decode()
 UPDATES = ["update_weights"] * 3
 OLD = ("0.25.1",)
+# `make test` plays the newest version, `make engine-test` all.
+PLAYED = ("0.33.0", *(pytest.param(version, marks=pytest.mark.engine_full) for version in ("0.32.0", *OLD)))
 
 
-@pytest.fixture(scope="module", params=["0.33.0", pytest.param("0.32.0", marks=pytest.mark.wide), "0.25.1"])
+@pytest.fixture(scope="module", params=PLAYED)
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """The rig's output, and vLLM's version."""
     version: str = request.param

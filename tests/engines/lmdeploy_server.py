@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import Forked, start
@@ -18,6 +19,8 @@ from tests.engines.overlays import overlay
 from tests.harness import wait_for
 
 VERSIONS = ("0.18.0", "0.16.0")
+# `make test` plays the newest version, `make engine-test` all.
+PLAYED = (VERSIONS[0], *(pytest.param(version, marks=pytest.mark.engine_full) for version in VERSIONS[1:]))
 START_S = 600.0
 IMPORTED = (
     "lmdeploy.pytorch.engine.model_agent.agent",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.engines import Engine
 from tests.engines.environment import QUICK, engine_python, package_path
@@ -35,6 +36,8 @@ STANDINS = Path(__file__).parent / "standins"
 OVERLAYS: dict[str, tuple[str, ...]] = {
     "0.5.17": ("sglang==0.5.17", "transformers==5.12.1", "tokenizers==0.22.2", "huggingface-hub==1.33.0"),
 }
+# `make test` plays the newest version, `make engine-test` all.
+PLAYED = ("0.5.23", *(pytest.param(version, marks=pytest.mark.engine_full) for version in OVERLAYS))
 
 
 @contextmanager

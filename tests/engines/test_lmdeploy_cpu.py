@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines.lmdeploy_server import VERSIONS, Rig, rig
+from tests.engines.lmdeploy_server import PLAYED, Rig, rig
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
@@ -49,7 +49,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], 
     return folders, models
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=PLAYED)
 def served(request: pytest.FixtureRequest, weights: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folders, models = weights
     with rig(folders["first"], tmp_path_factory.mktemp("logs"), version=request.param) as running:

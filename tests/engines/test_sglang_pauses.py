@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,34 @@ class Served:
         return before, running, waiting
 
 
+class Servers(dict[str, Served]):
+    """One with a prefix cache and one without, started when it is asked for.
+
+    A second request waits for the first in both.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        super().__init__()
+        self._folder = folder
+        self._stack = stack
+
+    def __missing__(self, cache: str) -> Served:
+        options = ONE_AT_A_TIME if cache == "cached" else (*ONE_AT_A_TIME, "--disable-radix-cache")
+        logs = self._folder / cache
+        logs.mkdir()
+        [engine] = self._stack.enter_context(sglang(logs, (self._folder, 1, options)))
+        self[cache] = Served(engine, self._folder)
+        return self[cache]
+
+
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    """One with a prefix cache and one without; a second request waits for the first in both."""
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("model")
     tiny_model(folder, max_position_embeddings=CONTEXT, **DENSE)
     tiny_tokenizer(folder)
     torch.set_num_threads(1)
-    settings = [(folder, 1, ONE_AT_A_TIME), (folder, 1, (*ONE_AT_A_TIME, "--disable-radix-cache"))]
-    with sglang(tmp_path_factory.mktemp("logs"), *settings) as (cached, bare):
-        yield {"cached": Served(cached, folder), "bare": Served(bare, folder)}
+    with ExitStack() as stack:
+        yield Servers(folder, stack)
 
 
 def follows(model: Any, prompt: list[int], tokens: list[int]) -> bool:
@@ -111,7 +130,7 @@ def new_requests_get_new_weights(served: Served) -> None:
 
 
 @pytest.mark.parametrize("cache", ["cached", BARE])
-def test_abort_drops_what_runs_and_what_waits(servers: dict[str, Served], cache: str) -> None:
+def test_abort_drops_what_runs_and_what_waits(servers: Servers, cache: str) -> None:
     served = servers[cache]
     old, running, waiting = served.step("abort", LONG)
     for stream in (running, *waiting):
@@ -121,9 +140,7 @@ def test_abort_drops_what_runs_and_what_waits(servers: dict[str, Served], cache:
 
 
 @pytest.mark.parametrize("cache", ["cached", BARE])
-def test_retract_keeps_requests_and_tokens_and_computes_their_cache_anew(
-    servers: dict[str, Served], cache: str
-) -> None:
+def test_retract_keeps_requests_and_tokens_and_computes_their_cache_anew(servers: Servers, cache: str) -> None:
     served = servers[cache]
     old, running, waiting = served.step("retract", LONG)
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG)
@@ -135,7 +152,7 @@ def test_retract_keeps_requests_and_tokens_and_computes_their_cache_anew(
 
 
 @pytest.mark.engine_full
-def test_in_place_keeps_requests_tokens_and_cache_where_nothing_is_reused(servers: dict[str, Served]) -> None:
+def test_in_place_keeps_requests_tokens_and_cache_where_nothing_is_reused(servers: Servers) -> None:
     served = servers["bare"]
     old, running, waiting = served.step("in_place", LONG)
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG)
@@ -146,7 +163,7 @@ def test_in_place_keeps_requests_tokens_and_cache_where_nothing_is_reused(server
     new_requests_get_new_weights(served)
 
 
-def test_in_place_is_refused_by_name_where_a_prefix_of_old_weights_would_be_reused(servers: dict[str, Served]) -> None:
+def test_in_place_is_refused_by_name_where_a_prefix_of_old_weights_would_be_reused(servers: Servers) -> None:
     served = servers["cached"]
     before = served.engine.post("/weights_checker", action="checksum")["per_engine_checksum"]
     with pytest.raises(ConfigError, match=r"pause='in_place'.*retract.*--disable-radix-cache"):
@@ -181,9 +198,7 @@ class Steady:
 
 @pytest.mark.engine_full
 @pytest.mark.parametrize("cache", ["cached", "bare"])
-def test_wait_lets_requests_finish_although_there_is_never_a_moment_without_one(
-    servers: dict[str, Served], cache: str
-) -> None:
+def test_wait_lets_requests_finish_although_there_is_never_a_moment_without_one(servers: Servers, cache: str) -> None:
     served = servers[cache]
     with Steady(served.engine.url) as steady:
         old, running, waiting = served.step("wait", LONG // 4)
