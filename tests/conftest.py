@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import fork_server
 from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  # hooks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +23,18 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Beside other work, an example may take any time.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    told = getattr(config, "workerinput", {}).get("fork_server")
+    if told is not None:
+        fork_server.use(told)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker where the fork server of all workers is; the first one starts it."""
+    node.workerinput["fork_server"] = fork_server.start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

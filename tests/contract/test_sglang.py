@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.overlays import overlay
 from tests.engines.sglang_server import OVERLAYS, PLAYED, STANDINS
@@ -68,7 +69,7 @@ def started(version: str) -> Iterator[Rig]:
                 assert selector.select(START_S), f"the rig of {version} said nothing"
             said = json.loads(process.stdout.readline() or "{}")
             assert said.get("version") == version, f"the rig of {version} did not start: {said}"
-            with httpx.Client(trust_env=False, timeout=300) as client:
+            with httpx.Client(trust_env=False, timeout=300, limits=NO_KEEP_ALIVE) as client:
                 yield Rig(version, f"http://127.0.0.1:{said['port']}", client)
         finally:
             process.kill()

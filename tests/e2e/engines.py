@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "NO_COLOR": "1",
 }
+# A server ends an idle connection after some seconds, on a busy machine just when the next request is sent over it.
+NO_KEEP_ALIVE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 START_S = 600.0
 ANSWER_S = 300.0
 STOP_S = 100.0
@@ -63,7 +65,7 @@ class Engine:
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         with log.open("w") as stderr:
             process = Started(program, *command, stdout=subprocess.PIPE, stderr=stderr, env=ENVIRONMENT)
-        client = httpx.Client(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=None))
+        client = httpx.Client(timeout=ANSWER_S, trust_env=False, limits=NO_KEEP_ALIVE)
         return cls(process=process, url="", folder=folder, tp=tp, client=client)
 
     def ready(self, log: Path) -> None:

@@ -78,6 +78,8 @@ RDMA = {"direct_by": "rdma"}
 SHARDS = {"direct_by": "shards", "keep_mapped": True}
 needs_nixl = pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())
 BY_RDMA = pytest.param(RDMA, marks=needs_nixl, id="rdma")
+# While somebody waits, NIXL keeps a processor busy in every process: half a minute of them for a process that dies.
+LATE_BY_RDMA = pytest.param(RDMA, marks=[needs_nixl, pytest.mark.wide], id="rdma")
 
 
 def no_moves(*_, **__) -> None:
@@ -234,7 +236,9 @@ def die_in_an_update(url: str, version: int, options: dict) -> str:
     return "updated"
 
 
-@pytest.mark.parametrize("options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), BY_RDMA])
+@pytest.mark.parametrize(
+    "options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), LATE_BY_RDMA]
+)
 def test_a_trainer_rank_that_dies_is_named_and_another_trainer_updates_the_engine(fresh, jobs, options):
     engine, ranks = fresh("--tp", "2"), Ranks(2)
     try:
@@ -279,7 +283,9 @@ def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: d
     return told
 
 
-@pytest.mark.parametrize("options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), BY_RDMA])
+@pytest.mark.parametrize(
+    "options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), LATE_BY_RDMA]
+)
 def test_an_engine_rank_that_dies_is_named_and_the_other_engine_is_updated(fresh, jobs, options):
     lost, kept = fresh("--tp", "2"), fresh("--tp", "2")
     versions = [next_version(), next_version()]

@@ -19,6 +19,7 @@ import pytest
 
 from tests.clock import PATIENCE_S
 from tests.commands import Started
+from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.procs import wait_until_gone
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.errors import ConfigError
@@ -50,7 +51,9 @@ class Served:
         assert self.process.poll() is None, self.lines
         self.url = re.search(r"http://\S+", self.lines[-1]).group()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=300, trust_env=False)
+        self.client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=300, trust_env=False, limits=NO_KEEP_ALIVE
+        )
 
     def post(self, path, **body):
         return self.client.post(path, json=body)

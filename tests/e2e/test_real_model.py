@@ -17,7 +17,7 @@ from weightcast.lab.demo.smollm2 import ensure_smollm2
 
 pytestmark = [pytest.mark.slow]
 
-COUNT = 20
+COUNT = 8
 PROMPTS = ["The capital of France is", "Once upon a time,", "In the beginning there was"]  # of equal length in tokens
 CHAT = [{"role": "user", "content": "What is two plus three?"}]
 Answers = tuple[list[list[int]], str]

@@ -16,7 +16,7 @@ import httpx
 import torch
 
 from tests.clock import PATIENCE_S
-from tests.e2e.engines import Engine
+from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import LISTS, ROOT, engine_python
 from tests.engines.overlays import overlay
 from tests.engines.sglang_load import Stream
@@ -125,7 +125,7 @@ def lmdeploy(
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    client = httpx.Client(timeout=300.0, trust_env=False, headers=headers)
+    client = httpx.Client(timeout=300.0, trust_env=False, headers=headers, limits=NO_KEEP_ALIVE)
     engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
     try:
         _wait(engine, log)

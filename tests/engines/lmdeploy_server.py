@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import Forked, start
 from tests.engines.overlays import overlay
@@ -83,7 +84,7 @@ def rig(folder: Path, logs: Path, *options: str, version: str = VERSIONS[0]) -> 
     with log.open("wb") as output:
         process = start(python, [str(script), str(folder), *options], modules=IMPORTED, env=environment, output=output)
     headers = {"authorization": f"Bearer {options[options.index('--key') + 1]}"} if "--key" in options else {}
-    client = httpx.Client(timeout=300.0, trust_env=False, headers=headers)
+    client = httpx.Client(timeout=300.0, trust_env=False, headers=headers, limits=NO_KEEP_ALIVE)
 
     def port() -> str | None:
         assert process.poll() is None, log.read_text()[-4000:]

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.engines import Engine
+from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import QUICK, engine_python, package_path
 from tests.engines.forked import start
 from tests.engines.overlays import overlay
@@ -119,7 +119,7 @@ def _start(
     (python, *argv), environment = sglang_command(model, tp, options, port, receiver=receiver, version=version)
     with log.open("w") as output:
         process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
-    client = httpx.Client(timeout=300.0, trust_env=False)
+    client = httpx.Client(timeout=300.0, trust_env=False, limits=NO_KEEP_ALIVE)
     return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
 
 

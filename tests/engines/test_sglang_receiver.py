@@ -232,7 +232,16 @@ def test_a_trainer_that_is_killed_half_way_changes_nothing(dense: Served, tmp_pa
     dense.new_requests_get_new_weights()
 
 
-def test_pushes_in_every_mode_under_eight_streams(moe: Served) -> None:
+WAYS = ("ipc", "direct", "broadcast")
+# Each mode once and each way at least once, or everything with everything.
+PUSHES = [
+    pytest.param(list(zip(MODES, (*WAYS, "ipc"), strict=True)), id="some"),
+    pytest.param([(mode, way) for way in WAYS for mode in MODES], id="all", marks=pytest.mark.engine_full),
+]
+
+
+@pytest.mark.parametrize("pushes", PUSHES)
+def test_pushes_in_every_mode_under_eight_streams(moe: Served, pushes: list[tuple[str, str]]) -> None:
     stop, streams = threading.Event(), []
 
     def ask(number: int) -> None:
@@ -246,8 +255,8 @@ def test_pushes_in_every_mode_under_eight_streams(moe: Served) -> None:
     for client in clients:
         client.start()
     try:
-        for number, mode in enumerate(MODES * 3):
-            moe.step(mode, ("ipc", "direct", "broadcast")[number // len(MODES)])
+        for mode, way in pushes:
+            moe.step(mode, way)
     finally:
         stop.set()
         for client in clients:

@@ -83,6 +83,7 @@ def test_a_draft_is_updated_with_the_model(tmp_path: Path) -> None:
         assert share(engine, said_b) < 0.5
 
 
+@pytest.mark.engine_full
 def test_a_draft_that_is_kept_is_named(tmp_path: Path) -> None:
     weights = made(tmp_path)
     (a, _, said_a), (b, _, said_b) = weights["A"], weights["B"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.engines import Engine
+from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import engine_python, package_path
 from tests.engines.forked import start
 from weightcast.comm.ports import quiet_port
@@ -62,7 +62,7 @@ def vllm(
     log = logs / "vllm.log"
     with log.open("w") as output:
         process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
-    client = httpx.Client(timeout=300.0, trust_env=False)
+    client = httpx.Client(timeout=300.0, trust_env=False, limits=NO_KEEP_ALIVE)
     engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
     try:
         _wait(engine, log)

@@ -1,0 +1,59 @@
+"""Tests of the fork server that all workers of a test run share."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests import fork_server
+from tests.commands import context
+
+ANOTHER_WORKER = """
+import json, multiprocessing, signal, sys
+from tests.fork_server import use
+
+use(json.loads(sys.argv[1]))
+process = multiprocessing.get_context("forkserver").Process(target=signal.pause)
+process.start()
+print(process.pid, flush=True)
+sys.stdin.read()
+process.kill()
+process.join()
+print(process.exitcode, flush=True)
+"""
+
+
+def test_processes_of_two_workers_come_from_one_server() -> None:
+    mine = context.Process(target=signal.pause)
+    mine.start()
+    try:
+        server = psutil.Process(mine.pid).ppid()
+        with subprocess.Popen(
+            [sys.executable, "-c", ANOTHER_WORKER, json.dumps(fork_server.start())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        ) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            theirs = int(worker.stdout.readline())
+            assert psutil.Process(theirs).ppid() == server
+            worker.stdin.close()
+            assert int(worker.stdout.readline()) == -signal.SIGKILL
+        assert psutil.pid_exists(server), "it has users left"
+    finally:
+        mine.kill()
+        mine.join()
+
+
+def test_a_process_writes_where_its_starter_writes(capfd) -> None:
+    started = context.Process(target=print, args=("said by the process",))
+    started.start()
+    started.join()
+    assert capfd.readouterr().out == "said by the process\n"
