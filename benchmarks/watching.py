@@ -6,9 +6,10 @@
 
 Updates with and without them take turns in the same processes, in pairs whose order changes.  A pause lies between two
 updates, as a training step would.  On a machine with other work, the difference of two long updates drowns in noise.
-So the processor time inside listeners is also counted by itself, which noise hardly touches; an update waits for it.
-The exit code is 1 if it is more than allowed, or if the whole interval of the updates' difference is.  What is done
-later, in threads of their own (spans are made and exported), is printed beside it.
+So the processor time of handing events on is also counted by itself, in both, which noise hardly touches; an update
+waits for it.  What it takes without a listener is subtracted.  The exit code is 1 if it is more than allowed, or if the
+whole interval of the updates' difference is.  What is done later, in a thread of its own (values are counted, spans
+are made and exported), is printed beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from weightcast.lab.bench.methods import Layout, Method, Turn  # noqa: E402
 from weightcast.lab.bench.rig import Rig  # noqa: E402
 from weightcast.timeline.tracks import Timeline  # noqa: E402
 from weightcast.update import updater  # noqa: E402
-from weightcast.watch import spans  # noqa: E402
+from weightcast.watch import later  # noqa: E402
 from weightcast.watch.events import Event  # noqa: E402
 from weightcast.watch.listeners import Events, Listener  # noqa: E402
 from weightcast.watch.timeline import TimelineRecorder  # noqa: E402
@@ -53,14 +54,15 @@ _FIGURES: dict[str, Callable[[Turn], float]] = {
     "processors": lambda turn: turn.extra["trainer_cpu_s"] + turn.extra["engine_cpu_s"],
     "returned": lambda turn: turn.returned_s,
 }
-_SPENT = ("trainer_listening_s", "trainer_exporting_s", "engine_listening_s", "engine_exporting_s")
+_WAITED = ("trainer_listening_s", "engine_listening_s")
+_SPENT = (*_WAITED, "trainer_later_s", "trainer_exporting_s", "engine_later_s", "engine_exporting_s")
 
 
 class Spent:
-    """Processor seconds of this process's watching, since its start."""
+    """Processor seconds of handing events on in this process, since its start."""
 
     def __init__(self) -> None:
-        self.seconds = {"listening_s": 0.0, "exporting_s": 0.0}
+        self.seconds = {"listening_s": 0.0, "later_s": 0.0, "exporting_s": 0.0}
 
     def timed(self, name: str, do: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that does the same and counts its thread's time."""
@@ -79,11 +81,30 @@ class Spent:
         return {f"{role}_{name}": seconds for name, seconds in self.seconds.items()}
 
 
-SPENT = Spent()
+SPENT, SPENT_BARE = Spent(), Spent()  # both take turns in the same processes
 
 
-class Bare(ours.Trainer):
+class Timed(ours.Trainer):
+    """A trainer that counts the time of its events."""
+
+    spent = SPENT
+
+    def prepare(self) -> None:
+        """As ``Trainer.prepare``."""
+        super().prepare()
+        assert self._updater is not None
+        events: Any = self._updater._events
+        events.emit = self.spent.timed("listening_s", events.emit)
+
+    def update(self, version: int) -> dict[str, float]:
+        """As ``Trainer.update``."""
+        return super().update(version) | self.spent.named("trainer")
+
+
+class Bare(Timed):
     """A trainer without any listener, not even those for logs, spans and the timeline that ``connect`` adds."""
+
+    spent = SPENT_BARE
 
     def prepare(self) -> None:
         """As ``Trainer.prepare``."""
@@ -99,15 +120,15 @@ class Bare(ours.Trainer):
 class _NoTimeline(TimelineRecorder):
     """Keeps nothing, and makes an empty timeline."""
 
-    def __call__(self, event: Event) -> None:
-        """Ignores the event."""
+    def handler(self, kind: type[Any]) -> None:
+        """Passes over every event."""
 
     def timeline(self, *arguments: Any, **named: Any) -> Timeline:
         """Returns an empty one."""
         return Timeline()
 
 
-class Watched(ours.Trainer):
+class Watched(Timed):
     """A trainer with every listener."""
 
     def listeners(self) -> Sequence[Listener]:
@@ -118,22 +139,39 @@ class Watched(ours.Trainer):
         heard: list[Event] = []
         return [PrometheusMetrics(port=0), to_tensorboard(_Writer()), heard.append]
 
-    def prepare(self) -> None:
-        """As ``Trainer.prepare``."""
-        super().prepare()
-        assert self._updater is not None
-        events: Any = self._updater._events
-        events.emit = SPENT.timed("listening_s", events.emit)
 
-    def update(self, version: int) -> dict[str, float]:
-        """As ``Trainer.update``."""
-        return super().update(version) | SPENT.named("trainer")
+class TimedEngine(ours.Engine):
+    """An engine that counts the time of its events."""
 
+    spent = SPENT
 
-class WatchedEngine(ours.Engine):
-    """An engine with every listener."""
+    def hearing(self) -> Sequence[Listener]:
+        """The listeners whose time counts."""
+        raise NotImplementedError
 
     def listeners(self) -> Sequence[Listener]:
+        """As ``Engine.listeners``: one that hands on to those."""
+        return [self.spent.timed("listening_s", Events(self.hearing()).emit)]
+
+    def update(self, version: int) -> dict[str, float]:
+        """As ``Engine.update``.  What comes after the new weights are live counts in the next turn."""
+        return super().update(version) | self.spent.named("engine")
+
+
+class BareEngine(TimedEngine):
+    """An engine without any listener."""
+
+    spent = SPENT_BARE
+
+    def hearing(self) -> Sequence[Listener]:
+        """None."""
+        return ()
+
+
+class WatchedEngine(TimedEngine):
+    """An engine with every listener."""
+
+    def hearing(self) -> Sequence[Listener]:
         """Logs, spans and metrics."""
         from prometheus_client import CollectorRegistry
 
@@ -142,12 +180,7 @@ class WatchedEngine(ours.Engine):
         from weightcast.watch.spans import EngineSpans
 
         switch_on()
-        listeners = [UpdateLog(), EngineSpans(), EngineMetrics(CollectorRegistry(), model_name="m", version=0)]
-        return [SPENT.timed("listening_s", Events(listeners).emit)]
-
-    def update(self, version: int) -> dict[str, float]:
-        """As ``Engine.update``.  What comes after the new weights are live counts in the next turn."""
-        return super().update(version) | SPENT.named("engine")
+        return [UpdateLog(), EngineSpans(), EngineMetrics(CollectorRegistry(), model_name="m", version=0)]
 
 
 class _Writer:
@@ -170,7 +203,7 @@ def switch_on() -> None:
     export = SPENT.timed("exporting_s", exporter.export)
     # FastAPI makes spans of its own for every request once a process has an SDK; they are not what is measured.
     exporter.export = lambda spans: export([span for span in spans if span.name.startswith("weightcast.")])
-    spans._logged = SPENT.timed("exporting_s", spans._logged)  # the thread that makes spans
+    later.finish = SPENT.timed("later_s", later.finish)
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(exporter))
     set_tracer_provider(provider)
@@ -185,7 +218,7 @@ def method(name: str, trainer: str, engine: str, arguments: argparse.Namespace) 
 def measure(arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
     """Returns the turns without and with everything on; those of one index are a pair."""
     layout = Layout(model=arguments.model, placement=arguments.placement, trainers=1, engines=1, device="cpu")
-    without = method("without", "watching:Bare", "weightcast.lab.bench.ours:Engine", arguments)
+    without = method("without", "watching:Bare", "watching:BareEngine", arguments)
     everything = method("with", "watching:Watched", "watching:WatchedEngine", arguments)
     found: dict[str, list[Turn]] = {without.name: [], everything.name: []}
     with Rig(layout) as rig:
@@ -237,6 +270,11 @@ def main() -> int:
     return 0 if good else 1
 
 
+def each_ms(turns: Sequence[Turn], name: str) -> float:
+    """Milliseconds of an update, of a figure that the turns count up."""
+    return (turns[-1].extra[name] - turns[0].extra[name]) / (len(turns) - 1) * 1e3
+
+
 def show(arguments: argparse.Namespace) -> bool:
     """Measures one case, prints it and writes its file; returns whether watching costs no more than allowed."""
     without, everything = measure(arguments)
@@ -244,10 +282,14 @@ def show(arguments: argparse.Namespace) -> bool:
         name: compared([of(turn) for turn in without], [of(turn) for turn in everything])
         for name, of in _FIGURES.items()
     }
-    first, last = everything[0].extra, everything[-1].extra
-    spent = {name: (last[name] - first[name]) / (len(everything) - 1) * 1e3 for name in _SPENT}
-    waited = spent["trainer_listening_s"] + spent["engine_listening_s"]
-    result["spent_ms"] = spent | {"waited_for": waited, "allowed": result["returned"]["allowed_ms"]}
+    spent = {name: each_ms(everything, name) for name in _SPENT}
+    nobody = sum(each_ms(without, name) for name in _WAITED)
+    waited = sum(spent[name] for name in _WAITED) - nobody
+    result["spent_ms"] = spent | {
+        "without_listeners": nobody,
+        "waited_for": waited,
+        "allowed": result["returned"]["allowed_ms"],
+    }
     print(f"{arguments.model}, {arguments.placement}, {arguments.rounds} pairs; milliseconds of an update")
     for name in _FIGURES:
         row = result[name]
@@ -257,7 +299,8 @@ def show(arguments: argparse.Namespace) -> bool:
             f"{row['allowed_ms']:.3f}"
         )
     parts = "   ".join(f"{name.removesuffix('_s').replace('_', ' ')} {spent[name]:.3f}" for name in _SPENT)
-    print(f"  waited for  {waited:.3f}   of   {parts}   allowed {result['spent_ms']['allowed']:.3f}")
+    print(f"  waited for  {waited:.3f}   allowed {result['spent_ms']['allowed']:.3f}")
+    print(f"  spent       {parts}   without listeners {nobody:.3f}")
     if arguments.out is not None:
         options = {name: value for name, value in vars(arguments).items() if name not in ("out", "rows")}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

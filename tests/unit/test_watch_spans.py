@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import opentelemetry.trace
 import pytest
@@ -11,8 +12,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from tests.unit.tracing import plain, spans_in_memory, tree
 from tests.unit.watching import A, B, ended, session_events, started, trainer_events
-from weightcast.watch import spans
+from weightcast.watch import later
 from weightcast.watch.events import Answered, AttemptStarted, SessionEnded
+from weightcast.watch.later import Later
 from weightcast.watch.listeners import Events
 from weightcast.watch.spans import EngineSpans, TrainerSpans
 
@@ -44,9 +46,11 @@ def exporter(monkeypatch):
         yield found
 
 
-def told(listener, events):
+def told(listener, events, *, settles=True):
     for event in events:
         listener(event)
+    if not settles:
+        return
     owner = getattr(listener, "__self__", listener)  # of `Events.emit`
     owner.close() if isinstance(owner, Events) else owner.settle()
 
@@ -78,14 +82,29 @@ def test_an_update_is_one_tree_with_phases_and_targets(exporter):
     assert targets[A]["events"][1][1] == pytest.approx({"weightcast.seconds": 0.6, "weightcast.count": 2})
 
 
-def test_spans_are_made_after_a_rest_or_when_somebody_waits_for_them(exporter, monkeypatch):
-    monkeypatch.setattr(spans, "_REST_S", 3600.0)
+def test_spans_are_made_by_the_thread_that_looks_after_an_update_or_by_who_settles(exporter, monkeypatch):
+    looked: list[Later] = []
+    monkeypatch.setattr(later, "_THREAD", SimpleNamespace(look_at=looked.append))
     watching = TrainerSpans()
-    for event in trainer_events():
-        watching(event)
+    *before, end = trainer_events()
+    told(watching, before, settles=False)
+    assert not looked
+    told(watching, [end], settles=False)
+    assert looked == [watching.later]
     assert not exporter.get_finished_spans()
     watching.settle()
     assert "weightcast.update" in {span.name for span in exporter.get_finished_spans()}
+
+
+def test_the_next_update_does_not_disturb_the_spans_of_the_one_before(exporter):
+    watching = TrainerSpans()
+    told(watching, trainer_events(), settles=False)
+    told(watching, [started(version=8, at=30.0), ended("failed", version=8, at=31.0)])
+    first, second = [span for span in exported(exporter) if span["name"] == "weightcast.update"]
+    assert (first["values"]["weightcast.version"], second["values"]["weightcast.version"]) == (7, 8)
+    assert first["ended"] == pytest.approx(1012e9)
+    assert tree(exported(exporter))[0] == TRAINER_TREE[0]
+    assert first["trace"] != second["trace"]
 
 
 def test_a_failed_update_says_so(exporter):

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from weightcast.report import UpdateReport
-from weightcast.watch.events import Event, UpdateEnded
-from weightcast.watch.listeners import Listener
+from weightcast.watch.events import UpdateEnded
+from weightcast.watch.listeners import ByKind, Listener
 
 Values = dict[str, float]
 
@@ -85,10 +85,10 @@ def values_of(report: UpdateReport) -> Values:
 
 
 def _each(log: Callable[[Values, int], object]) -> Listener:
-    def listen(event: Event) -> None:
-        if not isinstance(event, UpdateEnded) or event.rank:
+    def ended(event: UpdateEnded) -> None:
+        if event.rank:
             return
         values = {"weightcast/version": float(event.version)} if event.report is None else values_of(event.report)
         log(values | {"weightcast/succeeded": float(event.outcome == "succeeded")}, event.version)
 
-    return listen
+    return ByKind({UpdateEnded: ended})

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, within
-from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered
-from weightcast.watch.listeners import ByKind
+from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, CountsLater, unix_time
 
 STATES = ("serving", "updating", "quarantined")
 
@@ -18,60 +16,60 @@ STATES = ("serving", "updating", "quarantined")
 class _Instruments:
     """The metrics themselves; ``model_name`` is the label that vLLM and SGLang use."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self) -> None:
         self.update_seconds = Histogram(
             "weightcast_engine_update_seconds",
             "Seconds of a committed update by phase, on the slowest rank; phase total is the whole session.",
             ["model_name", "phase", "transport"],
             buckets=SECONDS,
-            registry=registry,
+            registry=None,
         )
         self.stall_seconds = Histogram(
             "weightcast_engine_stall_seconds",
             "Seconds in which a committed update kept the engine from generating.",
             ["model_name"],
             buckets=SECONDS,
-            registry=registry,
+            registry=None,
         )
         self.received = Counter(
             "weightcast_engine_received_bytes",
             "Bytes of weights that each rank has received, by transport.",
             ["model_name", "transport"],
-            registry=registry,
+            registry=None,
         )
         self.started = Counter(
-            "weightcast_engine_updates_started", "Sessions that were opened.", ["model_name"], registry=registry
+            "weightcast_engine_updates_started", "Sessions that were opened.", ["model_name"], registry=None
         )
         self.finished = Counter(
             "weightcast_engine_updates_finished",
             "Sessions that are over, by outcome.",
             ["model_name", "outcome"],
-            registry=registry,
+            registry=None,
         )
         self.version = Gauge(
             "weightcast_engine_version",
             "Weight version that the engine serves; NaN if it is unknown.",
             ["model_name"],
             multiprocess_mode=GAUGE_MODE,
-            registry=registry,
+            registry=None,
         )
         self.state = Gauge(
             "weightcast_engine_state",
             "1 for the state that the engine is in.",
             ["model_name", "state"],
             multiprocess_mode=GAUGE_MODE,
-            registry=registry,
+            registry=None,
         )
         self.last_update = Gauge(
             "weightcast_engine_last_update_timestamp_seconds",
             "Unix time of the last committed update; 0 before the first.",
             ["model_name"],
             multiprocess_mode=GAUGE_MODE,
-            registry=registry,
+            registry=None,
         )
 
 
-class EngineMetrics(ByKind):
+class EngineMetrics(CountsLater):
     """Keeps an engine's metrics; a listener for ``SessionHandler``."""
 
     def __init__(self, registry: CollectorRegistry, *, model_name: str, version: int | None) -> None:
@@ -91,9 +89,11 @@ class EngineMetrics(ByKind):
                 Answered: self._answered,
                 SessionEnded: self._ended,
                 StateChanged: lambda event: self._now(event.state, event.version),
-            }
+            },
+            ends=(SessionEnded, StateChanged),
         )
-        made = self._made = registered(_Instruments, registry)
+        made = self._made = _Instruments()
+        self.register(made, registry)
         self._model = model_name
         self._opened: SessionOpened | None = None
         self._transport = ""
@@ -138,4 +138,4 @@ class EngineMetrics(ByKind):
             self._update_seconds(phase, self._transport).observe(seconds)
         self._update_seconds("total", self._transport).observe(event.at - opened.at)
         self._stall_seconds.observe(event.stall_s)
-        self._last_update.set(time.time())
+        self._last_update.set(unix_time(event.at))

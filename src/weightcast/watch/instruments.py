@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from weightcast.errors import ConfigError
+from weightcast.watch.later import Deferred
 
 # From a small model on one host (milliseconds) to a large one over a slow link (minutes).
 SECONDS = (
@@ -35,7 +39,6 @@ SECONDS = (
 UNKNOWN = math.nan
 # One process at a time sets a gauge of ours.  Other modes would add a label with the process id.
 GAUGE_MODE = "mostrecent"
-_Made = TypeVar("_Made")
 
 
 def several_processes() -> bool:
@@ -43,16 +46,63 @@ def several_processes() -> bool:
     return "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ
 
 
-def registered(make: Callable[[CollectorRegistry], _Made], registry: CollectorRegistry) -> _Made:
-    """Makes instruments in a registry.
+def unix_time(at: float) -> float:
+    """The seconds since 1970 of a monotonic time."""
+    return time.time() - (time.monotonic() - at)
 
-    Raises:
-        ConfigError: The registry has metrics of these names already.
-    """
-    try:
-        return make(registry)
-    except ValueError as error:
-        raise ConfigError(
-            f"these metrics cannot be registered: {error}",
-            hint="give each updater of this process a registry of its own",
-        ) from error
+
+class CountsLater(Deferred):
+    """Base of listeners that count events in metrics when somebody reads these, or soon after the update."""
+
+    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]], *, ends: tuple[type[Any], ...]) -> None:
+        """Counts nothing yet.
+
+        Args:
+            handlers: The function that counts, for each kind of events.
+            ends: Kinds of events after which an update is over.
+        """
+        super().__init__({kind: self._kept(count, kind in ends) for kind, count in handlers.items()})
+
+    def register(self, instruments: object, registry: CollectorRegistry) -> None:
+        """Makes a registry read the instruments among the attributes of an object.
+
+        Raises:
+            ConfigError: The registry has metrics of these names already.
+        """
+        found = [value for value in vars(instruments).values() if isinstance(value, MetricWrapperBase)]
+        try:
+            registry.register(_UpToDate(found, self.settle))
+        except ValueError as error:
+            raise ConfigError(
+                f"these metrics cannot be registered: {error}",
+                hint="give each updater of this process a registry of its own",
+            ) from error
+
+    def _kept(self, count: Callable[[Any], None], is_end: bool) -> Callable[[Any], None]:
+        def keep(event: Any) -> None:
+            self.later.keep(count, event)
+            if several_processes():  # another process may read the values, and it does not ask this one
+                self.settle()
+            elif is_end:
+                self.later.due()
+
+        return keep
+
+
+class _UpToDate(Collector):
+    """Instruments that are read after what happened has been counted."""
+
+    def __init__(self, instruments: list[MetricWrapperBase], settle: Callable[[], None]) -> None:
+        self._instruments = instruments
+        self._settle = settle
+
+    def describe(self) -> Iterator[Metric]:
+        """The metrics without values; the registry takes their names from here."""
+        for instrument in self._instruments:
+            yield from instrument.describe()
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics with their present values."""
+        self._settle()
+        for instrument in self._instruments:
+            yield from instrument.collect()

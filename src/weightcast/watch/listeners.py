@@ -26,9 +26,9 @@ class ByKind:
         """Takes the function for each kind."""
         self._handlers = dict(handlers)
 
-    def hears(self, kind: type[Any]) -> bool:
-        """True if this listener does anything at events of a kind."""
-        return kind in self._handlers
+    def handler(self, kind: type[Any]) -> Callable[[Any], None] | None:
+        """The function for events of a kind; None if they are passed over."""
+        return self._handlers.get(kind)
 
     def __call__(self, event: Event) -> None:
         """As ``Listener``."""
@@ -82,7 +82,7 @@ class Events:
         """
         self.rank = rank
         self._listeners = tuple(listeners)
-        self._hearing: dict[type[Any], tuple[Listener, ...]] = {}
+        self._hearing: dict[type[Any], tuple[tuple[Callable[[Any], None], Listener], ...]] = {}
         self._lock = threading.RLock()
         self._failed: set[int] = set()
         attached: list[Attached] = []
@@ -99,19 +99,20 @@ class Events:
     def emit(self, event: Event) -> None:
         """Hands an event to every listener."""
         with self._lock:
-            for listener in self._hearing.get(type(event)) or self._that_hear(type(event)):
+            hearing = self._hearing.get(type(event))
+            for call, listener in self._that_hear(type(event)) if hearing is None else hearing:
                 try:
-                    listener(event)
+                    call(event)
                 except Exception as error:  # a caller's function; the update must not depend on it
                     first = id(listener) not in self._failed
                     self._failed.add(id(listener))
                     words = f"{type(error).__name__}: {error}"
                     log.error("%r failed at %s: %s", listener, type(event).__name__, words, exc_info=first)
 
-    def _that_hear(self, kind: type[Any]) -> tuple[Listener, ...]:
-        """The listeners of a kind of events; buckets have many, so each is asked once."""
-        found = tuple(one for one in self._listeners if not isinstance(one, ByKind) or one.hears(kind))
-        self._hearing[kind] = found
+    def _that_hear(self, kind: type[Any]) -> tuple[tuple[Callable[[Any], None], Listener], ...]:
+        """The functions for a kind of events, with their listeners; buckets have many, so each is asked once."""
+        calls = ((one.handler(kind) if isinstance(one, ByKind) else one, one) for one in self._listeners)
+        found = self._hearing[kind] = tuple((call, one) for call, one in calls if call is not None)
         return found
 
     @contextmanager

@@ -55,7 +55,7 @@ class UpdateLog(ByKind):
 
     def _began(self, event: UpdateStarted) -> None:
         self._session, self._version = None, event.version
-        if event.rank == 0:
+        if event.rank == 0 and trainer_log.isEnabledFor(logging.DEBUG):
             names = ", ".join(event.targets)
             self._trainer(logging.DEBUG, "update to version %s over %s: %s", event.version, event.transport, names)
 
@@ -114,7 +114,8 @@ class UpdateLog(ByKind):
 
     def _session_opened(self, event: SessionOpened) -> None:
         self._session, self._version = event.session, event.version
-        self._engine(logging.DEBUG, "update opened by %s", event.owner)
+        if engine_log.isEnabledFor(logging.DEBUG):
+            self._engine(logging.DEBUG, "update opened by %s", event.owner)
 
     def _answered(self, event: Answered) -> None:
         if not engine_log.isEnabledFor(logging.DEBUG):

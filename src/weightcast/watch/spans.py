@@ -10,17 +10,14 @@
 Only OpenTelemetry's API is used, and only if the process has imported it, which every application with an SDK has.
 Spans are few, and they are made when the update is over: a phase with many buckets is one span, from its first
 beginning to its last end.  Then ``weightcast.seconds`` is the time that it worked, and ``weightcast.count`` the number
-of its parts.  A thread of their own makes and ends them a moment later, so that no update waits for the SDK.
+of its parts.  They are made and ended later (``watch/later.py``), with their true times, so that no update waits for
+the SDK.  Only the spans whose ids go out in ``Open`` begin with the update, and get their attributes later.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -35,68 +32,12 @@ from weightcast.watch.events import (
     UpdateEnded,
     UpdateStarted,
 )
-from weightcast.watch.listeners import ByKind
+from weightcast.watch.later import Deferred
 
-log = logging.getLogger("weightcast.watch")
-
-_SETTLE_S = 10.0
-_REST_S = 0.02  # the last answer of an update leaves first: making spans holds the interpreter for a millisecond
-_Piece = tuple[str, float, float]  # name, beginning, end
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class _Later:
-    """Calls functions one after the other on a thread of its own, which Python waits for at its end."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._hurry = threading.Event()
-
-    def __call__(self, do: Callable[[], None]) -> None:
-        """Calls a function after a short rest; an error is logged."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightcast-spans")
-        self._pool.submit(self._do, do, time.monotonic() + _REST_S)
-
-    def _do(self, do: Callable[[], None], due: float) -> None:
-        self._hurry.wait(max(0.0, due - time.monotonic()))
-        _logged(do)
-
-    def settle(self) -> None:
-        """Waits until everything so far is done, or for ten seconds."""
-        if self._pool is not None:
-            self._hurry.set()
-            wait([self._pool.submit(int)], _SETTLE_S)
-            self._hurry.clear()
-
-
-def _logged(do: Callable[[], None]) -> None:
-    try:
-        do()
-    except Exception as error:  # an exporter is the caller's; no update depends on it
-        log.error("spans were not made: %s: %s", type(error).__name__, error, exc_info=True)
-
-
-class _Deferred(ByKind):
-    """A listener that makes its spans later."""
-
-    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
-        super().__init__(handlers)
-        self._later = _Later()
-
-    def attach(self, rank: int) -> None:
-        """As ``Attached.attach``; does nothing."""
-
-    def detach(self) -> None:
-        """Waits for the spans of updates that are over."""
-        self.settle()
-
-    def settle(self) -> None:
-        """Waits until the spans of every update that is over are made."""
-        self._later.settle()
-
-
-class TrainerSpans(_Deferred):
+class TrainerSpans(Deferred):
     """Makes the spans of the head."""
 
     def __init__(self) -> None:
@@ -110,107 +51,133 @@ class TrainerSpans(_Deferred):
             }
         )
         self._otel: _Otel | None = None
-        self._root: Any = None
+        self._making: _UpdateSpans | None = None
         self._current: Any = None
-        self._attempts, self._session = 0, ""
         self._targets: dict[str, Any] = {}
-        self._steps: list[_Piece] = []
-        self._asked: dict[str, list[Asked]] = {}
 
     def traceparent(self, target: str) -> str:
         """As ``Tracing.traceparent``."""
-        span = self._targets.get(target, self._root)
-        return "" if span is None else _traceparent(span)
-
-    def _step(self, event: StepEnded) -> None:
-        if self._root is not None:
-            self._steps.append((event.step.phase, event.step.began, event.step.ended))
-
-    def _was_asked(self, event: Asked) -> None:
-        if self._root is not None:
-            self._asked.setdefault(event.target, []).append(event)
+        if self._making is None:
+            return ""
+        return _traceparent(self._targets.get(target, self._making.root))
 
     def _begin(self, event: UpdateStarted) -> None:
         if event.rank:
             return
+        self._making = self._current = None
         otel = self._otel = _Otel.here(event.time_s - event.at, self._otel)
-        self._root = self._current = None
-        self._attempts, self._session = 0, ""
         if otel is None:
             return
-        values = {"version": event.version, "transport": event.transport, "targets": len(event.targets)}
-        root = otel.start("update", event.at, values)
+        root = otel.start("update", event.at)
         if not root.get_span_context().is_valid:  # no SDK, and no span of the caller's to continue
             return
-        self._root = root
         self._current = otel.make_current(root)  # spans and logs of the caller's own code in the update belong to it
-        self._steps.clear()
-        self._asked.clear()
+        self._making = _UpdateSpans(otel, root, event)
         self._begin_targets(event.targets, event.at)
 
     def _begin_targets(self, urls: Sequence[str], began: float) -> None:
-        otel = self._otel
-        assert otel is not None
-        for url in urls:
-            self._targets[url] = otel.start("target", began, {"target": url}, parent=self._root, kind="CLIENT")
+        """Begins them at once: engines continue them."""
+        making = self._making
+        assert making is not None
+        self._targets = {url: making.otel.start("target", began, parent=making.root, kind="CLIENT") for url in urls}
+        self.later.keep(making.begin_targets, self._targets)
 
     def _attempt(self, event: AttemptStarted) -> None:
-        if self._root is None:
+        if self._making is None:
             return
-        self._attempts, self._session = event.number, event.session
+        self.later.keep(self._making.attempt, event)
         if event.number > 1:
-            self._later(self._end_of_targets({}))
             self._begin_targets(event.targets, event.at)
 
+    def _step(self, event: StepEnded) -> None:
+        if self._making is not None:
+            self.later.keep(self._making.step, event)
+
+    def _was_asked(self, event: Asked) -> None:
+        if self._making is not None:
+            self.later.keep(self._making.was_asked, event)
+
     def _end(self, event: UpdateEnded) -> None:
-        otel, root = self._otel, self._root
-        if otel is None or root is None:
+        making, self._making = self._making, None
+        if making is None:
             return
-        self._root = None
-        otel.make_old(self._current)
-        rows = event.report.targets if event.report is not None else ()
-        failed = {row.url: row.message or row.status for row in rows if row.status != "serving"}
-        end_targets = self._end_of_targets(failed)
-        steps, self._steps = self._steps, []
-        values: dict[str, Any] = {"outcome": event.outcome, "attempts": self._attempts, "session": self._session}
-        if event.report is not None:
-            values |= {"bytes": event.report.bytes, "buckets": event.report.buckets}
-        offset_ns = otel.offset_ns
-
-        def make() -> None:
-            end_targets()
-            if root.is_recording():
-                otel.make_spans(steps, root, offset_ns)
-                root.set_attributes(_named(values))
-                if event.outcome == "failed":
-                    otel.fail(root, f"{event.error_kind}: {event.error}")
-            root.end(_ns_of(event.at, offset_ns))
-
-        self._later(make)
-
-    def _end_of_targets(self, failed: Mapping[str, str]) -> Callable[[], None]:
-        """Returns the function that ends the spans of the targets, with the words of those that failed."""
-        otel = self._otel
-        assert otel is not None
-        targets, self._targets = self._targets, {}
-        messages, self._asked = self._asked, {}
-        offset_ns = otel.offset_ns
-
-        def end() -> None:
-            for url, span in targets.items():
-                asked = messages.get(url, [])
-                if span.is_recording():
-                    named = (("buckets" if one.message == "bucket" else one.message, one) for one in asked)
-                    otel.add_events(((name, one.began, one.ended) for name, one in named), span, offset_ns)
-                    error = failed.get(url) or next((one.error for one in asked if not one.ok), "")
-                    if error:
-                        otel.fail(span, error)
-                span.end(_ns_of(asked[-1].ended, offset_ns) if asked else None)
-
-        return end
+        self._targets = {}
+        making.otel.make_old(self._current)
+        self.later.keep(making.end, event)
+        self.later.due()
 
 
-class EngineSpans(_Deferred):
+class _UpdateSpans:
+    """The spans of one update of the head.  What it adds to them is done later."""
+
+    def __init__(self, otel: _Otel, root: Any, started: UpdateStarted) -> None:
+        self.otel = otel
+        self.root = root
+        self._started = started
+        self._offset_ns = otel.offset_ns  # of the next update it may be another
+        self._steps = _Worked()
+        self._targets: Mapping[str, Any] = _NOTHING
+        self._asked: dict[str, _Messages] = {}
+        self._attempts, self._session = 0, ""
+
+    def begin_targets(self, spans: Mapping[str, Any]) -> None:
+        """Notes the spans of an attempt's targets."""
+        self._targets = spans
+
+    def attempt(self, event: AttemptStarted) -> None:
+        """Ends the spans of the attempt before."""
+        self._attempts, self._session = event.number, event.session
+        if event.number > 1:
+            self._end_targets({}, event.at)
+
+    def step(self, event: StepEnded) -> None:
+        """Adds a step of the head."""
+        self._steps.add(event.step.phase, event.step.began, event.step.ended)
+
+    def was_asked(self, event: Asked) -> None:
+        """Adds a message to a target."""
+        messages = self._asked.get(event.target)
+        if messages is None:
+            messages = self._asked[event.target] = _Messages()
+        messages.add(event)
+
+    def end(self, event: UpdateEnded) -> None:
+        """Makes the spans of the phases, and ends all."""
+        otel, root, report = self.otel, self.root, event.report
+        rows = report.targets if report is not None else ()
+        self._end_targets({row.url: row.message or row.status for row in rows if row.status != "serving"}, event.at)
+        if root.is_recording():
+            otel.make_spans(self._steps, root, self._offset_ns)
+            values: dict[str, Any] = {
+                "version": event.version,
+                "transport": event.transport,
+                "targets": len(self._started.targets),
+                "outcome": event.outcome,
+                "attempts": self._attempts,
+                "session": self._session,
+            }
+            if report is not None:
+                values |= {"bytes": report.bytes, "buckets": report.buckets}
+            root.set_attributes(_named(values))
+            if event.outcome == "failed":
+                otel.fail(root, f"{event.error_kind}: {event.error}")
+        root.end(_ns_of(event.at, self._offset_ns))
+
+    def _end_targets(self, failed: Mapping[str, str], at: float) -> None:
+        targets, self._targets = self._targets, _NOTHING
+        asked, self._asked = self._asked, {}
+        for url, span in targets.items():
+            messages = asked.get(url) or _Messages()
+            if span.is_recording():
+                span.set_attributes(_named({"target": url}))
+                self.otel.add_events(messages.worked, span, self._offset_ns)
+                error = failed.get(url) or messages.error
+                if error:
+                    self.otel.fail(span, error)
+            span.end(_ns_of(at if messages.ended is None else messages.ended, self._offset_ns))
+
+
+class EngineSpans(Deferred):
     """Makes the spans of an engine's server and its ranks."""
 
     def __init__(self) -> None:
@@ -221,7 +188,7 @@ class EngineSpans(_Deferred):
 
     def _begin(self, event: SessionOpened) -> None:
         self._opened = event
-        self._answered.clear()
+        self._answered = []
 
     def _answer(self, event: Answered) -> None:
         if self._opened is not None and event.session == self._opened.session:
@@ -231,9 +198,11 @@ class EngineSpans(_Deferred):
         opened = self._opened
         if opened is not None and event.session == opened.session:
             answered, self._answered = self._answered, []
-            self._later(lambda: self._make(opened, event, answered))
+            self.later.keep(self._make, (opened, event, answered))
+            self.later.due()
 
-    def _make(self, opened: SessionOpened, event: SessionEnded, answered: Sequence[Answered]) -> None:
+    def _make(self, ended: tuple[SessionOpened, SessionEnded, Sequence[Answered]]) -> None:
+        opened, event, answered = ended
         otel = self._otel = _Otel.here(opened.time_s - opened.at, self._otel)
         reverts = event.outcome == "reverted"
         answered = [answer for answer in answered if not reverts or answer.message == "revert"]
@@ -243,17 +212,51 @@ class EngineSpans(_Deferred):
         name = "revert" if reverts else "session"
         span = otel.start(name, answered[0].began, values, parent=otel.parent(opened.traceparent), kind="SERVER")
         if span.is_recording():
-            by_rank: dict[int | None, list[_Piece]] = {}
+            by_rank: dict[int | None, _Worked] = {}
             for answer in answered:
                 for step in answer.steps:
-                    by_rank.setdefault(step.rank, []).append((step.phase, step.began, step.ended))
-            for rank, pieces in by_rank.items():
-                otel.make_spans(pieces, span, otel.offset_ns, _NOTHING if rank is None else {"rank": rank})
+                    by_rank.setdefault(step.rank, _Worked()).add(step.phase, step.began, step.ended)
+            for rank, worked in by_rank.items():
+                otel.make_spans(worked, span, otel.offset_ns, _NOTHING if rank is None else {"rank": rank})
             size_bytes = sum(answer.bytes for answer in answered)
             span.set_attributes(_named({"bytes": size_bytes, "stall_s": event.stall_s}))
             if event.outcome != "committed":
                 otel.fail(span, event.reason)
         span.end(_ns_of(event.at, otel.offset_ns))
+
+
+class _Worked:
+    """First beginning, last end, seconds and number of the pieces of work of each name."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, tuple[float, float, float, int]] = {}
+
+    def add(self, name: str, began: float, ended: float) -> None:
+        """Adds a piece."""
+        first, last, seconds, count = self.rows.get(name, (began, ended, 0.0, 0))
+        self.rows[name] = min(first, began), max(last, ended), seconds + ended - began, count + 1
+
+
+class _Messages:
+    """The messages to one target.
+
+    Attributes:
+        worked: The messages by name.
+        error: The first error; empty without one.
+        ended: When the last answer had been read; None without one.
+    """
+
+    def __init__(self) -> None:
+        self.worked = _Worked()
+        self.error = ""
+        self.ended: float | None = None
+
+    def add(self, asked: Asked) -> None:
+        """Adds a message."""
+        self.worked.add("buckets" if asked.message == "bucket" else asked.message, asked.began, asked.ended)
+        self.ended = asked.ended
+        if not asked.ok and not self.error:
+            self.error = asked.error
 
 
 class _Otel:
@@ -282,7 +285,7 @@ class _Otel:
         self,
         name: str,
         began: float,
-        values: Mapping[str, Any],
+        values: Mapping[str, Any] = _NOTHING,
         *,
         parent: Any = None,
         kind: str = "INTERNAL",
@@ -294,22 +297,20 @@ class _Otel:
             f"weightcast.{name}",
             context=context,
             kind=getattr(self._trace.SpanKind, kind),
-            attributes=_named(values),
+            attributes=_named(values) if values else None,
             start_time=_ns_of(began, self.offset_ns if offset_ns is None else offset_ns),
         )
 
-    def make_spans(
-        self, pieces: Iterable[_Piece], parent: Any, offset_ns: int, values: Mapping[str, Any] = _NOTHING
-    ) -> None:
+    def make_spans(self, pieces: _Worked, parent: Any, offset_ns: int, values: Mapping[str, Any] = _NOTHING) -> None:
         """Makes one span for each name, from the first beginning to the last end."""
-        for name, (began, ended, seconds, count) in _by_name(pieces).items():
+        for name, (began, ended, seconds, count) in pieces.rows.items():
             worked = {"seconds": seconds, "count": count} if count > 1 else {}
             span = self.start(name, began, {**worked, **values}, parent=parent, offset_ns=offset_ns)
             span.end(_ns_of(ended, offset_ns))
 
-    def add_events(self, pieces: Iterable[_Piece], span: Any, offset_ns: int) -> None:
+    def add_events(self, pieces: _Worked, span: Any, offset_ns: int) -> None:
         """Adds one event for each name, at its last end; it costs a tenth of a span."""
-        for name, (_, ended, seconds, count) in _by_name(pieces).items():
+        for name, (_, ended, seconds, count) in pieces.rows.items():
             values = _named({"seconds": seconds, "count": count})
             span.add_event(f"weightcast.{name}", values, _ns_of(ended, offset_ns))
 
@@ -343,15 +344,6 @@ class _Otel:
 def _ns_of(at: float, offset_ns: int) -> int:
     """Nanoseconds since 1970 of a monotonic time."""
     return round(at * 1e9) + offset_ns
-
-
-def _by_name(pieces: Iterable[_Piece]) -> dict[str, tuple[float, float, float, int]]:
-    """First beginning, last end, seconds and number of the pieces of each name."""
-    found: dict[str, tuple[float, float, float, int]] = {}
-    for name, began, ended in pieces:
-        first, last, seconds, count = found.get(name, (began, ended, 0.0, 0))
-        found[name] = min(first, began), max(last, ended), seconds + ended - began, count + 1
-    return found
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import msgspec
 
 from weightcast.timeline.clocks import Alignment, RoundTrip, align
 from weightcast.timeline.tracks import MESSAGES, Side, Span, Timeline, Track
-from weightcast.watch.events import Asked, Event, Step, StepEnded, UpdateStarted
+from weightcast.watch.events import Asked, Step, StepEnded, UpdateStarted
+from weightcast.watch.listeners import ByKind
 
 MAX_STEPS = 20_000  # of all engines: thousands of engine ranks would cost the head memory and time at every update
 MAX_SPANS = 4_000  # of one row
@@ -39,10 +40,11 @@ class RankSteps(msgspec.Struct, frozen=True, kw_only=True):
     answered: float
 
 
-class TimelineRecorder:
+class TimelineRecorder(ByKind):
     """A listener that keeps the steps of the update that was started last.  ``Events`` calls it one event at a time."""
 
     def __init__(self) -> None:
+        super().__init__({UpdateStarted: self._begin, StepEnded: self._step, Asked: self._was_asked})
         self._began = 0.0
         self._began_unix_s = 0.0
         self._rank = 0
@@ -51,22 +53,22 @@ class TimelineRecorder:
         self._asked: list[Asked] = []
         self._left = MAX_STEPS
 
-    def __call__(self, event: Event) -> None:
-        """Keeps an event of the trainer; others are ignored."""
-        if isinstance(event, UpdateStarted):
-            self._began, self._began_unix_s, self._rank = event.at, event.time_s, event.rank
-            self._targets = event.targets
-            self._steps.clear()
-            self._asked.clear()
-            self._left = MAX_STEPS
-        elif isinstance(event, StepEnded):
-            if len(self._steps) < MAX_STEPS:
-                self._steps.append(event.step)
-        elif isinstance(event, Asked):
-            self._left -= len(event.steps)
-            kept = event if self._left >= 0 else msgspec.structs.replace(event, steps=())
-            if len(self._asked) < MAX_STEPS:
-                self._asked.append(kept)
+    def _begin(self, event: UpdateStarted) -> None:
+        self._began, self._began_unix_s, self._rank = event.at, event.time_s, event.rank
+        self._targets = event.targets
+        self._steps.clear()
+        self._asked.clear()
+        self._left = MAX_STEPS
+
+    def _step(self, event: StepEnded) -> None:
+        if len(self._steps) < MAX_STEPS:
+            self._steps.append(event.step)
+
+    def _was_asked(self, event: Asked) -> None:
+        self._left -= len(event.steps)
+        kept = event if self._left >= 0 else msgspec.structs.replace(event, steps=())
+        if len(self._asked) < MAX_STEPS:
+            self._asked.append(kept)
 
     def mine(self, heard: float) -> RankSteps:
         """Returns the steps of this rank for the head; ``heard`` as in ``RankSteps``."""

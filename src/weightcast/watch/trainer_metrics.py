@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from typing import Any, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Summary, start_http_server
@@ -12,8 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
 from weightcast.watch.events import Outcome, TargetsChanged, UpdateEnded, UpdateStarted
-from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, registered, several_processes
-from weightcast.watch.listeners import ByKind
+from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, CountsLater, several_processes, unix_time
 
 STATES = ("gone", "joining", "updating", "serving", "quarantined")
 
@@ -21,56 +19,56 @@ STATES = ("gone", "joining", "updating", "serving", "quarantined")
 class _Instruments:
     """The metrics themselves.  No label grows with the number of processes or updates."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self) -> None:
         self.update_seconds = Histogram(
             "weightcast_update_seconds",
             "Seconds of an update by phase; phases overlap, and phase total is the whole update.",
             ["phase", "transport"],
             buckets=SECONDS,
-            registry=registry,
+            registry=None,
         )
         self.stall_seconds = Summary(
             "weightcast_stall_seconds",
             "Seconds in which an update kept a target from generating.",
             ["target"],
-            registry=registry,
+            registry=None,
         )
         self.bytes = Counter(
             "weightcast_bytes",
             "Bytes of weights that engine ranks received in updates that they serve, by link.",
             ["link"],
-            registry=registry,
+            registry=None,
         )
         self.version = Gauge(
             "weightcast_version",
             "Weight version that a target serves; NaN if it is unknown.",
             ["target"],
             multiprocess_mode=GAUGE_MODE,
-            registry=registry,
+            registry=None,
         )
-        self.started = Counter("weightcast_updates_started", "Updates that were begun.", registry=registry)
+        self.started = Counter("weightcast_updates_started", "Updates that were begun.", registry=None)
         self.finished = Counter(
-            "weightcast_updates_finished", "Updates that are over, by outcome.", ["outcome"], registry=registry
+            "weightcast_updates_finished", "Updates that are over, by outcome.", ["outcome"], registry=None
         )
         self.targets = Gauge(
             "weightcast_targets",
             "Targets in each state.",
             ["state"],
             multiprocess_mode=GAUGE_MODE,
-            registry=registry,
+            registry=None,
         )
         self.changed_ratio = Gauge(
             "weightcast_changed_ratio",
             "Share of the bytes in tensors that the last update changed; NaN if it is unknown.",
             multiprocess_mode=GAUGE_MODE,
-            registry=registry,
+            registry=None,
         )
         self.changed_ratio.set(UNKNOWN)
         self.last_success = Gauge(
             "weightcast_last_success_timestamp_seconds",
             "Unix time at which an update last succeeded on every target; 0 before the first.",
             multiprocess_mode=GAUGE_MODE,
-            registry=registry,
+            registry=None,
         )
         # Series are looked up once: a look-up costs more than setting a value.  They exist from the start, since a
         # series that starts with its first event has no rate at that event.
@@ -79,7 +77,7 @@ class _Instruments:
         self.of_phase = functools.cache(self.update_seconds.labels)
 
 
-class PrometheusMetrics(ByKind):
+class PrometheusMetrics(CountsLater):
     """Keeps the trainer's metrics; a listener for ``connect(on_event=...)``.
 
     Only the head counts, so every rank may be given the same arguments.  An object belongs to one updater at a time;
@@ -96,7 +94,10 @@ class PrometheusMetrics(ByKind):
             port: Port of an exporter on the head, which serves ``/metrics``; 0 takes a free one.  None starts none.
             address: Address that the exporter listens on; ``0.0.0.0`` for all of this host.
         """
-        super().__init__({UpdateStarted: self._begin, TargetsChanged: self._targets, UpdateEnded: self._end})
+        super().__init__(
+            {UpdateStarted: self._begin, TargetsChanged: self._targets, UpdateEnded: self._end},
+            ends=(TargetsChanged, UpdateEnded),
+        )
         self._registry = registry or (REGISTRY if port is None else CollectorRegistry())
         self._asked_port = port
         self._address = address
@@ -124,7 +125,9 @@ class PrometheusMetrics(ByKind):
                 hint="close that updater first, or pass another object with a registry of its own",
             )
         if self._made is None:
-            self._made = registered(_Instruments, self._registry)
+            made = _Instruments()
+            self.register(made, self._registry)
+            self._made = made
         if self._asked_port is not None:
             try:
                 self._server = start_http_server(self._asked_port, self._address, self._registry)
@@ -138,6 +141,7 @@ class PrometheusMetrics(ByKind):
 
     def detach(self) -> None:
         """As ``Attached.detach``; ends the exporter, and leaves the metrics in their registry."""
+        super().detach()
         self._attached = False
         if self._server is None:
             return
@@ -158,7 +162,7 @@ class PrometheusMetrics(ByKind):
         if event.report is not None:
             self._report(made, event.report)
         if event.outcome == "succeeded":
-            made.last_success.set(time.time())
+            made.last_success.set(unix_time(event.at))
         made.of_outcome[event.outcome].inc()
 
     def _targets(self, event: TargetsChanged) -> None:
