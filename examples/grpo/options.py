@@ -103,5 +103,7 @@ def engine_kind(args: argparse.Namespace, *, sleeps: bool) -> Any:
     if args.engine == "sglang":
         return sglang_engine(args.model, *dtype, *(["--enable-memory-saver"] if sleeps else []), *more, **program)
     if args.engine == "lmdeploy":
+        # LMDeploy's command line knows no float32; with `auto` it takes the dtype from the checkpoint.
+        dtype = ("--dtype", "auto" if args.dtype == "float32" else args.dtype)
         return lmdeploy_engine(args.model, *dtype, "--logprobs-mode", "raw_logprobs", *more, **program)
     return reference_engine(args.model, *dtype, "--device", "cuda" if args.gpus else "cpu", *more)

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.engines.environment import QUICK, engine_python
+from tests.engines.lmdeploy_receiver_server import command as lmdeploy_command
 from tests.engines.sglang_server import STANDINS
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import vllm_command
@@ -179,6 +180,33 @@ def test_disaggregated_with_sglang(servable, tmp_path):
         timeout_s=1400,
     )
     check_three_updates(metrics(tmp_path))
+
+
+def test_disaggregated_with_lmdeploy_and_our_receiver(tmp_path):
+    folder = tmp_path / "model"
+    tiny_model(folder, max_position_embeddings=1024, pad_token_id=None, **SIZES)  # LMDeploy treats a padding row apart
+    tiny_tokenizer(folder)
+    (python, *_), environment = lmdeploy_command(folder, (), 0)
+    settings = ("PYTHONPATH", "WEIGHTS_FROM_HOST", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE", "TMPDIR")
+    program = [
+        "env",
+        *(f"{name}={environment[name]}" for name in settings),
+        python,
+        "-m",
+        "weightcast.plugins.lmdeploy",
+    ]
+    flags = "--session-len=1024 --eager-mode --num-gpu-blocks=256 --max-batch-size=8 --max-prefill-token-num=256 "
+    flags += "--disable-metrics"
+    run(
+        "rl_disaggregated",
+        tmp_path,
+        *(f"--model={folder}", "--engine=lmdeploy", *SHORT, "--verify=resident", "--via=broadcast"),
+        *(f"--engine-program={shlex.join(program)}", f"--engine-args={flags}", "--start-timeout=1200"),
+        timeout_s=1400,
+    )
+    rows = metrics(tmp_path)
+    check_three_updates(rows)
+    assert all(row["proof"] == ["resident"] for row in rows)
 
 
 @pytest.mark.parametrize(("temperature", "count"), [(1.0, 3), (0.0, 1)])
