@@ -24,6 +24,7 @@ _NETWORK, _MOUNTS, _NAMES = 0x40000000, 0x20000, 0x4000000  # CLONE_NEWNET, CLON
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 INTERFACE = "wc0"  # of each host
 _serial = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,29 @@ class Host:
     Attributes:
         name: Its host name, which no other host resolves.
         address: Its address, which the others reach.
+        gateway: This process's address, which the host reaches.
         namespace: Name of the network namespace.
         boot_id: File with its boot id.
     """
 
     name: str
     address: str
+    gateway: str
     namespace: str
     boot_id: str
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Arguments of Python that run others (``-m MODULE ...``) on this host."""
         return [__file__, json.dumps(asdict(self)), *argv]
+
+    def enter_network(self) -> None:
+        """Gives the calling thread this host's network; its sockets keep it."""
+        with open(f"/run/netns/{self.namespace}") as namespace:
+            _check(_libc.setns(namespace.fileno(), _NETWORK), "setns")
+
+    def cut_off(self) -> None:
+        """Takes this host from the network, without a word to anybody."""
+        _ip("-n", self.namespace, "link", "set", INTERFACE, "down")
 
 
 def cannot() -> str:
@@ -82,16 +94,15 @@ def hosts(names: Sequence[str], folder: Path) -> Iterator[list[Host]]:
                 _ip("-n", namespace, "link", "set", interface, "up")
             boot_id = folder / f"{name}.boot_id"
             boot_id.write_text(f"{number:08d}-1111-2222-3333-444444444444\n")
-            found.append(Host(name=name, address=f"{subnet}.{number}", namespace=namespace, boot_id=str(boot_id)))
+            address, gateway = f"{subnet}.{number}", f"{subnet}.1"
+            found.append(Host(name, address, gateway, namespace, str(boot_id)))
         yield found
 
 
 def enter(host: Host) -> None:
     """Moves this process to a host; it must have one thread."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{host.namespace}") as namespace:
-        _check(libc.setns(namespace.fileno(), _NETWORK), "setns")
-    _check(libc.unshare(_MOUNTS | _NAMES), "unshare")
+    host.enter_network()
+    _check(_libc.unshare(_MOUNTS | _NAMES), "unshare")
     socket.sethostname(host.name)
     for command in (
         ["mount", "--make-rprivate", "/"],
@@ -115,7 +126,7 @@ def _main() -> None:
     if sys.argv[2] != "-m":
         raise SystemExit("what follows the host must be -m MODULE ...")
     sys.argv = sys.argv[3:]
-    sys.path.insert(0, os.getcwd())
+    sys.path[0] = os.getcwd()  # as for -m; this file's folder has modules that are nobody else's business
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -14,18 +14,20 @@ import pytest
 
 from tests.e2e.engines import Engine
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
+from tests.engines.test_vllm_lora import OPTIONS as ADAPTERS
+from tests.engines.test_vllm_lora import adapted, expected, says, send
 from tests.engines.vllm_hosts import SECRET, START_S, engine_of, nodes
 from tests.engines.vllm_server import greedy_tokens
 from tests.hosts import Host, cannot, hosts
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
-from weightcast.errors import UpdateFailed
-from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.errors import ConfigError, UpdateFailed
 
 pytestmark = [
-    pytest.mark.engine_full,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(cannot()), reason=cannot()),
+    # PEFT uses deprecated parts of transformers.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
 ]
 
 
@@ -35,36 +37,46 @@ def two(tmp_path: Path) -> Iterator[list[Host]]:
         yield found
 
 
-def weights(root: Path) -> dict[str, tuple[Path, list[list[int]]]]:
-    """Two checkpoints, and the tokens that transformers generates with each."""
-    found: dict[str, tuple[Path, list[list[int]]]] = {}
+def weights(root: Path) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
+    """Two checkpoints' models, and the tokens that transformers generates with each."""
+    models: dict[str, Any] = {}
+    said: dict[str, list[list[int]]] = {}
     for seed, name in enumerate("AB"):
-        model: Any = tiny_model(root / name, seed=seed, **SIZES)
+        models[name] = tiny_model(root / name, seed=seed, **SIZES)
         tiny_tokenizer(root / name)
-        found[name] = root / name, [greedy(model, prompt, COUNT) for prompt in PROMPTS]
-    assert found["A"][1] != found["B"][1]
-    return found
+        said[name] = [greedy(models[name], prompt, COUNT) for prompt in PROMPTS]
+    assert said["A"] != said["B"]
+    return models, said
 
 
-def connect(exporter: CheckpointExporter, engine: Engine, **options: Any) -> WeightUpdater:
+def connect(model: Any, engine: Engine, **options: Any) -> WeightUpdater:
     """An updater in this process."""
-    return WeightUpdater.connect(exporter, [Target(engine.url)], bucket_bytes=1 << 14, timeout_s=60.0, **options)
+    return WeightUpdater.connect(model, [Target(engine.url)], bucket_bytes=1 << 14, timeout_s=60.0, **options)
 
 
+@pytest.mark.engine
 def test_ranks_on_two_hosts_switch_together_and_a_lost_one_is_named(tmp_path: Path, two: list[Host]) -> None:
-    found = weights(tmp_path)
-    with nodes(found["A"][0], tmp_path, two) as (alpha, beta), engine_of((alpha, beta), found["A"][0]) as engine:
-        assert greedy_tokens(engine, PROMPTS, COUNT) == found["A"][1]
+    models, said = weights(tmp_path)
+    first = tmp_path / "A"
+    with nodes(first, tmp_path, two, *ADAPTERS) as (alpha, beta), engine_of((alpha, beta), first) as engine:
+        assert greedy_tokens(engine, PROMPTS, COUNT) == said["A"]
         info = engine.info()
         assert (info["host_id"], info["tp_size"]) == ("", 2)
         assert "rank 0 on alpha, rank 1 on beta" in info["message"]
-        for version, name in ((1, "B"), (2, "A"), (3, "B")):
-            folder, said = found[name]
-            with CheckpointExporter(folder) as exporter, connect(exporter, engine) as updater:
+        ways = ("B", "auto", "broadcast"), ("A", "auto", "broadcast"), ("B", "direct", "direct")
+        for version, (name, asked, taken) in enumerate(ways, 1):
+            with connect(models[name], engine, transport=asked) as updater:
                 (target,) = updater.update(version=version).targets
-            assert (target.transport, target.proof, target.digests_matched) == ("broadcast", "resident", 2)
+            assert (target.transport, target.proof, target.digests_matched) == (taken, "resident", 2)
             assert target.version_after == version
-            assert greedy_tokens(engine, PROMPTS, COUNT) == said
+            assert greedy_tokens(engine, PROMPTS, COUNT) == said[name]
+        with pytest.raises(ConfigError, match="runs on another host"):
+            connect(models["A"], engine, transport="ipc")
+        model = adapted(models["B"], seed=4)
+        row = send(engine, model, "alice")
+        assert (row.proof, row.version_after) == ("resident", 1)
+        assert says(engine, "alice") == expected(model)
+        assert greedy_tokens(engine, PROMPTS, COUNT) == said["B"]
         # The rank on the other host dies between two buckets.
         worker = psutil.Process(info["ranks"][1]["pid"])
         assert os.getsid(worker.pid) == beta.process.pid
@@ -73,7 +85,7 @@ def test_ranks_on_two_hosts_switch_together_and_a_lost_one_is_named(tmp_path: Pa
             if 0 < done < total and worker.is_running():
                 worker.kill()
 
-        with CheckpointExporter(found["A"][0]) as exporter, connect(exporter, engine, progress=kill) as updater:
+        with connect(models["A"], engine, progress=kill) as updater:
             begin = time.monotonic()
             with pytest.raises(UpdateFailed, match=r"rank 1 \(pid \d+ on host beta\) is gone") as caught:
                 updater.update(version=4)
@@ -87,6 +99,7 @@ def test_ranks_on_two_hosts_switch_together_and_a_lost_one_is_named(tmp_path: Pa
         assert "ends now, restart it on all its hosts" in alpha.words()
 
 
+@pytest.mark.engine_full
 @pytest.mark.parametrize(
     ("settings", "alpha_says", "beta_says"),
     [
@@ -115,3 +128,19 @@ def test_engine_without_one_secret_does_not_start(
         assert "WEIGHTCAST_ENGINE_SECRET" in alpha.words()
         assert "WEIGHTCAST_ENGINE_SECRET" in beta.words()
         beta.process.wait(60)
+
+
+@pytest.mark.engine_full
+def test_killed_api_server_leaves_no_rank_behind_on_the_other_host(tmp_path: Path, two: list[Host]) -> None:
+    tiny_model(tmp_path / "A", **SIZES)
+    tiny_tokenizer(tmp_path / "A")
+    with (
+        nodes(tmp_path / "A", tmp_path, two) as (alpha, beta),
+        engine_of((alpha, beta), tmp_path / "A") as engine,
+    ):
+        rank = psutil.Process(engine.info()["ranks"][1]["pid"])
+        for process in engine.family():
+            process.kill()
+        beta.process.wait(60)
+        rank.wait(60)
+        assert "rank 1 has lost the API server on another host" in beta.words()

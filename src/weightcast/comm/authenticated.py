@@ -138,10 +138,11 @@ class AuthenticatedConnection:
         Raises:
             EOFError: The other end has closed the connection between two messages.
             BrokenConnection: A message was changed, repeated, left out or cut off; the connection has ended.
+            OSError: The other host does not answer any more; likewise.
         """
         try:
             return self._receive()
-        except BrokenConnection:
+        except OSError:
             self._hang_up()
             raise
 
