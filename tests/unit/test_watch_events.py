@@ -67,6 +67,8 @@ def test_a_listener_that_raises_stops_neither_the_update_nor_the_others(caplog):
     assert len(caplog.records) == len(log)
     assert all("ValueError: mine" in record.getMessage() for record in caplog.records)
     assert [bool(record.exc_info) for record in caplog.records] == [True] + [False] * (len(log) - 1)
+    asks_for_fields = logging.Formatter("%(session)s %(version)s %(target)s %(message)s")
+    assert asks_for_fields.format(caplog.records[-1]).startswith("None None None ")
 
 
 def test_listeners_are_attached_once_and_detached_at_the_end():

@@ -79,6 +79,7 @@ def test_an_error_names_the_listener_and_does_not_stop_the_rest(caplog):
     assert done == ["after"]
     [record] = caplog.records
     assert record.getMessage() == "the owner failed at str: ValueError: mine"
+    assert logging.Formatter("%(session)s %(version)s %(target)s").format(record).startswith("None None None")
 
 
 def test_an_update_with_more_events_than_are_kept_does_the_work_itself_and_loses_none(looked, monkeypatch):

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weightcast.watch.listeners import ByKind
+from weightcast.watch.listeners import NO_FIELDS, ByKind
 
 log = logging.getLogger("weightcast.watch")
 
@@ -75,7 +75,7 @@ def finish(owner: str, do: Callable[[Any], None], value: Any) -> None:
         do(value)
     except Exception as error:  # exporters are the caller's; no update depends on them
         words = f"{type(error).__name__}: {error}"
-        log.error("%s failed at %s: %s", owner, type(value).__name__, words, exc_info=True)
+        log.error("%s failed at %s: %s", owner, type(value).__name__, words, exc_info=True, extra=NO_FIELDS)
 
 
 class Deferred(ByKind):

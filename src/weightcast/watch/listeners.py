@@ -14,6 +14,8 @@ from weightcast.watch.events import Event, Step, StepEnded
 log = logging.getLogger("weightcast.watch")
 
 Listener = Callable[[Event], None]
+# The fields of the log lines of updates; a formatter of the caller's may ask for them in every line.
+NO_FIELDS: Mapping[str, object] = {"session": None, "version": None, "target": None}
 
 
 class ByKind:
@@ -107,7 +109,8 @@ class Events:
                     first = id(listener) not in self._failed
                     self._failed.add(id(listener))
                     words = f"{type(error).__name__}: {error}"
-                    log.error("%r failed at %s: %s", listener, type(event).__name__, words, exc_info=first)
+                    name = type(event).__name__
+                    log.error("%r failed at %s: %s", listener, name, words, exc_info=first, extra=NO_FIELDS)
 
     def _that_hear(self, kind: type[Any]) -> tuple[tuple[Callable[[Any], None], Listener], ...]:
         """The functions for a kind of events, with their listeners; buckets have many, so each is asked once."""
