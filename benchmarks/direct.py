@@ -1,4 +1,4 @@
-"""Measures ``direct``: trainer ranks to engines of several tensor-parallel ranks, beside our other transports in turn.
+"""Measures ``direct``: trainer ranks to engines of several tensor-parallel ranks, beside our other transports.
 
     python benchmarks/direct.py --trainers 4 --engines 2 --tp 2 --model dense-256MiB --out cpu-direct.json
     python benchmarks/direct.py --device cuda --trainers 4 --engines 1 --tp 2 --model qwen3-8b --out gpu.json
@@ -357,11 +357,14 @@ def main() -> None:
 def measure(
     arguments: argparse.Namespace, ways: list[str], pipes: list[Any], times: str, ranks: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs all turns, one way after the other in each round."""
+    """Runs all turns of one way, then those of the next.
+
+    Ways in turn would make each update a first one: an engine unmaps what the way before had mapped.
+    """
     rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     version = 0
-    for turn in range(arguments.warm + arguments.turns):
-        for way in ways:
+    for way in ways:
+        for turn in range(arguments.warm + arguments.turns):
             version += 1
             for pipe in pipes:
                 pipe.send((way, version))
