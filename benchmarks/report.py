@@ -69,7 +69,7 @@ How it was measured, and what the words mean: [docs/performance.md](../docs/perf
 def _kind(result: Result) -> str:
     if result.get("what") == "updates beside limits":
         return "updates"
-    if result.get("what") in ("limits", "loader", "direct"):
+    if result.get("what") in ("limits", "loader", "direct", "revisions"):
         return str(result["what"])
     if "tests" in result:
         return "engine"
@@ -325,6 +325,30 @@ def _direct(result: Result) -> str:
     return f"{lines}\n{_machine(result)}\n{table(header, rows)}"
 
 
+def _revisions(result: Result) -> str:
+    """Makes a row for each case and method: medians over the rounds at both revisions."""
+    found: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["case"], row["method"]), {}).setdefault(row["revision"], []).append(row)
+    rows: list[list[str]] = []
+    for (case, method), sides in found.items():
+        if set(sides) != {"before", "after"}:
+            continue
+        middle = {
+            side: {key: statistics.median(row[key] for row in turns) for key in ("usable_s", "cpu_s")}
+            for side, turns in sides.items()
+        }
+        times = [_ms(middle[side][key]) for key in ("usable_s", "cpu_s") for side in ("before", "after")]
+        rows.append([case, method, str(min(map(len, sides.values()))), *times])
+    load = result["load_average"]
+    words = (
+        f"Revision `{result['before']}` (before) and the one named above (after), in turns. Load average of the "
+        f"machine after each turn: {load['least']:.1f} to {load['most']:.1f}, median {load['median']:.1f}."
+    )
+    head = ["case", "", "rounds", "usable before, ms", "after", "processor before, ms", "after"]
+    return _machine(result) + "\n" + wrapped(words) + "\n\n" + table(head, rows)
+
+
 def _engine(result: Result) -> str:
     """Tables of GPU tests of real engines: the last update of a test, or the median of its last ten."""
     facts = result["machine"]
@@ -378,6 +402,7 @@ _SHOW: dict[str, Callable[[Result], str]] = {
     "digest": _digest,
     "gather": _gather,
     "direct": _direct,
+    "revisions": _revisions,
     "watching": _watching,
 }
 

@@ -182,3 +182,17 @@ def test_what_the_report_expects_is_what_a_case_gives(tmp_path: Path) -> None:
     assert real["methods"][1]["watched"]["engine_handle_opens"] == len(model_shape("tiny").places)
     report = load("report")
     assert "IPC handle for each tensor (partly emulated)" in report.render({"case": real}, {})
+
+
+def test_two_revisions_stand_side_by_side():
+    row = {"case": "cpu-colocated", "method": "weightcast ipc", "load_average": 3.0}
+    sides = [("before", 0.3, 0.5), ("after", 0.1, 0.2), ("after", 0.12, 0.2), ("before", 0.32, 0.5)]
+    rows = [row | {"revision": side, "usable_s": usable, "cpu_s": cpu} for side, usable, cpu in sides]
+    alone = row | {"method": "weightcast new", "revision": "after", "usable_s": 1.0, "cpu_s": 1.0}
+    machine = {"cpu": "X", "cores": 2, "torch": "2", "python": "3", "command": "python benchmarks/revisions.py old"}
+    load = {"least": 1.0, "median": 3.0, "most": 9.0}
+    result = {"what": "revisions", "machine": machine, "before": "abc", "load_average": load, "rows": [*rows, alone]}
+    page = load("report").render({"revisions": result}, {})
+    assert "| cpu-colocated | weightcast ipc | 2 | 310.0 | 110.0 | 500.0 | 200.0 |" in page
+    assert "Load average of the machine after each turn: 1.0 to 9.0, median 3.0." in " ".join(page.split())
+    assert "weightcast new" not in page  # it has nothing to stand beside
