@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import fork_server
+from tests.scheduling import place_of, scheduler
 from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  # hooks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,9 +39,24 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["fork_server"] = fork_server.start()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Thousands of tests are made here and stay: each collection of garbage would look at all of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file that takes longest comes first: as one of the last it would be waited for alone."""
-    items.sort(key=lambda item: item.path.name != "test_vllm_short.py")
+    items.sort(key=place_of)
 
 
 @pytest.fixture(autouse=True)
