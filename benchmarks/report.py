@@ -345,6 +345,7 @@ def _revisions(result: Result) -> str:
         f"Revision `{result['before']}` (before) and the one named above (after), in turns. Load average of the "
         f"machine after each turn: {load['least']:.1f} to {load['most']:.1f}, median {load['median']:.1f}."
     )
+    words += f" {result['note']}" if "note" in result else ""
     head = ["case", "", "rounds", "usable before, ms", "after", "processor before, ms", "after"]
     return _machine(result) + "\n" + wrapped(words) + "\n\n" + table(head, rows)
 
