@@ -82,7 +82,8 @@ def test_a_way_that_does_not_reach_an_engine_is_refused_by_name(place: Placement
     [
         (placement(["GPU-1"], engine("GPU-1"), keep_mapped=True), "direct"),
         (placement(["cpu", "cpu"], engine("cpu"), keep_mapped=True), "direct"),
-        (placement(["GPU-1", "GPU-2"], engine("GPU-1"), keep_mapped=True), "ipc"),
+        (placement(["GPU-1", "GPU-2"], engine("GPU-1"), keep_mapped=True), "direct"),
+        (placement(["GPU-1", "GPU-2"], engine("GPU-1", "GPU-2"), keep_mapped=True), "direct"),
         (placement(["GPU-1"], engine("GPU-1")), "ipc"),
         (placement(["GPU-1"], engine("GPU-1", transports=("ipc", "broadcast")), keep_mapped=True), "ipc"),
         (placement(["GPU-1"], engine("GPU-2", host="another"), keep_mapped=True), "broadcast"),
