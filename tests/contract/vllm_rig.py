@@ -6,6 +6,7 @@ Prints one JSON object of cases; ``test_vllm_stock.py`` says what they have to b
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import inspect
@@ -29,10 +30,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from weightcast.adapters.vllm.adapter import VllmAdapter
 from weightcast.adapters.vllm.detect import VllmKind
 from weightcast.adapters.vllm.payload import stored_id
-from weightcast.comm.run_steps import EngineRequest, converse
+from weightcast.comm.run_steps import EngineRequest, converse_on_loop
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.errors import TargetRejected
 from weightcast.protocols import Invitation
+from weightcast.runtime.deadline import Deadline
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec, plan_buckets
 from weightcast.wire.messages import Close, Commit, Open, Owner
@@ -180,9 +182,9 @@ class Rig:
 
     def ask(self, steps: Any) -> Any:
         target: Any = SimpleNamespace(target=SimpleNamespace(url="http://engine"))
-        return converse(target, steps, timeout_s=60.0, send=self.send)
+        return asyncio.run(converse_on_loop(target, steps, timeout_s=60.0, send=self.send))
 
-    def send(self, request: EngineRequest, limit_s: float) -> bytes:
+    async def send(self, request: EngineRequest, limit: Deadline) -> bytes:
         answer = self.http.request(
             request.method, request.path, content=request.body, headers={"content-type": "application/json"}
         )

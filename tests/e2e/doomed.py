@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
@@ -69,7 +70,15 @@ def wrap(
             after(*args, **kwargs)
         return value
 
-    setattr(owner, name, wrapped)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        value = await original(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
+        return value
+
+    setattr(owner, name, awaited if inspect.iscoroutinefunction(original) else wrapped)
 
 
 def on_call(count: int, die: Callable[[], None]) -> Callable[..., None]:
@@ -96,7 +105,7 @@ def soon(delay_s: float, die: Callable[[], None]) -> None:
 @point
 def opening(milliseconds: int, die: Callable[[], None]) -> None:
     """While the engines answer Open."""
-    wrap(Client, "open_lease", before=lambda *_, **__: soon(milliseconds / 1000, die))
+    wrap(Client, "lease", before=lambda *_, **__: soon(milliseconds / 1000, die))
 
 
 @point

@@ -341,11 +341,11 @@ def test_all_that_do_not_come_to_the_meeting_are_left_out_at_once(engines, fresh
     astray = [fresh("--local"), fresh("--local")]
     join, once = channel._join, set[str]()
 
-    def misdirect(link: Link, invitation: Invitation) -> None:
+    async def misdirect(link: Link, invitation: Invitation) -> None:
         if link.url in {engine.url for engine in astray} - once:
             once.add(link.url)
             invitation = replace(invitation, token=secrets.token_hex(16))
-        join(link, invitation)
+        await join(link, invitation)
 
     monkeypatch.setattr(channel, "_join", misdirect)
     version = next_version()

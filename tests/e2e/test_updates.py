@@ -86,7 +86,7 @@ def test_tables_travel_once_and_again_after_a_restart(transport, monkeypatch):
 
         return call
 
-    for name in ("open_lease", "post_json"):
+    for name in ("lease", "post"):
         monkeypatch.setattr(Client, name, noting(name))
     engine = Engine("--tp", "2")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from weightcast.adapters.vllm.detect import VllmExtensionKind, VllmKind
 from weightcast.adapters.vllm.extension_adapter import ExtensionAdapter
 from weightcast.adapters.vllm.payload import ipc_handles
 from weightcast.adapters.vllm.server_info import EXTENSION, Facts
-from weightcast.comm.run_steps import EngineRequest, converse
+from weightcast.comm.run_steps import EngineRequest, converse_on_loop
 from weightcast.comm.shared_buckets import Shared, TorchMemory
 from weightcast.config import PauseMode
 from weightcast.errors import ConfigError, TargetRejected, WireError
+from weightcast.runtime.deadline import Deadline
 from weightcast.wire.codec import decode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec, plan_buckets
@@ -38,7 +40,7 @@ class Server:
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
 
-    def send(self, request: EngineRequest, limit_s: float) -> bytes:
+    async def send(self, request: EngineRequest, limit: Deadline) -> bytes:
         self.asked.append(request.path)
         body = json.loads(request.body) if request.body else {}
         self.bodies.append(body)
@@ -53,7 +55,7 @@ class Server:
 
     def ask(self, steps: Any) -> Any:
         client: Any = SimpleNamespace(target=SimpleNamespace(url="http://u"))
-        return converse(client, steps, timeout_s=20.0, send=self.send)
+        return asyncio.run(converse_on_loop(client, steps, timeout_s=20.0, send=self.send))
 
 
 def started(**config: Any) -> dict[str, Any]:

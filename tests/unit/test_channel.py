@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,13 +140,13 @@ class Answering:
 
     def took_over(self) -> None: ...
 
-    def leave(self, group: str | None) -> None: ...
+    async def leave(self, group: str | None) -> None: ...
 
-    def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
+    async def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
         if index > 0:
-            self._group.wait_for_abort()
+            await asyncio.to_thread(self._group.wait_for_abort)
             raise TargetRejected(f"{self.url}: group failed", url=self.url, status=GROUP_FAILED)
-        assert self._answers.wait(PATIENCE_S)
+        assert await asyncio.to_thread(self._answers.wait, PATIENCE_S)
         if self._error is not None:
             raise self._error
 
@@ -159,12 +160,12 @@ class Refusing(Answering):
         super().__init__(url, group, threading.Event())
         self._told = told
 
-    def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
+    async def ask(self, kind: str, index: int, *, timeout_s: float, bucket: int) -> None:
         if self.accepts:
-            self._group.wait_for_abort()
+            await asyncio.to_thread(self._group.wait_for_abort)
             raise TargetRejected(f"{self.url}: its group failed", url=self.url, status=GROUP_FAILED)
         if self._told is not None:
-            assert self._told.wait(PATIENCE_S)
+            assert await asyncio.to_thread(self._told.wait, PATIENCE_S)
         raise TargetRejected(f"{self.url}: unknown tensor", url=self.url, status=400)
 
 
@@ -231,7 +232,10 @@ class Member:
         self.refused = threading.Event()
         self._groups: list[UpdateGroup] = []
 
-    def ask(self, kind: str, invitation: Invitation, *, timeout_s: float) -> None:
+    async def ask(self, kind: str, invitation: Invitation, *, timeout_s: float) -> None:
+        await asyncio.to_thread(self._come, invitation)
+
+    def _come(self, invitation: Invitation) -> None:
         if self._after is not None:
             assert self._after.wait(PATIENCE_S)
         with ThreadPoolExecutor(self.info.tp_size) as pool:
@@ -243,7 +247,7 @@ class Member:
                 hint = getattr(error, "hint", None)
                 raise TargetRejected(f"{self.url} refused: {error}", url=self.url, status=GROUP_FAILED, hint=hint)
 
-    def leave(self, group: str | None) -> None:
+    async def leave(self, group: str | None) -> None:
         while self._groups:
             self._groups.pop().close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import pickle
@@ -51,7 +52,7 @@ class Engine:
             adapter=SimpleNamespace(handles=self.told),
             touch=lambda: None,
             took_over=lambda: None,
-            ask=lambda kind, steps, timeout_s: self.over.wait(PATIENCE_S),
+            ask=lambda kind, steps, timeout_s: asyncio.to_thread(self.over.wait, PATIENCE_S),
         )
 
     def told(self, addresses: dict[str, str]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-
-import httpcore
 
 from tests.clock import PATIENCE_S, wait_until
 from tests.unit.test_head import info
@@ -25,6 +24,14 @@ LONG_S = 1000.0  # longer than a test may take
 INFO = info("native")
 
 
+async def set_within(event: threading.Event, limit_s: float) -> bool:
+    """Waits for the test's event without blocking the loop."""
+    end = time.monotonic() + limit_s
+    while not event.is_set() and time.monotonic() < end:
+        await asyncio.sleep(0.002)
+    return event.is_set()
+
+
 class Crowd:
     """Targets that answer at once, and targets that answer when the test says so."""
 
@@ -35,13 +42,13 @@ class Crowd:
 
     def wait_for_answer(self, url: str) -> None:
         """Waits until the running probe has been answered."""
-        wait_until(lambda: self.probes._open[url].answer, f"an answer of {url}")
+        wait_until(lambda: url in self.probes._open and self.probes._open[url].answer, f"an answer of {url}")
 
-    def ask(self, url: str) -> str:
+    async def ask(self, url: str) -> str:
         self.asked.append(url)
         if url == "dead":
             raise ConfigError("nobody there")
-        if url in self.wakes and not self.wakes[url].wait(0.01):
+        if url in self.wakes and not await set_within(self.wakes[url], 0.01):
             raise TargetUnreachable(f"{url} said nothing", url=url) from DeadlineExceeded(
                 who=url, waiting_for="an answer", timeout_s=0.01
             )
@@ -126,7 +133,7 @@ def test_deadline_counts_from_now_for_urls_in_anew():
 def test_any_exception_of_a_probe_is_its_answer():
     goes_wrong = [True]
 
-    def ask(url: str) -> str:
+    async def ask(url: str) -> str:
         if goes_wrong[0]:
             raise KeyError("no such field")
         return f"{url} is here"
@@ -181,11 +188,11 @@ class Unreachable:
         self.up = False
         self.attempts = threading.Semaphore(0)
 
-    def ask(self, url: str) -> str:
-        assert self.attempts.acquire(timeout=PATIENCE_S)
+    async def ask(self, url: str) -> str:
+        assert await asyncio.to_thread(self.attempts.acquire, timeout=PATIENCE_S)
         if self.up:
             return f"{url} is here"
-        raise TargetUnreachable(f"{url}: cannot connect", url=url) from httpcore.ConnectTimeout("timed out")
+        raise TargetUnreachable(f"{url}: cannot connect", url=url) from TimeoutError("timed out")
 
 
 def test_host_that_is_switched_off_is_waited_for_once(monkeypatch):
@@ -221,20 +228,22 @@ def test_background_probes_end_with_membership(monkeypatch):
     monkeypatch.setattr(module, "_QUICK_ERROR_S", -1.0)
     host = Unreachable()
     probes = BackgroundProbe(host.ask)
-    before = threading.active_count()
     host.attempts.release()
     probes.look({"off": LONG_S})
+    running = probes._open["off"].task
+    assert running is not None
+    assert not running.done()
     probes.forget("off")
     host.attempts.release()
-    wait_until(lambda: threading.active_count() <= before, "the thread that asks to end")
+    wait_until(running.done, "the probe to end")
 
 
 def test_hasty_look_marks_no_target_silent(monkeypatch):
     monkeypatch.setattr(roster_module, "_SILENT_WAIT_S", 0.1)
     awake = threading.Event()
 
-    def recognise(client: Client) -> EngineInfo:
-        if not awake.wait(0.05):
+    async def recognise(client: Client) -> EngineInfo:
+        if not await set_within(awake, 0.05):
             raise TargetUnreachable("silence", url=client.target.url) from DeadlineExceeded(
                 who=client.target.url, waiting_for="an answer", timeout_s=0.05
             )

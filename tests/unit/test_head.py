@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -99,7 +100,7 @@ def scored(head: Any, theirs: list[float], mine: list[float], monkeypatch: pytes
     head._plan._transport = spec_of("broadcast")
     outcome = head._outcomes[URL]
     outcome.committed, outcome.proof = Ack(ok=True, version=1, ranks=1), "resident"
-    monkeypatch.setattr("weightcast.update.verify.converse", lambda *_, **__: theirs)
+    monkeypatch.setattr("weightcast.update.verify.converse_on_loop", AsyncMock(return_value=theirs))
     return head.compare([5, 6, 7], mine)
 
 

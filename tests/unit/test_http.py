@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.clock import PATIENCE_S
-from weightcast.comm import http
+from weightcast.comm import http, http_pool
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetLost, TargetRejected, TargetUnreachable
@@ -348,6 +348,93 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_again():
             assert client.get_json("/x") == b"ok"
             assert server.closed.wait(PATIENCE_S)
         assert len(server.requests) == 3
+
+
+def test_idle_connection_is_closed_before_the_server_does(monkeypatch):
+    monkeypatch.setattr(http_pool, "_KEEP_ALIVE_S", 0.05)
+    with talking(say(answer(200, b"ok"))) as (client, server):
+        assert client.get_json("/x") == b"ok"
+        assert server.closed.wait(PATIENCE_S)
+
+
+def test_connection_with_more_than_the_answer_is_not_used_again():
+    with talking(say(answer(200, b"ok") + b"HTTP/1.1 200 OK\r\n")) as (client, server):
+        for _ in range(2):
+            server.closed.clear()
+            assert client.get_json("/x") == b"ok"
+            assert server.closed.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 x\r\nlink: a\r\n\r\n" + answer(200, b"fine"),
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nfi\r\n2\r\nne\r\n0\r\n\r\n",
+    ],
+    ids=["after two heads of the kind 1xx", "chunked"],
+)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_answer_in_any_pieces(said, size):
+    def talk(end: socket.socket, _: bytes) -> None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for begin in range(0, len(said), size):
+            end.sendall(said[begin : begin + size])
+
+    with talking(talk) as (client, _):
+        assert client.get_json("/x") == b"fine"
+        assert client.get_json("/x") == b"fine"
+
+
+def test_body_without_a_length_ends_with_the_connection():
+    def talk(end: socket.socket, _: bytes) -> None:
+        end.sendall(b"HTTP/1.0 200 OK\r\n\r\nall of it")
+        end.close()
+        raise ConnectionError
+
+    with talking(talk) as (client, _):
+        assert client.get_json("/x") == b"all of it"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"", "Server disconnected without sending a response"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", "received 3 bytes, expected 9"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc", "incomplete chunked read"),
+        (b"HTTP/1.1 101 x\r\nUpgrade: y\r\n\r\n", "Upgrade"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000, "the head of the answer is longer than 102400 bytes"),
+    ],
+    ids=["nothing", "part of a body", "part of a chunk", "another protocol", "a head without end"],
+)
+def test_answer_that_is_cut_off_or_no_answer_is_explained(said, words):
+    def talk(end: socket.socket, _: bytes) -> None:
+        end.sendall(said)
+        end.close()
+        raise ConnectionError
+
+    with talking(talk) as (client, _):
+        for ask in (client.post_json, client.open_lease):
+            with pytest.raises(TargetLost, match=words):
+                ask("/x", b"{}")
+
+
+def test_refusal_before_the_server_has_read_the_request_is_heard():
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            end, _ = listener.accept()
+            with end:
+                end.recv(1000)
+                end.sendall(answer(413, b"too large"))
+                over.wait(PATIENCE_S)
+
+        threading.Thread(target=refuse, daemon=True).start()
+        client = Client(Target(f"http://127.0.0.1:{listener.getsockname()[1]}"), timeout_s=PATIENCE_S)
+        with pytest.raises(TargetRejected, match="status 413: too large"):
+            client.post_json("/x", b"x" * (64 << 20))
+        over.set()
+        client.close()
 
 
 def test_no_proxy_comes_between(monkeypatch):

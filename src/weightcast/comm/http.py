@@ -1,21 +1,23 @@
 """The HTTP client for engines: deadlines, bearer key, and the engine's own words in every error.
 
-It stands on httpcore, like httpx.  We need nothing that httpx adds (redirects, cookies, proxies), and those would cost
-half a millisecond for each message.
+Requests run on the event loop of ``comm/event_loop.py``, so that a thousand of them need no thread each.  There are no
+redirects, cookies or proxies.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import ssl
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-import httpcore
-
-from weightcast.comm.http_connections import Backend
+from weightcast.comm import event_loop
+from weightcast.comm.http_answer import Answer, NoAnswer
+from weightcast.comm.http_connections import Connection
+from weightcast.comm.http_pool import CannotConnect, Pool
 from weightcast.comm.tls import client_context, client_distrusted, hangs_up_after_handshake, tls_trouble
 from weightcast.config import Target
 from weightcast.errors import (
@@ -29,23 +31,19 @@ from weightcast.errors import (
 from weightcast.runtime.deadline import Deadline
 
 _CONNECT_S = 10.0
-# Shorter than servers keep a connection (uvicorn: 5 s).  A request on a connection that the server is closing is lost.
-_KEEP_ALIVE_S = 2.0
 _MAX_CONNECTIONS = 8
 _DIAGNOSIS_S = 2.0  # for finding out why a connection broke
-_FRAME_BYTES = 4
 _MAX_REPLY_BYTES = 512 << 20
 _MAX_FRAME_BYTES = 64 << 20
-_FAILURES = (
-    httpcore.TimeoutException,
-    httpcore.NetworkError,
-    httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
-)
+_PORTS = {"http": 80, "https": 443}
 
 
 class Client:
-    """HTTP to one target.  Thread-safe; ``close`` is safe to call twice."""
+    """HTTP to one target.  Thread-safe; ``close`` is safe to call twice.
+
+    Each request has two forms: a coroutine for the event loop (``get``, ``post``, ``lease``) and a function that waits
+    for it (``get_json``, ``post_json``, ``open_lease``).
+    """
 
     def __init__(self, target: Target, *, timeout_s: float, max_connections: int = _MAX_CONNECTIONS) -> None:
         """Makes the client without sending anything.
@@ -65,30 +63,27 @@ class Client:
         self.timeout_s = timeout_s
         parts = urlsplit(target.url)
         try:
-            host = (parts.hostname or "").encode("idna")
+            self._host = (parts.hostname or "").encode("idna").decode()
         except UnicodeError as error:
             raise ConfigError(
                 f"{target.url} has no valid host name: {error}", hint="check the spelling of the host name"
             ) from error
-        self._root = httpcore.URL(scheme=parts.scheme, host=host, port=parts.port, target="/")
+        self._port = parts.port or _PORTS[parts.scheme]
         self._prefix = quote(parts.path.rstrip("/"), safe="/%")
-        named = f"[{host.decode()}]" if b":" in host else host.decode()
+        named = f"[{self._host}]" if ":" in self._host else self._host
         headers["host"] = named if parts.port is None else f"{named}:{parts.port}"
-        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._trust: ssl.SSLContext | None = None
         if parts.scheme == "https":
             self._trust = client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
-        self._pool = httpcore.ConnectionPool(
-            ssl_context=self._trust,
-            max_connections=max_connections,
-            keepalive_expiry=_KEEP_ALIVE_S,
-            network_backend=Backend(),
-        )
+            self._trust.set_alpn_protocols(["http/1.1"])
+        self._max_connections = max_connections
+        self._pool: Pool | None = None
         self._closed = False
 
     def get_json(self, path: str, *, timeout_s: float | Deadline | None = None) -> bytes:
         """Sends a GET and returns the body of the answer.  Arguments and errors are those of ``post_json``."""
-        return self._ask("GET", path, None, timeout_s)
+        return event_loop.run(self.get(path, timeout_s=timeout_s))
 
     def post_json(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> bytes:
         """Posts JSON bytes and returns the body of the answer.
@@ -105,7 +100,7 @@ class Client:
             TargetLost: The connection broke after the request was sent.
             TargetRejected: The engine answered with a status of 400 or more; the error has its own words.
         """
-        return self._ask("POST", path, body, timeout_s)
+        return event_loop.run(self.post(path, body, timeout_s=timeout_s))
 
     def open_lease(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> tuple[bytes, Lease]:
         """Posts JSON bytes and keeps the answer's stream open; closing it tells the engine that the caller is gone.
@@ -113,79 +108,90 @@ class Client:
         Returns:
             The first frame of the answer and the lease.
         """
-        deadline = self._deadline(timeout_s)
-        response: httpcore.Response | None = None
-        lease: Lease | None = None
-        try:
-            response = self._send("POST", path, body, deadline)
-            if response.status >= 400:
-                content = self._read(response)
-                _hang_up_on_failure(response)
-                raise self._refusal("POST", path, response.status, content)
-            chunks = response.iter_stream()
-            frame = _read_frame(chunks)
-            lease = Lease(response, chunks)
-            return frame, lease
-        except (*_FAILURES, EOFError) as error:
-            raise self._failure("POST", path, deadline, error) from error
-        finally:
-            if lease is None and response is not None:
-                response.close()  # the caller got no lease, so the engine must see the stream close now
+        return event_loop.run(self.lease(path, body, timeout_s=timeout_s))
+
+    async def get(self, path: str, *, timeout_s: float | Deadline | None = None) -> bytes:
+        """As ``get_json``."""
+        return (await self._ask("GET", path, None, timeout_s)).body
+
+    async def post(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> bytes:
+        """As ``post_json``."""
+        return (await self._ask("POST", path, body, timeout_s)).body
+
+    async def lease(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> tuple[bytes, Lease]:
+        """As ``open_lease``."""
+        lease: list[Lease] = []
+        answer = await self._ask("POST", path, body, timeout_s, lease)
+        frame = answer.frame
+        assert frame is not None
+        return frame, lease[0]
 
     def close(self) -> None:
         """Closes every connection."""
         self._closed = True
-        self._pool.close()
+        if self._pool is not None:
+            event_loop.call(self._pool.close, self._pool.loop)
 
-    def _deadline(self, timeout_s: float | Deadline | None) -> Deadline:
-        if isinstance(timeout_s, Deadline):
-            return timeout_s
-        return Deadline(self.timeout_s if timeout_s is None else timeout_s)
-
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float | Deadline | None) -> bytes:
-        deadline = self._deadline(timeout_s)
-        try:
-            with closing(self._send(method, path, body, deadline)) as response:
-                content = self._read(response)
-                _hang_up_on_failure(response)
-                if response.status >= 400:
-                    raise self._refusal(method, path, response.status, content)
-                return content
-        except _FAILURES as error:
-            raise self._failure(method, path, deadline, error) from error
-
-    def _send(self, method: str, path: str, body: bytes | None, deadline: Deadline) -> httpcore.Response:
-        """Sends a request and reads the head of the answer; the caller closes the response."""
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float | Deadline | None,
+        lease: list[Lease] | None = None,
+    ) -> Answer:
+        """Sends a request and returns a good answer; with ``lease``, its stream stays open and goes there."""
         if self._closed:
             raise RuntimeError(f"{self.target.url}: this client is closed")
-        root = self._root
-        url = httpcore.URL(scheme=root.scheme, host=root.host, port=root.port, target=self._prefix + path)
-        length = [] if body is None else [(b"content-length", str(len(body)).encode())]
-        # Our connections take a ``Deadline``; only the pool's limit stays within httpcore, which takes seconds.
-        limits: dict[str, Any] = {"connect": deadline.at_most(_CONNECT_S), "read": deadline, "write": deadline}
-        limits["pool"] = max(deadline.left_s(), 0.0)
-        request = httpcore.Request(
-            method, url, headers=[*self._headers, *length], content=body, extensions={"timeout": limits}
-        )
-        response = self._pool.handle_request(request)
-        encoding = next((value for name, value in response.headers if name.lower() == b"content-encoding"), b"identity")
-        if encoding.lower() != b"identity":
-            response.close()
-            words = f"{self.target.url} answered in {encoding.decode(errors='replace')}, which was not asked for"
-            raise TargetLost(words, url=self.target.url, hint="check whether a proxy in between compresses answers")
-        return response
+        if not isinstance(timeout_s, Deadline):
+            timeout_s = Deadline(self.timeout_s if timeout_s is None else timeout_s)
+        pool = self._pool
+        if pool is None or pool.loop is not asyncio.get_running_loop():  # none yet, or that of a parent process
+            pool = self._pool = Pool(self._host, self._port, self._trust, max_connections=self._max_connections)
+        try:
+            connection = await pool.take(timeout_s, connect_within=timeout_s.at_most(_CONNECT_S))
+            answer = Answer(stream=lease is not None, max_bytes=_MAX_REPLY_BYTES, max_frame_bytes=_MAX_FRAME_BYTES)
+            kept = False
+            try:
+                await self._exchange(connection, answer, method, path, body, timeout_s)
+                self._check(answer, method, path)
+                if lease is not None:
+                    connection.pause()
+                    lease.append(Lease(pool, connection))
+                    kept = True
+            finally:
+                if not kept:
+                    (pool.give_back if answer.reusable and answer.done.done() else pool.discard)(connection)
+                answer.release()
+        except (CannotConnect, NoAnswer, TimeoutError) as error:
+            raise await self._failure(method, path, timeout_s, error) from error
+        return answer
 
-    def _read(self, response: httpcore.Response) -> bytes:
-        chunks: list[bytes] = []
-        size = 0
-        for chunk in response.iter_stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > _MAX_REPLY_BYTES:
-                raise TargetLost(
-                    f"{self.target.url} answered with more than {_MAX_REPLY_BYTES} bytes", url=self.target.url
-                )
-        return b"".join(chunks)
+    async def _exchange(
+        self, connection: Connection, answer: Answer, method: str, path: str, body: bytes | None, deadline: Deadline
+    ) -> None:
+        if deadline.left_s() <= 0:
+            raise TimeoutError("timed out")
+        length = "" if body is None else f"content-length: {len(body)}\r\n"
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{length}\r\n"
+        connection.listen(answer)
+        connection.send(head.encode() + (body or b""))
+        try:
+            await event_loop.within(answer.done, deadline)
+        except BaseException:
+            answer.reusable = False  # the answer may still come
+            raise
+
+    def _check(self, answer: Answer, method: str, path: str) -> None:
+        """Raises the error of an answer that is refused or no good."""
+        url = self.target.url
+        if answer.encoding.lower() != b"identity":
+            words = f"{url} answered in {answer.encoding.decode(errors='replace')}, which was not asked for"
+            raise TargetLost(words, url=url, hint="check whether a proxy in between compresses answers")
+        if answer.too_large:
+            raise TargetLost(f"{url} answered with more than {_MAX_REPLY_BYTES} bytes", url=url)
+        if answer.status >= 400:
+            raise self._refusal(method, path, answer.status, answer.body)
 
     def _refusal(self, method: str, path: str, status: int, answer: bytes) -> TargetRejected:
         hints = {
@@ -200,23 +206,23 @@ class Client:
             status=status,
         )
 
-    def _failure(self, method: str, path: str, deadline: Deadline, error: Exception) -> WeightcastError:
+    async def _failure(self, method: str, path: str, deadline: Deadline, error: Exception) -> WeightcastError:
         """Makes the error for a request that got no answer."""
         url = self.target.url
         trouble = tls_trouble(error, has_certificate=self.target.cert_file is not None)
         if trouble is not None:
             return TargetUnreachable(f"{url}: {trouble[0]}", url=url, hint=trouble[1])
-        if isinstance(error, httpcore.ConnectTimeout | httpcore.ConnectError):
+        if isinstance(error, CannotConnect):
             hint = "check host and port and that the engine is up; try `weightcast doctor`"
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EMFILE, errno.ENFILE):
+                hint = "raise this process's limit of open files (`ulimit -n`): an update keeps 2 or 3 for each engine"
             return TargetUnreachable(f"{url}: cannot connect: {error}", url=url, hint=hint)
-        if isinstance(error, httpcore.TimeoutException):
+        if isinstance(error, TimeoutError):
             return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=deadline.limit_s)
         hint = None
-        if not isinstance(self._trust, ssl.SSLContext):
+        if self._trust is None:
             hint = "if the engine speaks TLS, write https:// in its URL"  # such a server hangs up on plain HTTP
-        elif hangs_up_after_handshake(
-            self.target.host, self._root.port or 443, self._trust, deadline=Deadline(_DIAGNOSIS_S)
-        ):
+        elif await hangs_up_after_handshake(self._host, self._port, self._trust, deadline=Deadline(_DIAGNOSIS_S)):
             words, hint = client_distrusted(has_certificate=self.target.cert_file is not None)
             return TargetUnreachable(f"{url}: {words}", url=url, hint=hint)
         return TargetLost(f"{url}: the connection broke during {method} {path}: {error}", url=url, hint=hint)
@@ -225,39 +231,18 @@ class Client:
 class Lease:
     """An answer whose stream stays open until ``close``."""
 
-    def __init__(self, response: httpcore.Response, chunks: Iterator[bytes]) -> None:
-        self._response = response
-        self._chunks = chunks  # httpcore closes the connection when this is collected
+    def __init__(self, pool: Pool, connection: Connection) -> None:
+        self._pool = pool
+        self._connection = connection
 
     def close(self) -> None:
-        """Closes the stream; safe to call twice."""
-        self._response.close()
+        """Closes the stream; safe to call twice and from any thread."""
+        event_loop.call(lambda: self._pool.discard(self._connection), self._pool.loop)
 
-
-def _hang_up_on_failure(response: httpcore.Response) -> None:
-    """Closes the connection after a status of 500 or above.
-
-    When a route raises, uvicorn answers and closes the connection a moment later without notice.  The next request on
-    that connection would be lost.
-    """
-    if response.status >= 500:
-        response.extensions["network_stream"].close()
-
-
-def _read_frame(chunks: Iterator[bytes]) -> bytes:
-    """Reads the first frame of a stream: a 4-byte big-endian length and that many bytes."""
-    data = bytearray()
-    while True:
-        if len(data) >= _FRAME_BYTES:
-            end = _FRAME_BYTES + int.from_bytes(data[:_FRAME_BYTES], "big")
-            if end > _MAX_FRAME_BYTES:
-                raise EOFError("the first frame is too large to be an answer")
-            if len(data) >= end:
-                return bytes(data[_FRAME_BYTES:end])
-        chunk = next(chunks, None)
-        if chunk is None:
-            raise EOFError("the answer ended early")
-        data += chunk
+    def __del__(self) -> None:
+        if not self._connection.closed:
+            with suppress(RuntimeError):  # the loop is gone at the interpreter's end, and its sockets with it
+                self.close()
 
 
 def _words(answer: bytes) -> str:

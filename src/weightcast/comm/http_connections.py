@@ -1,183 +1,253 @@
-"""Connections for httpcore with one deadline over name resolution, connecting, TLS, writing and reading.
+"""Connections to engines on the event loop, with one deadline over name resolution, connecting and TLS.
 
-httpcore gives every single read the whole limit, so a peer that sends a byte now and then would never time out.
-Here the limit is a ``Deadline``, which httpcore passes on unchanged from the request's extension ``timeout``.
+A ``Connection`` hands what arrives to its listener and keeps what cannot be sent yet.  TLS runs in memory here and not
+in asyncio, so that a failed handshake raises OpenSSL's own error.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import asyncio
+import errno
+import os
 import select
 import socket
 import ssl
-import threading
-import time
-from collections.abc import Iterable
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, cast
+from typing import Protocol
 
-import httpcore
-
+from weightcast.comm import event_loop
+from weightcast.comm.resolve import resolve
 from weightcast.runtime.deadline import Deadline
 
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+_READ_BYTES = 256 << 10
 
 
-def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
-    """Returns the addresses of a host, in the order in which to try them.
+class Listener(Protocol):
+    """Hears what arrives on a connection.  Each method is called on the event loop."""
 
-    Raises:
-        TimeoutError: The resolver did not answer in time.
-        OSError: The host does not exist.
+    def received(self, data: bytes) -> None:
+        """Takes bytes."""
+        ...
+
+    def ended(self, error: Exception | None) -> None:
+        """Nothing more arrives: the other end has closed the connection, or it broke."""
+        ...
+
+
+class Connection:
+    """An open connection.  Every method is for the thread of the event loop.
+
+    Attributes:
+        closed: True once this end is closed.
+        broken: True once nothing can be sent or received any more.
     """
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        found = Future[list[Address]]()
-        # Python cannot give the resolver a deadline, and an absent name server takes half a minute.
-        threading.Thread(target=_look_up, args=(host, port, found), name="weightcast-resolve", daemon=True).start()
+
+    def __init__(self, end: socket.socket) -> None:
+        self.closed = self.broken = False
+        self._loop = asyncio.get_running_loop()
+        self._end = end
+        self._listener: Listener | None = None
+        self._unsent = memoryview(b"")
+        self._tls: ssl.SSLObject | None = None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._more: asyncio.Future[None] | None = None  # during a handshake
+        self._loop.add_reader(end, self._read)
+
+    @property
+    def idle(self) -> bool:
+        """True if the connection can carry another request: nothing waits to be sent or read."""
+        return not (self.closed or self.broken or self._unsent or _is_readable(self._end))
+
+    async def shake_hands(self, context: ssl.SSLContext, host: str, deadline: Deadline) -> None:
+        """Starts TLS.
+
+        Raises:
+            TimeoutError: The other end did not answer in time.
+            OSError: The handshake failed.
+        """
+        tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+        while True:
+            self._more = self._loop.create_future()
+            try:
+                tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._send(self._outgoing.read())
+            else:
+                break
+            finally:
+                if self._outgoing.pending:  # an alert tells the other end why
+                    self._send(self._outgoing.read())
+            await event_loop.within(self._more, deadline)
+        self._more, self._tls = None, tls
+
+    def listen(self, listener: Listener | None) -> None:
+        """Hands what arrives from now on to a listener; None closes the connection as soon as anything arrives."""
+        self._listener = listener
+
+    def pause(self) -> None:
+        """Reads nothing more, so that an endless stream fills no memory and takes no time."""
+        self._loop.remove_reader(self._end)
+
+    def send(self, data: bytes) -> None:
+        """Sends bytes, as soon as the other end takes them.
+
+        A failure is not reported: an engine may refuse a request before it has read all of it, and hang up.
+        """
+        if self._tls is None:
+            self._send(data)
+            return
+        with suppress(ssl.SSLError):  # reading reports it
+            self._tls.write(data)
+        self._send(self._outgoing.read())
+
+    def close(self) -> None:
+        """Closes the connection; safe to call twice."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._end)
+        self._loop.remove_writer(self._end)
+        self._unsent = memoryview(b"")
+        event_loop.close(self._end)
+        self._over(None)
+
+    def _send(self, data: bytes) -> None:
+        if self.closed or not data:
+            return
+        waiting = bool(self._unsent)
+        self._unsent = memoryview(bytes(self._unsent) + data) if waiting else memoryview(data)
+        if not waiting:
+            self._write()
+            if self._unsent:
+                self._loop.add_writer(self._end, self._write)
+
+    def _write(self) -> None:
         try:
-            return found.result(max(deadline.left_s(), 0.0))
-        except TimeoutError:
-            if found.done():
-                raise
-            raise TimeoutError(f"the name {host} was not resolved in time") from None
-    found = Future[list[Address]]()
-    _look_up(host, port, found)  # an address asks no name server
-    return found.result()
+            while self._unsent:
+                self._unsent = self._unsent[self._end.send(self._unsent) :]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.broken = True
+            self._unsent = memoryview(b"")
+        self._loop.remove_writer(self._end)
+
+    def _read(self) -> None:
+        try:
+            data = self._end.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end_of_stream(error)
+            return
+        if self._tls is None and self._more is None:
+            self._hear(data)
+            return
+        if data:
+            self._incoming.write(data)
+        else:
+            self._incoming.write_eof()
+        if self._more is not None:
+            if not data:
+                self._loop.remove_reader(self._end)  # it would be readable for ever
+            if not self._more.done():
+                self._more.set_result(None)
+        else:
+            self._decrypt()
+
+    def _decrypt(self) -> None:
+        assert self._tls is not None
+        while not self.closed and not self.broken:
+            try:
+                data = self._tls.read(_READ_BYTES)
+            except ssl.SSLWantReadError:
+                break
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                data = b""
+            except ssl.SSLError as error:
+                self._end_of_stream(error)
+                return
+            self._hear(data)
+
+    def _hear(self, data: bytes) -> None:
+        if not data:
+            self._end_of_stream(None)
+        elif self._listener is not None:
+            self._listener.received(data)
+        else:
+            self.close()
+
+    def _end_of_stream(self, error: Exception | None) -> None:
+        self.broken = True
+        self._loop.remove_reader(self._end)
+        if self._more is not None and not self._more.done():
+            self._more.set_exception(error or EOFError("the connection was closed"))
+        elif self._listener is None:
+            self.close()
+        else:
+            self._over(error)
+
+    def _over(self, error: Exception | None) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.ended(error)
 
 
-def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """Opens a TCP connection to the first address of a host that accepts one.
+async def connect(host: str, port: int, trust: ssl.SSLContext | None, deadline: Deadline) -> Connection:
+    """Opens a connection to the first address of a host that accepts one, and starts TLS if there is ``trust``.
 
     Raises:
         TimeoutError: No address has accepted one in time.
-        OSError: The host does not exist, or every address refuses.
+        OSError: The host does not exist, every address refuses, or TLS failed.
     """
-    addresses = resolve(host, port, deadline)
+    addresses = await resolve(host, port, deadline)
     trouble: OSError = OSError(f"{host} has no address")
     for number, (family, address) in enumerate(addresses):
         left_s = deadline.left_s()
         if left_s <= 0:
             raise TimeoutError("timed out")
-        end = socket.socket(family, socket.SOCK_STREAM)
         try:
             # An address that does not answer must leave time for the next ones.
-            end.settimeout(left_s / (len(addresses) - number))
-            end.connect(address)
+            limit = deadline.at_most(left_s / (len(addresses) - number))
+            connection = await _connect(family, address, limit)
         except OSError as error:
-            end.close()
             trouble = error
             continue
-        return end
+        if trust is not None:
+            try:
+                await connection.shake_hands(trust, host, deadline)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
     raise trouble
 
 
-class Backend(httpcore.NetworkBackend):
-    """Opens connections; ``timeout`` is a ``Deadline`` here and everywhere below."""
-
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.NetworkStream:
-        """Opens a connection without TLS."""
-        try:
-            end = connect(host, port, _deadline(timeout))
-        except TimeoutError as error:
-            raise httpcore.ConnectTimeout(str(error)) from error
-        except OSError as error:
-            raise httpcore.ConnectError(str(error)) from error
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return _Stream(end)
-
-    def sleep(self, seconds: float) -> None:
-        """Implements the base class."""
-        time.sleep(seconds)
-
-
-class _Stream(httpcore.NetworkStream):
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        deadline = _deadline(timeout)
-        while True:
-            try:
-                self._limit(deadline)
-                return self._end.recv(max_bytes)
-            except TimeoutError as error:
-                if deadline.left_s() <= 0:  # otherwise its clock has started meanwhile
-                    raise httpcore.ReadTimeout(str(error)) from error
-            except OSError as error:
-                raise httpcore.ReadError(str(error)) from error
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        deadline = _deadline(timeout)
-        left = memoryview(buffer)
-        while left:
-            try:
-                self._limit(deadline)
-                left = left[self._end.send(left) :]
-            except TimeoutError as error:
-                if deadline.left_s() <= 0:
-                    raise httpcore.WriteTimeout(str(error)) from error
-            except OSError as error:
-                raise httpcore.WriteError(str(error)) from error
-
-    def close(self) -> None:
-        self._end.close()
-
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        try:
-            self._limit(_deadline(timeout))
-            return _Stream(ssl_context.wrap_socket(self._end, server_hostname=server_hostname))
-        except TimeoutError as error:
-            self.close()
-            raise httpcore.ConnectTimeout(str(error)) from error
-        except OSError as error:
-            self.close()
-            raise httpcore.ConnectError(str(error)) from error
-
-    def get_extra_info(self, info: str) -> Any:
-        if info == "ssl_object":
-            return self._end if isinstance(self._end, ssl.SSLSocket) else None
-        if info == "is_readable":  # httpcore takes an idle connection that is readable for closed
-            return self._end.fileno() < 0 or _is_readable(self._end)
-        with suppress(OSError):
-            if info == "client_addr":
-                return self._end.getsockname()
-            if info == "server_addr":
-                return self._end.getpeername()
-        return self._end if info == "socket" else None
-
-    def _limit(self, deadline: Deadline) -> None:
-        left_s = deadline.left_s()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        self._end.settimeout(left_s)
-
-
-def _look_up(host: str, port: int, found: Future[list[Address]]) -> None:
+async def _connect(family: socket.AddressFamily, address: tuple[object, ...], deadline: Deadline) -> Connection:
+    loop = asyncio.get_running_loop()
+    end = socket.socket(family, socket.SOCK_STREAM)
+    event_loop.keep(end)
     try:
-        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        found.set_result([(family, address) for family, _, _, _, address in answers])
-    except BaseException as error:  # noqa: BLE001  ``resolve`` raises it
-        found.set_exception(error)
+        end.setblocking(False)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        number = end.connect_ex(address)
+        if number == errno.EINPROGRESS:
+            writable = loop.create_future()
+            loop.add_writer(end, lambda: writable.done() or writable.set_result(None))
+            try:
+                await event_loop.within(writable, deadline)
+            finally:
+                loop.remove_writer(end)
+            number = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise OSError(number, os.strerror(number))
+        return Connection(end)
+    except BaseException:
+        event_loop.close(end)
+        raise
 
 
 def _is_readable(end: socket.socket) -> bool:
     poll = select.poll()
     poll.register(end, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _deadline(timeout: float | None) -> Deadline:
-    """Casts the request's ``timeout``: httpcore annotates it as a number but only passes it on."""
-    return cast(Deadline, timeout)

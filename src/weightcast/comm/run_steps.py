@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.errors import DeadlineExceeded, TargetRejected
 from weightcast.runtime.deadline import Deadline
@@ -37,17 +38,17 @@ class EngineRequest:
 
 
 Steps: TypeAlias = "Generator[EngineRequest, bytes, Ack]"
-Send = Callable[[EngineRequest, Deadline], bytes]
+Send = Callable[[EngineRequest, Deadline], Awaitable[bytes]]
 
 
-def converse(
+async def converse_on_loop(
     client: Client,
     steps: Generator[EngineRequest, bytes, _Result],
     *,
     timeout_s: float | Deadline,
     send: Send | None = None,
 ) -> _Result:
-    """Sends every request of a step, in order, and returns the step's result.
+    """Sends every request of a step, in order, and returns the step's result.  It is for the event loop.
 
     A refusal (a status of 400 or more) is raised inside the generator, at its ``yield``.  So is a passed deadline of
     the request's own.  Every other error ends the step.
@@ -61,37 +62,60 @@ def converse(
     Raises:
         TargetUnreachable, TargetLost, TargetRejected, DeadlineExceeded: As ``Client.post_json``.
     """
-    deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline(timeout_s)
-    send = send or (lambda request, limit: send_plain(client, request, limit))
+    requests = _requests(client.target.url, steps, timeout_s)
     try:
-        try:
-            request = next(steps)
-            while True:
-                if deadline.left_s() <= 0:
-                    raise DeadlineExceeded(
-                        who=client.target.url,
-                        waiting_for=f"{request.method} {request.path}",
-                        timeout_s=deadline.limit_s,
-                    )
-                limit = deadline if request.timeout_s is None else deadline.at_most(request.timeout_s)
-                try:
-                    reply = send(request, limit)
-                except TargetRejected as error:
-                    request = steps.throw(error)
-                except DeadlineExceeded as error:
-                    if request.timeout_s is None:
-                        raise
-                    request = steps.throw(error)  # the step set that limit itself and may handle it
-                else:
-                    request = steps.send(reply)
-        except StopIteration as end:
-            return end.value
+        request, limit = next(requests)
+        while True:
+            try:
+                reply = await (send_plain(client, request, limit) if send is None else send(request, limit))
+            except (TargetRejected, DeadlineExceeded) as error:
+                request, limit = requests.throw(error)
+            else:
+                request, limit = requests.send(reply)
+    except StopIteration as end:
+        return end.value
+    finally:
+        requests.close()
+
+
+def converse(
+    client: Client, steps: Generator[EngineRequest, bytes, _Result], *, timeout_s: float | Deadline
+) -> _Result:
+    """As ``converse_on_loop``, for a thread that waits for the result."""
+    return event_loop.run(converse_on_loop(client, steps, timeout_s=timeout_s))
+
+
+def _requests(
+    url: str, steps: Generator[EngineRequest, bytes, _Result], timeout_s: float | Deadline
+) -> Generator[tuple[EngineRequest, Deadline], bytes, _Result]:
+    """Yields each request of a step with its deadline, and returns the step's result."""
+    deadline = timeout_s if isinstance(timeout_s, Deadline) else Deadline(timeout_s)
+    try:
+        request = next(steps)
+        while True:
+            if deadline.left_s() <= 0:
+                raise DeadlineExceeded(
+                    who=url, waiting_for=f"{request.method} {request.path}", timeout_s=deadline.limit_s
+                )
+            limit = deadline if request.timeout_s is None else deadline.at_most(request.timeout_s)
+            try:
+                reply = yield request, limit
+            except TargetRejected as error:
+                request = steps.throw(error)
+            except DeadlineExceeded as error:
+                if request.timeout_s is None:
+                    raise
+                request = steps.throw(error)  # the step set that limit itself and may handle it
+            else:
+                request = steps.send(reply)
+    except StopIteration as end:
+        return end.value
     finally:
         steps.close()
 
 
-def send_plain(client: Client, request: EngineRequest, limit: Deadline) -> bytes:
+async def send_plain(client: Client, request: EngineRequest, limit: Deadline) -> bytes:
     """Sends one request and returns the body of its answer."""
     if request.method == "GET":
-        return client.get_json(request.path, timeout_s=limit)
-    return client.post_json(request.path, request.body, timeout_s=limit)
+        return await client.get(request.path, timeout_s=limit)
+    return await client.post(request.path, request.body, timeout_s=limit)

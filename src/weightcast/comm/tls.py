@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 
-from weightcast.comm.http_connections import connect
+from weightcast.comm.event_loop import within
+from weightcast.comm.http_connections import Connection, connect
 from weightcast.errors import ConfigError
 from weightcast.runtime.deadline import Deadline
 
@@ -94,24 +96,46 @@ def client_distrusted(*, has_certificate: bool) -> tuple[str, str]:
     )
 
 
-def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext, *, deadline: Deadline) -> bool:
+async def hangs_up_after_handshake(host: str, port: int, context: ssl.SSLContext, *, deadline: Deadline) -> bool:
     """Returns True if the server closes a connection before any request.
 
     From TLS 1.3 on a client learns only after the handshake that its certificate is refused, and Python's servers hang
     up without an alert.  A server that accepts the client waits for a request instead.
     """
+    connection: Connection | None = None
+    first = _First(asyncio.get_running_loop().create_future())
     try:
-        with connect(host, port, deadline) as plain:
-            plain.settimeout(max(deadline.left_s(), 0.01))
-            with context.wrap_socket(plain, server_hostname=host) as connection:
-                connection.settimeout(max(deadline.left_s(), 0.01))
-                return not connection.recv(1)
+        connection = await connect(host, port, context, deadline)
+        connection.listen(first)
+        return await within(first.ended_first, deadline)
     except (TimeoutError, ConnectionRefusedError):
         return False
     except (ssl.SSLError, ConnectionError):
         return True
     except OSError:
         return False
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+class _First:
+    """Learns whether a connection ends before anything arrives on it."""
+
+    def __init__(self, ended_first: asyncio.Future[bool]) -> None:
+        self.ended_first = ended_first
+
+    def received(self, data: bytes) -> None:
+        if not self.ended_first.done():
+            self.ended_first.set_result(False)
+
+    def ended(self, error: Exception | None) -> None:
+        if self.ended_first.done():
+            return
+        if error is None:
+            self.ended_first.set_result(True)
+        else:
+            self.ended_first.set_exception(error)
 
 
 def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Probes targets in background threads, so that a silent target does not delay the others.
+"""Probes targets in the background, so that a silent target does not delay the others.
 
 A probe runs until its target answers, across calls of ``look``.  A silent target therefore costs one short wait, and
 ``look`` sees its answer as soon as it is back.  A host that is switched off fails to connect only after seconds; its
@@ -9,12 +9,14 @@ The caller supplies the probe and interprets the answers.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from weightcast.comm import event_loop
 from weightcast.errors import DeadlineExceeded, TargetError, TargetUnreachable, WeightcastError
 
 Answer = TypeVar("Answer")
@@ -23,24 +25,25 @@ _QUICK_ERROR_S = 0.5  # an error that takes longer is repeated in the background
 
 @dataclass(slots=True)
 class _Probe(Generic[Answer]):
-    """``answer`` has at most one element; ``repeated`` is true while the thread still repeats a failing probe."""
+    """``answer`` has at most one element; ``repeated`` is true while a failing probe is still repeated."""
 
     asked_at: float
     answer: list[Answer | WeightcastError]
     repeated: bool = False
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None  # the event loop keeps only a weak reference
 
 
 class BackgroundProbe(Generic[Answer]):
-    """Probes many targets at once, each in one thread at a time.  Any thread may call any method.
+    """Probes many targets at once on the event loop, each once at a time.  Any thread may call any method.
 
     Args:
-        ask: Probes one URL; blocks, and raises a ``WeightcastError`` if the probe fails.
+        ask: Probes one URL, and raises a ``WeightcastError`` if the probe fails.
     """
 
-    def __init__(self, ask: Callable[[str], Answer]) -> None:
+    def __init__(self, ask: Callable[[str], Awaitable[Answer]]) -> None:
         self._ask = ask
-        self._open: dict[str, _Probe[Answer]] = {}
-        self._answered = threading.Condition()
+        self._open: dict[str, _Probe[Answer]] = {}  # changed on the event loop only, except for ``forget``
 
     def look(
         self, patience_s: Mapping[str, float], *, anew: Collection[str] = (), since: float | None = None
@@ -58,18 +61,25 @@ class BackgroundProbe(Generic[Answer]):
             The answer or the error by URL; ``TargetUnreachable`` for a target that has not answered yet.  Concurrent
             calls share a probe and its answer.
         """
-        with self._answered:
-            now = time.monotonic()
-            # While this call waits, another may take the answer, and `forget` may drop the probe.
-            probes = {url: self._start(url, now, since=since) for url in patience_s}
-            while True:
-                waiting = {url: probe for url, probe in probes.items() if not probe.answer}
-                ends = [(now if url in anew else probe.asked_at) + patience_s[url] for url, probe in waiting.items()]
-                left_s = max(ends, default=0.0) - time.monotonic()
-                if left_s <= 0:
-                    break
-                self._answered.wait(left_s)
-            return {url: self._take(url, probe) for url, probe in probes.items()}
+        return event_loop.run(self.look_on_loop(patience_s, anew=anew, since=since))
+
+    async def look_on_loop(
+        self, patience_s: Mapping[str, float], *, anew: Collection[str] = (), since: float | None = None
+    ) -> dict[str, Answer | WeightcastError]:
+        """As ``look``, on the event loop."""
+        now = time.monotonic()
+        # While this call waits, another may take the answer, and `forget` may drop the probe.
+        probes = {url: self._start(url, now, since=since) for url in patience_s}
+        ends = {url: (now if url in anew else probe.asked_at) + patience_s[url] for url, probe in probes.items()}
+        # The latest end first: most targets have answered by the time that the slowest one has.
+        for url in sorted(probes, key=ends.__getitem__, reverse=True):
+            left_s = ends[url] - time.monotonic()
+            if left_s <= 0:
+                break
+            probe = probes[url]
+            if not probe.answer:
+                await _wait(probe.answered, left_s)
+        return {url: self._take(url, probe) for url, probe in probes.items()}
 
     def ask_ahead(self, urls: Iterable[str], *, waited_s: float) -> None:
         """Starts probes for a later ``look``.
@@ -78,19 +88,24 @@ class BackgroundProbe(Generic[Answer]):
             urls: URLs to probe.
             waited_s: Seconds to count as waited for already.
         """
-        with self._answered:
-            for url in urls:
-                self._start(url, time.monotonic() - waited_s)
+        asked_at = time.monotonic() - waited_s
+        chosen = tuple(urls)
+
+        async def start() -> None:
+            for url in chosen:
+                self._start(url, asked_at)
+
+        if chosen:
+            event_loop.submit([start()])
 
     def forget(self, url: str) -> None:
         """Drops the running probe of a URL; a later ``look`` ignores its answer."""
-        with self._answered:
-            self._open.pop(url, None)
+        self._open.pop(url, None)
 
     def _take(self, url: str, probe: _Probe[Answer]) -> Answer | WeightcastError:
         if probe.answer:
             if self._open.get(url) is probe and not probe.repeated:
-                del self._open[url]
+                self.forget(url)
             return probe.answer[0]
         return TargetUnreachable(
             f"{url}: the engine has not answered for {time.monotonic() - probe.asked_at:.1f} s",
@@ -106,24 +121,25 @@ class BackgroundProbe(Generic[Answer]):
             return probe
         # A new probe, also where the last answer is old.
         self._open[url] = probe = _Probe[Answer](asked_at, [])
-        # A daemon thread, so that a probe blocked in a socket does not delay the end of the process.
-        threading.Thread(target=self._run, args=(url, probe), name="weightcast-probe", daemon=True).start()
+        probe.task = asyncio.get_running_loop().create_task(self._run(url, probe))
         return probe
 
-    def _run(self, url: str, probe: _Probe[Answer]) -> None:
+    async def _run(self, url: str, probe: _Probe[Answer]) -> None:
         answer: Answer | WeightcastError | None = None
         began = time.monotonic()
         while answer is None:
             began = time.monotonic()
             try:
-                answer = self._ask(url)
+                answer = await self._ask(url)
             except WeightcastError as error:
                 if self._open.get(url) is not probe:
                     answer = error
                 elif is_silence(error):
+                    await asyncio.sleep(0)
                     continue  # the target is silent: probe again
                 elif isinstance(error, TargetUnreachable) and time.monotonic() - began > _QUICK_ERROR_S:
                     self._record(probe, error, asked_at=began, repeated=True)
+                    await asyncio.sleep(0)
                 else:
                     answer = error
             except Exception as error:  # noqa: BLE001  without an answer the URL would never be probed again
@@ -139,10 +155,16 @@ class BackgroundProbe(Generic[Answer]):
         asked_at: float,
         repeated: bool = False,
     ) -> None:
-        with self._answered:
-            probe.asked_at, probe.repeated = asked_at, repeated
-            probe.answer[:] = [answer]
-            self._answered.notify_all()
+        probe.asked_at, probe.repeated = asked_at, repeated
+        probe.answer[:] = [answer]
+        probe.answered.set()
+
+
+async def _wait(answered: asyncio.Event, limit_s: float) -> None:
+    """Waits for an event, at most so many seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await answered.wait()
 
 
 def is_silence(error: BaseException) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightcast.comm.http import Client
-from weightcast.comm.run_steps import converse
+from weightcast.comm.run_steps import converse_on_loop
 from weightcast.errors import ConfigError, DeadlineExceeded, TargetUnreachable
 from weightcast.protocols import Kind
 from weightcast.wire.engine_info import EngineInfo
 
 
-def probe(client: Client, kinds: Sequence[Kind], *, timeout_s: float | None = None) -> EngineInfo:
-    """Recognises the engine behind a client.
+async def probe(client: Client, kinds: Sequence[Kind], *, timeout_s: float | None = None) -> EngineInfo:
+    """Recognises the engine behind a client.  It is for the event loop.
 
     Args:
         client: Client of the server.
@@ -27,7 +27,7 @@ def probe(client: Client, kinds: Sequence[Kind], *, timeout_s: float | None = No
     url = client.target.url
     for kind in kinds:
         try:
-            info = converse(client, kind.recognise(url), timeout_s=timeout_s or client.timeout_s)
+            info = await converse_on_loop(client, kind.recognise(url), timeout_s=timeout_s or client.timeout_s)
         except DeadlineExceeded as error:
             raise TargetUnreachable(
                 str(error),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.config import Target
 from weightcast.errors import TargetUnreachable, WeightcastError
@@ -41,11 +42,11 @@ class Roster:
     Args:
         targets: The members.
         timeout_s: Deadline of a probe of a target that is not known to be silent, in seconds.
-        recognise: Probes one engine.
+        recognise: Probes one engine, on the event loop.
     """
 
     def __init__(
-        self, targets: Iterable[Target], *, timeout_s: float, recognise: Callable[[Client], EngineInfo]
+        self, targets: Iterable[Target], *, timeout_s: float, recognise: Callable[[Client], Awaitable[EngineInfo]]
     ) -> None:
         self._timeout_s = timeout_s
         self._silent_wait_s = min(_SILENT_WAIT_S, timeout_s / 2)
@@ -109,10 +110,16 @@ class Roster:
                 marked silent.
             since: Also accepts answers to probes that started at this moment or later; None starts new probes.
         """
+        return event_loop.run(self.look_on_loop(urls, hasty=hasty, since=since))
+
+    async def look_on_loop(
+        self, urls: Sequence[str] | None = None, *, hasty: bool = False, since: float | None = None
+    ) -> dict[str, EngineInfo | WeightcastError]:
+        """As ``look``, on the event loop."""
         chosen = list(self._members if urls is None else urls)
         brief = set(chosen) if hasty else self._silent & set(chosen)
         patience_s = {url: self._silent_wait_s if url in brief else self._timeout_s for url in chosen}
-        found = self._probes.look(patience_s, anew=patience_s.keys() - brief, since=since)
+        found = await self._probes.look_on_loop(patience_s, anew=patience_s.keys() - brief, since=since)
         with self._lock:
             for url, answer in found.items():
                 if url in self._members:

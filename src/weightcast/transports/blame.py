@@ -7,9 +7,11 @@ every engine's failure and raises one error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
+from weightcast.comm import event_loop
 from weightcast.comm.update_group import WHERE_TO_LOOK, GroupFailed
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, TargetsFailed, WeightcastError
 from weightcast.transports.link import Link
@@ -62,20 +64,13 @@ def raise_together(errors: Iterable[BaseException | None]) -> None:
         raise error
 
 
-def try_each(do: Callable[[Link], object], links: Sequence[Link]) -> list[BaseException | None]:
-    """Runs ``do`` on every link at once and returns each link's error, in order."""
-    if not links:
-        return []
-    with ThreadPoolExecutor(max_workers=len(links)) as pool:
-        futures = [pool.submit(do, link) for link in links]
-    return [future.exception() for future in futures]
+def try_each(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[Link]) -> list[BaseException | None]:
+    """Runs ``do`` on every link at once, on the event loop, and returns each link's error, in order."""
+    return event_loop.run_each([do(link) for link in links])
 
 
-def run_each(do: Callable[[Link], object], links: Sequence[Link]) -> None:
-    """Runs ``do`` on every link at once; raises after all have ended, and the error names every engine that failed."""
-    if len(links) == 1:  # without a thread, which takes longer than the engine's part of the message
-        do(links[0])
-        return
+def run_each(do: Callable[[Link], Coroutine[Any, Any, object]], links: Sequence[Link]) -> None:
+    """As ``try_each``; raises after all have ended, and the error names every engine that failed."""
     raise_together(try_each(do, links))
 
 

@@ -14,12 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
+from weightcast.comm import event_loop
 from weightcast.comm.invited import Invited
 from weightcast.comm.nccl import NcclGroup, nccl_binding, new_unique_id
 from weightcast.comm.rendezvous import Rendezvous
@@ -74,9 +75,6 @@ class Channel:
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(
-            max_workers=max(1, in_flight * len(self._links)), thread_name_prefix="weightcast-post"
-        )
         self._in_flight = in_flight
         self._unanswered: deque[_Unanswered] = deque()
         self._turns = threading.Condition()
@@ -134,27 +132,28 @@ class Channel:
                     cast(Any, meeting.store).set(key, value)  # it takes bytes, although its annotations say text
         refused = threading.Event()
         deadline = time.monotonic() + self._timeout_s  # engines start later, so their deadlines end later
-        joins = [
-            self._pool.submit(
-                _join,
-                link,
-                Invitation(
-                    session=link.session,
-                    group=name,
-                    host=self._host,
-                    port=meeting.port,
-                    token=token,
-                    first_rank=link.group_rank,
-                    world_size=rank,
-                    backend=backend_for(self._device),
-                    bucket_bytes=self._bucket_bytes,
-                    timeout_s=self._timeout_s,
-                    unique_id=unique_id,
-                    wants=self._trainers is not None,
-                ),
-            )
-            for link in self._links
-        ]
+        joins = event_loop.submit(
+            [
+                _join(
+                    link,
+                    Invitation(
+                        session=link.session,
+                        group=name,
+                        host=self._host,
+                        port=meeting.port,
+                        token=token,
+                        first_rank=link.group_rank,
+                        world_size=rank,
+                        backend=backend_for(self._device),
+                        bucket_bytes=self._bucket_bytes,
+                        timeout_s=self._timeout_s,
+                        unique_id=unique_id,
+                        wants=self._trainers is not None,
+                    ),
+                )
+                for link in self._links
+            ]
+        )
         for join in joins:
             join.add_done_callback(lambda done: refused.set() if done.exception() is not None else None)
         try:
@@ -219,17 +218,18 @@ class Channel:
         # Another transport of a mixed update may share the bucket in memory, which members of a group must not read.
         parts = shared if self._trainers is not None else ()
         self._read_replies(index - self._in_flight)
-        posts: list[Future[None]] = [
-            self._pool.submit(
-                tell,
-                link,
-                link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=parts),
-                what=f"bucket {index}",
-                timeout_s=self._timeout_s,
-                bucket=index,
-            )
-            for link in self._links
-        ]
+        posts = event_loop.submit(
+            [
+                tell(
+                    link,
+                    link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=parts),
+                    what=f"bucket {index}",
+                    timeout_s=self._timeout_s,
+                    bucket=index,
+                )
+                for link in self._links
+            ]
+        )
 
         def look_for_refusals() -> None:
             for post in posts:
@@ -341,7 +341,6 @@ class Channel:
             self._group.close()
             self._group = None
         self._store = None
-        self._pool.shutdown(wait=True)
 
     def _release_waiting(self, name: str, posts: Sequence[Future[None]]) -> None:
         """Tells stock engines on CPUs that a broadcast failed.
@@ -392,9 +391,9 @@ def _answered(posts: Sequence[Future[None]]) -> list[Future[None]]:
     return [post for post in posts if post.done()]
 
 
-def _join(link: Link, invitation: Invitation) -> None:
+async def _join(link: Link, invitation: Invitation) -> None:
     try:
-        link.ask("join", link.adapter.join(invitation), timeout_s=invitation.timeout_s)
+        await link.ask("join", link.adapter.join(invitation), timeout_s=invitation.timeout_s)
     except TargetError:
         raise
     except DeadlineExceeded as error:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from weightcast.comm import pickle_writer
+from weightcast.comm import event_loop, pickle_writer
 from weightcast.comm.owned_folder import OwnedFolder, remove_abandoned
 from weightcast.comm.pickle_writer import integer, integers, listing, mapping, text
 from weightcast.comm.run_steps import Steps
@@ -30,6 +30,7 @@ from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link
 from weightcast.transports.pump import Pumped
 from weightcast.transports.spec import TransportSpec
+from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 
@@ -118,7 +119,7 @@ class Feed:
         self._timeout_s = timeout_s
         self._sockets: list[Any] = []
         self._owed: set[int] = set()  # ranks that have not answered the last message
-        self._answer: Future[None] | None = None
+        self._answer: Future[Ack] | None = None
         self._given_up = threading.Event()
 
     def take(self, layout: BucketLayout, shared: Sequence[Shared]) -> None:
@@ -185,19 +186,8 @@ class Feed:
             self._sockets.append(socket)
             addresses[f"GPU-{memory.device if rank.device == 'cuda' else rank.device}"] = address
         self.link.touch()
-        self._answer = answer = Future[None]()
         steps = cast(TakesHandles, self.link.adapter).handles(addresses)
-
-        def ask() -> None:
-            try:
-                self.link.ask("handles", steps, timeout_s=_WHOLE_UPDATE_S)
-            except BaseException as error:  # noqa: BLE001  raised again by whoever waits for the answer
-                answer.set_exception(error)
-            else:
-                answer.set_result(None)
-
-        # A daemon: it waits for an engine that may never answer, and must not keep this process.
-        threading.Thread(target=ask, name="weightcast-handles", daemon=True).start()
+        (self._answer,) = event_loop.submit([self.link.ask("handles", steps, timeout_s=_WHOLE_UPDATE_S)])
         handles = [pickle_writer.pickled(reduced_storage(memory, "uint8")) for memory in memories]
         self._tell(handles, what)
 

@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -28,7 +27,7 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.config import DiskReaders
 from weightcast.errors import ConfigError
 from weightcast.protocols import FromFolder
-from weightcast.transports.blame import raise_together
+from weightcast.transports.blame import run_each
 from weightcast.transports.link import Link, tell
 from weightcast.transports.pump import Pumped
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
@@ -100,7 +99,6 @@ class DiskTransport(Pumped):
                 f"{self._root} has {free_bytes} bytes of free space, and the weights need {total_bytes(specs)}",
                 hint="choose another folder: disk_folder, --disk-folder",
             )
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="weightcast-post")
         self._lock = threading.Lock()
         self._folder: OwnedFolder | None = None
         self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is written
@@ -150,8 +148,7 @@ class DiskTransport(Pumped):
         super().drain()
         try:
             folder = str(self._publish())
-            posts = [self._pool.submit(self._load, link, folder) for link in self._links]
-            raise_together([post.exception() for post in posts])
+            run_each(lambda link: self._load(link, folder), self._links)
         finally:
             self._discard()
 
@@ -166,7 +163,6 @@ class DiskTransport(Pumped):
         self._closed = True
         self._pump.close()
         self._discard()
-        self._pool.shutdown(wait=True)
 
     def _write(self, bucket: Bucket, _: tuple[Shared, ...]) -> None:
         filled = self._filled.pop(bucket.layout.index, None)
@@ -203,10 +199,12 @@ class DiskTransport(Pumped):
                 raise ConfigError(f"{self._root}: {error.strerror or error}") from error
             return self._folder.path
 
-    def _load(self, link: Link, folder: str) -> None:
+    async def _load(self, link: Link, folder: str) -> None:
         adapter = link.adapter
         assert isinstance(adapter, FromFolder), "only engines that load folders list this transport"
-        tell(link, adapter.load_folder(link.session, folder), what=f"the folder {folder}", timeout_s=self._timeout_s)
+        await tell(
+            link, adapter.load_folder(link.session, folder), what=f"the folder {folder}", timeout_s=self._timeout_s
+        )
 
     def _discard(self) -> None:
         with self._lock:

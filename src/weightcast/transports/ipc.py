@@ -7,10 +7,9 @@ head gathers the handles and posts them with each bucket.  An engine rank reads 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from weightcast.comm.shared_buckets import Shared
-from weightcast.transports.blame import raise_together
+from weightcast.transports.blame import run_each
 from weightcast.transports.link import Link, in_flight_to, leave_all, tell
 from weightcast.transports.pump import Pumped
 from weightcast.transports.spec import Placement, TransportSpec
@@ -34,9 +33,6 @@ class IpcTransport(Pumped):
         self._timeout_s = timeout_s
         in_flight = in_flight or in_flight_to(self._links)
         super().__init__(self._send_one, in_flight=in_flight)
-        self._pool = ThreadPoolExecutor(
-            max_workers=max(1, in_flight * len(self._links)), thread_name_prefix="weightcast-post"
-        )
         self._closed = False
 
     def connect(self) -> None:
@@ -56,17 +52,12 @@ class IpcTransport(Pumped):
         self._closed = True
         self._pump.close()
         leave_all(self._links)
-        self._pool.shutdown(wait=True)
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        if len(self._links) == 1:
-            self._tell(self._links[0], bucket, shared)  # a switch to another thread takes longer than a post
-            return
-        posts = [self._pool.submit(self._tell, link, bucket, shared) for link in self._links]
-        raise_together([post.exception() for post in posts])
+        run_each(lambda link: self._tell(link, bucket, shared), self._links)
 
-    def _tell(self, link: Link, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        tell(
+    async def _tell(self, link: Link, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
+        await tell(
             link,
             link.adapter.bucket(link.session, bucket.layout, group=None, shared=link.shared(shared)),
             what=f"bucket {bucket.layout.index}",

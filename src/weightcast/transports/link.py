@@ -1,4 +1,4 @@
-"""The link to one target: its connection, its adapter and its session.
+"""The link to one target: its connection, its adapter and its session.  Its coroutines are for the event loop.
 
 An error of a request names the target and, after the first bucket, says that the target may be half updated.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client, Lease
-from weightcast.comm.run_steps import EngineRequest, Steps, converse, send_plain
+from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, send_plain
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, Reverting, Sharing
@@ -112,7 +112,7 @@ class Link:
             return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
         return [msgspec.structs.replace(buffer, torch=buffer.torch[self.opens], ring=()) for buffer in buffers]
 
-    def open(self, message: Open) -> Ack:
+    async def open(self, message: Open) -> Ack:
         """Starts a session.  A leased engine ends it by itself when this process ends."""
         self.load_s = self.verify_s = 0.0
         self.peak_extra_bytes = self.sent = 0
@@ -126,11 +126,11 @@ class Link:
         traceparent = self.events.traceparent(self.url)
         if traceparent:
             message = msgspec.structs.replace(message, traceparent=traceparent)
-        self.opened = self._timed("open", self.adapter.open(message), message.timeout_s)
+        self.opened = await self._timed("open", self.adapter.open(message), message.timeout_s)
         self.session = message.session
         return self.opened
 
-    def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
+    async def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
         """Sends a step's requests, reads the answer and adds up its costs.
 
         The engine keeps the deadline itself and answers.  The deadline here is a little later, for an engine that
@@ -145,9 +145,9 @@ class Link:
         """
         limit_s = timeout_s + margin_s(timeout_s)
         if bucket is None:
-            return self._timed(kind, steps, limit_s)
+            return await self._timed(kind, steps, limit_s)
         try:
-            return self._timed(kind, steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)), bucket)
+            return await self._timed(kind, steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)), bucket)
         finally:
             self._answered_at[bucket] = time.monotonic()
 
@@ -157,10 +157,10 @@ class Link:
             return 0.0
         return self._answered_at.get(bucket - 1)
 
-    def leave(self, group: str | None) -> None:
+    async def leave(self, group: str | None) -> None:
         """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
         try:
-            self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
+            await self._send_end("leave", self.adapter.leave(group), _LEAVE_S)
         except WeightcastError as error:
             what = f"leave the group {group}" if group is not None else "unmap the trainer's buffers"
             self.notes.append(f"the engine did not {what}, and may keep its memory: {error}")
@@ -181,7 +181,7 @@ class Link:
         """Records that a bucket is being sent: the live weights may be parts of two versions from now on."""
         self.mixed = not self.adapter.leased
 
-    def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
+    async def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
         """Tells the engine that everything was sent.
 
         Args:
@@ -190,10 +190,10 @@ class Link:
             by_name: True to ask for the digest of each tensor.
         """
         message = Close(session=self.session, buckets=buckets, by_name=by_name)
-        self.closed = self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
+        self.closed = await self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
-    def commit(self, digest: str, *, timeout_s: float) -> Ack:
+    async def commit(self, digest: str, *, timeout_s: float) -> Ack:
         """Makes the new weights live.
 
         Args:
@@ -201,9 +201,9 @@ class Link:
             timeout_s: The engine's deadline, in seconds.
         """
         self.asked = Commit(session=self.session, digest=digest)
-        return self._commit(self.asked, timeout_s)
+        return await self._commit(self.asked, timeout_s)
 
-    def commit_again(self, *, timeout_s: float) -> Ack:
+    async def commit_again(self, *, timeout_s: float) -> Ack:
         """Sends a Commit again, because its answer was lost.
 
         An engine with our receiver switches once and repeats its answer.
@@ -212,35 +212,35 @@ class Link:
             TargetRejected: The engine has not committed the session and will not.
         """
         assert self.asked is not None
-        return self._commit(self.asked, timeout_s)
+        return await self._commit(self.asked, timeout_s)
 
-    def _commit(self, message: Commit, timeout_s: float) -> Ack:
-        self.committed = self.ask("commit", self.adapter.commit(message), timeout_s=timeout_s)
+    async def _commit(self, message: Commit, timeout_s: float) -> Ack:
+        self.committed = await self.ask("commit", self.adapter.commit(message), timeout_s=timeout_s)
         self.mixed = False
         self.end()
         return self.committed
 
-    def revert(self, reason: str, *, timeout_s: float) -> Ack:
+    async def revert(self, reason: str, *, timeout_s: float) -> Ack:
         """Restores the weights that the engine served before the commit.  Repeated once if the answer is lost."""
         adapter, asked = self.adapter, self.asked
         assert isinstance(adapter, Reverting)
         assert asked is not None
         message = Revert(session=asked.session, reason=reason[:4096])
         try:
-            return self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
+            return await self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
         except TargetRejected:
             raise
         except WeightcastError:
-            return self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
+            return await self.ask("revert", adapter.revert(message), timeout_s=timeout_s)
 
-    def abort(self, reason: str) -> Ack | None:
+    async def abort(self, reason: str) -> Ack | None:
         """Ends the session, if one is open.  Returns None if the engine does not answer."""
         if not self.session:
             return None
         session, self.session = self.session, ""
         try:
             # Without an answer, the end of the lease ends the session too.  A later probe asks for the engine's state.
-            return self._send_end("abort", self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
+            return await self._send_end("abort", self.adapter.abort(session, reason), min(_ABORT_S, self._limit_s))
         except WeightcastError:
             return None
         finally:
@@ -254,12 +254,12 @@ class Link:
                 self._lease.close()
             self._lease = None
 
-    def _send_end(self, kind: str, steps: Steps, limit_s: float) -> Ack:
+    async def _send_end(self, kind: str, steps: Steps, limit_s: float) -> Ack:
         """Sends a step that ends a session or a membership.
 
         A silent engine gets the request, and its answer is hardly waited for.
         """
-        return self._converse(kind, steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
+        return await self._converse(kind, steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
 
     def _check_version(self, message: Open) -> None:
         """Refuses an older version in the place of a stock engine, which would accept any version."""
@@ -271,17 +271,17 @@ class Link:
                 hint="count up, or allow an older version on purpose (allow_older, --allow-older)",
             )
 
-    def _timed(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
+    async def _timed(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
         try:
-            return self._converse(kind, steps, limit, bucket)
+            return await self._converse(kind, steps, limit, bucket)
         except DeadlineExceeded:
             self.silent = True
             raise
 
-    def _converse(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
+    async def _converse(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
         began = time.monotonic()
         try:
-            ack = converse(self.client, steps, timeout_s=limit, send=self._send)
+            ack = await converse_on_loop(self.client, steps, timeout_s=limit, send=self._send)
         except WireError as error:
             self._asked(kind, bucket, began, error=str(error))
             raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
@@ -312,10 +312,10 @@ class Link:
             )
         )
 
-    def _send(self, request: EngineRequest, limit: Deadline) -> bytes:
+    async def _send(self, request: EngineRequest, limit: Deadline) -> bytes:
         if not request.lease:
-            return send_plain(self.client, request, limit)
-        reply, self._lease = self.client.open_lease(request.path, request.body, timeout_s=limit)
+            return await send_plain(self.client, request, limit)
+        reply, self._lease = await self.client.lease(request.path, request.body, timeout_s=limit)
         return reply
 
 
@@ -324,7 +324,7 @@ def in_flight_to(links: Sequence[Link]) -> int:
     return min((link.adapter.in_flight for link in links), default=1)
 
 
-def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int | None = None) -> None:
+async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int | None = None) -> None:
     """Announces new weights, a bucket or a folder, to one target and reads the answer.
 
     Args:
@@ -341,7 +341,9 @@ def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int |
     half = not link.stages
     link.touch()
     try:
-        link.took_over(link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket))
+        link.took_over(
+            await link.ask("folder" if bucket is None else "bucket", steps, timeout_s=timeout_s, bucket=bucket)
+        )
     except DeadlineExceeded as error:
         raise TargetLost(
             f"{link.url}: no answer to {what} within {timeout_s:g} s", url=link.url, half_updated=half
@@ -362,9 +364,6 @@ def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket: int |
 
 def leave_all(links: Sequence[Link], group: str | None = None) -> None:
     """Asks targets to leave a group and to unmap buffers.  A failure becomes a note in the target's link."""
-
-    def leave(link: Link) -> None:
-        link.leave(group)
-
-    with ThreadPoolExecutor(max_workers=max(1, len(links))) as pool:
-        list(pool.map(leave, links))
+    for error in event_loop.run_each([link.leave(group) for link in links]):
+        if error is not None:
+            raise error

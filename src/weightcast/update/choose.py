@@ -216,7 +216,13 @@ class Plan:
 
     def probe(self, urls: Sequence[str], *, hasty: bool = False, since: float | None = None) -> Probed:
         """Asks targets for their description; returns each target's description or error."""
-        found = self._roster.look(urls, hasty=hasty, since=since)
+        return self._added(self._roster.look(urls, hasty=hasty, since=since))
+
+    async def probe_hastily(self, url: str) -> EngineInfo | WeightcastError:
+        """As ``probe`` of one target with ``hasty``, on the event loop."""
+        return self._added(await self._roster.look_on_loop([url], hasty=True))[url]
+
+    def _added(self, found: Probed) -> Probed:
         return {
             url: self._add_break_off(url, info) if isinstance(info, EngineInfo) else info for url, info in found.items()
         }

@@ -380,11 +380,9 @@ class Head:
         """Tells every target that everything was sent, and compares the digests of what arrived."""
         by_name = self._verifier.asks_by_name(sent)
 
-        def close(link: Link) -> None:
-            if by_name or link.closed is None:  # a target that knew the number of buckets closed with the last one
-                self._sessions.close_one(link, by_name=by_name)
-
-        run_each(close, self._sessions.links)
+        # A target that knew the number of buckets closed with the last one.
+        waiting = [link for link in self._sessions.links if by_name or link.closed is None]
+        run_each(lambda link: self._sessions.close_one(link, by_name=by_name), waiting)
         self._verifier.compare_received(
             sent,
             self._sessions.links,
@@ -393,13 +391,13 @@ class Head:
             close_by_name=lambda link: self._sessions.close_one(link, by_name=True),
         )
 
-    def _commit_one(self, link: Link, sent: Sent) -> None:
+    async def _commit_one(self, link: Link, sent: Sent) -> None:
         outcome = self._outcomes[link.url]
 
-        def ask_again(lost: WeightcastError) -> Ack:
-            return self._sessions.commit_again(link, outcome, lost)
+        async def ask_again(lost: WeightcastError) -> Ack:
+            return await self._sessions.commit_again(link, outcome, lost)
 
-        self._verifier.commit(link, outcome, sent, ask_again)
+        await self._verifier.commit(link, outcome, sent, ask_again)
 
     def _report(self) -> UpdateReport:
         unsure = [

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 import msgspec
 
 from weightcast.adapters.native.adapter import NativeAdapter
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.config import PauseMode, Target
 from weightcast.digest.definition import model_digest, unequal
@@ -143,7 +144,7 @@ class _Copy:
 
     def transfer(self, pause: PauseMode) -> Ack:
         """Copies every chunk and compares what waits with what the peer proved."""
-        self._link.open(
+        opening = self._link.open(
             Open(
                 session=secrets.token_hex(16),
                 owner=Owner(host=socket.gethostname(), pid=os.getpid()),
@@ -155,6 +156,7 @@ class _Copy:
                 specs=self._late.specs,
             )
         )
+        event_loop.run(opening)
         source = PeerEngine(url=self._peer.target.url, api_key=self._peer.target.api_key or "")
         while True:
             message = Fetch(
@@ -164,7 +166,7 @@ class _Copy:
                 version=self._version,
                 digest=self._digest,
             )
-            ack = self._link.ask("fetch", self._adapter.fetch(message), timeout_s=self._timeout_s)
+            ack = event_loop.run(self._link.ask("fetch", self._adapter.fetch(message), timeout_s=self._timeout_s))
             self.chunks += 1
             if self._progress is not None:
                 self._progress(self.chunks)
@@ -175,9 +177,9 @@ class _Copy:
     def commit(self) -> Ack:
         """Makes the copy live.  A lost answer is asked for again: the engine switches once."""
         try:
-            ack = self._link.commit(self._digest, timeout_s=self._timeout_s)
+            ack = event_loop.run(self._link.commit(self._digest, timeout_s=self._timeout_s))
         except (TargetLost, DeadlineExceeded):
-            ack = self._link.commit_again(timeout_s=self._timeout_s)
+            ack = event_loop.run(self._link.commit_again(timeout_s=self._timeout_s))
         if (ack.version, ack.digest) != (self._version, self._digest):
             raise VerificationFailed(
                 f"{self._link.url} says that it serves version {ack.version} with the digest {ack.digest}, after a "
@@ -190,7 +192,7 @@ class _Copy:
 
     def abort(self, error: WeightcastError) -> None:
         """Ends the session, if it is open."""
-        self._link.abort(str(error))
+        event_loop.run(self._link.abort(str(error)))
         self._link.end()
 
     def peer_moved_on(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weightcast.adapters.registry import KINDS, adapter_kinds
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.errors import ConfigError
 from weightcast.fleet.probe import probe
@@ -13,6 +14,13 @@ from weightcast.wire.engine_info import EngineInfo
 
 
 def recognise(client: Client, *, timeout_s: float | None = None, adapter: AdapterRequest | None = None) -> EngineInfo:
+    """As ``recognise_on_loop``, for a thread that waits for the description."""
+    return event_loop.run(recognise_on_loop(client, timeout_s=timeout_s, adapter=adapter))
+
+
+async def recognise_on_loop(
+    client: Client, *, timeout_s: float | None = None, adapter: AdapterRequest | None = None
+) -> EngineInfo:
     """Returns the description of the engine behind a client; ``Target.engine`` narrows the kinds that are tried.
 
     Args:
@@ -26,12 +34,12 @@ def recognise(client: Client, *, timeout_s: float | None = None, adapter: Adapte
     """
     asked = client.target.engine
     if adapter is not None:
-        return _located(client, probe(client, adapter_kinds(adapter), timeout_s=timeout_s))
+        return _located(client, await probe(client, adapter_kinds(adapter), timeout_s=timeout_s))
     kinds = [kind for kind in KINDS if asked in ("auto", kind.name)]
     if not kinds:
         known = ", ".join(kind.name for kind in KINDS)
         raise ConfigError(f"engine={asked!r}: choose auto or one of {known}")
-    return _located(client, probe(client, kinds, timeout_s=timeout_s))
+    return _located(client, await probe(client, kinds, timeout_s=timeout_s))
 
 
 def _located(client: Client, info: EngineInfo) -> EngineInfo:

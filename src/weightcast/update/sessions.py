@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from weightcast.comm.invited import Invited
@@ -79,8 +78,12 @@ class Sessions:
         transport = self._renew_transport()
         message = open_message(self._config, links, version, plan)
         began(message)
+
+        async def open_one(link: Link) -> None:
+            check(link, await link.open(message))
+
         try:
-            run_each(lambda link: check(link, link.open(message)), links)
+            run_each(open_one, links)
         finally:
             for link in links:
                 if link.session:
@@ -131,11 +134,11 @@ class Sessions:
         with self._moving():
             self._transport.drain()
 
-    def close_one(self, link: Link, *, by_name: bool) -> Ack:
+    async def close_one(self, link: Link, *, by_name: bool) -> Ack:
         """Tells a target that everything was sent; ``by_name`` asks for the digest of each tensor."""
-        return link.close(buckets=self.num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
+        return await link.close(buckets=self.num_buckets, timeout_s=self._config.timeout_s, by_name=by_name)
 
-    def commit_again(self, link: Link, outcome: Outcome, lost: WeightcastError) -> Ack:
+    async def commit_again(self, link: Link, outcome: Outcome, lost: WeightcastError) -> Ack:
         """Returns the answer to a Commit whose first answer was lost.
 
         Raises:
@@ -145,11 +148,11 @@ class Sessions:
         outcome.in_doubt = True
         if not link.adapter.leased:
             raise lost  # the engine would take a second Commit for another one
-        now = self._plan.probe([link.url], hasty=True)[link.url]
+        now = await self._plan.probe_hastily(link.url)
         if not isinstance(now, EngineInfo):
             raise lost
         try:
-            ack = link.commit_again(timeout_s=self._config.timeout_s)
+            ack = await link.commit_again(timeout_s=self._config.timeout_s)
         except TargetRejected:
             outcome.in_doubt = False
             raise
@@ -199,9 +202,14 @@ class Sessions:
     def _abort_each(self, links: Sequence[Link], reason: str) -> None:
         if not links:
             return
-        with ThreadPoolExecutor(max_workers=len(links)) as pool:
-            answers = list(pool.map(Link.abort, links, [reason] * len(links)))
-        for link, answer in zip(links, answers, strict=True):
+        answers: dict[str, Ack | None] = {}
+
+        async def abort(link: Link) -> None:
+            answers[link.url] = await link.abort(reason)
+
+        run_each(abort, links)
+        for link in links:
+            answer = answers[link.url]
             if link.silent:
                 self._roster.fell_silent(link.url, reason)
             whole = answer is not None and answer.state == "serving" and not link.mixed

@@ -47,7 +47,7 @@ def switch_back(
     return f"{words}; could not be switched back: {', '.join(stay)}" if stay else words
 
 
-def _revert(link: Link, outcome: Outcome, version: int, reason: str, timeout_s: float) -> None:
+async def _revert(link: Link, outcome: Outcome, version: int, reason: str, timeout_s: float) -> None:
     """Switches one target back and compares its weights with those that it served before."""
     before = link.info
     if not link.can_revert:
@@ -57,7 +57,7 @@ def _revert(link: Link, outcome: Outcome, version: int, reason: str, timeout_s: 
             hint="send it a full update",
         )
     try:
-        ack = link.revert(reason, timeout_s=timeout_s)
+        ack = await link.revert(reason, timeout_s=timeout_s)
     except TargetRejected as error:
         raise TargetError(
             f"{link.url} could not be switched back from version {version}: {error}",

@@ -50,7 +50,7 @@ from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import layouts_in_place
 from weightcast.update.messages import AttemptResult, Choice, Failure
-from weightcast.update.recognise import recognise
+from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import run_watched, tell_targets
 from weightcast.watch.listeners import Events, Listener
@@ -75,7 +75,7 @@ class WeightUpdater:
         adapter: AdapterRequest | None = None,
     ) -> None:
         self._exporter = exporter
-        self._recognise = partial(recognise, adapter=adapter)
+        self._recognise = partial(recognise_on_loop, adapter=adapter)
         self._config = config
         self._progress = progress
         self._targets = tuple(targets)

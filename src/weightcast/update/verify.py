@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from weightcast.comm.run_steps import converse
+from weightcast.comm.run_steps import converse_on_loop
 from weightcast.config import UpdateConfig
 from weightcast.digest.sent import Repeated, Sent, SentDigests, gathered_otherwise
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
 from weightcast.exporters.sum_messages import unsummed
 from weightcast.protocols import Exporter, SeesChange
-from weightcast.transports.blame import raise_together
+from weightcast.transports.blame import raise_together, try_each
 from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
 from weightcast.update.choose import Plan
@@ -122,7 +123,7 @@ class Verifier:
         outcomes: Mapping[str, Outcome],
         *,
         version: int,
-        close_by_name: Callable[[Link], Ack],
+        close_by_name: Callable[[Link], Coroutine[Any, Any, Ack]],
     ) -> None:
         """Compares each target's answer to Close with what was sent.
 
@@ -157,18 +158,22 @@ class Verifier:
             raise_together(self._blame(wrong, asked, sent, close_by_name))
 
     def _blame(
-        self, wrong: Sequence[Link], asked: Sequence[Link], sent: Sent, close_by_name: Callable[[Link], Ack]
-    ) -> Sequence[WeightcastError]:
+        self,
+        wrong: Sequence[Link],
+        asked: Sequence[Link],
+        sent: Sent,
+        close_by_name: Callable[[Link], Coroutine[Any, Any, Ack]],
+    ) -> Sequence[BaseException]:
         """Returns one error for the gather if the gather is at fault, else one error for each target."""
-        unanswered: list[WeightcastError] = []
+        unanswered: list[BaseException] = []
         acks: list[Ack] = []
         differing: list[VerificationFailed] = []
-        for link in wrong:
-            try:
-                ack = link.closed if self.asks_by_name(sent) else close_by_name(link)
-            except WeightcastError as error:
+        errors = [None] * len(wrong) if self.asks_by_name(sent) else try_each(close_by_name, wrong)
+        for link, error in zip(wrong, errors, strict=True):
+            if error is not None:
                 unanswered.append(error)
                 continue
+            ack = link.closed
             assert ack is not None
             acks.append(ack)
             gathers = self._plan.gathers and not self._plan.transport.scattered
@@ -196,7 +201,9 @@ class Verifier:
         if self._config.verify == "resident" and "resident" in link.adapter.proves:
             check_share(link, len(link.info.specs), ack.unproven, self._config.min_proven_share)
 
-    def commit(self, link: Link, outcome: Outcome, sent: Sent, ask_again: Callable[[WeightcastError], Ack]) -> None:
+    async def commit(
+        self, link: Link, outcome: Outcome, sent: Sent, ask_again: Callable[[WeightcastError], Awaitable[Ack]]
+    ) -> None:
         """Commits one target, and compares the weights that it keeps with those that were sent.
 
         Args:
@@ -213,22 +220,22 @@ class Verifier:
         proven = sum(spec.name not in unproven for spec in specs) if unproven else len(specs)
         digest = sent.digest_kept(specs, without=unproven) if proves and proven else ""
         try:
-            ack = link.commit(digest, timeout_s=self._config.timeout_s)
+            ack = await link.commit(digest, timeout_s=self._config.timeout_s)
         except (TargetRejected, TargetUnreachable):
             raise  # the target has not switched
         except WeightcastError as error:
-            ack = ask_again(error)
+            ack = await ask_again(error)
         outcome.resident(link, ack, digest, proven)
         level = "resident" if wanted else self._config.verify
         if level != "none" and level not in link.adapter.proves and self._config.verify != "behaviour":
             can = 'it answers with log-probabilities: verify="behaviour"'
             outcome.add(f"{link.info.engine} cannot prove that the new weights are {level}; {can}")
 
-    def compare_scores(self, link: Link, outcome: Outcome, tokens: Sequence[int], mine: Sequence[float]) -> None:
+    async def compare_scores(self, link: Link, outcome: Outcome, tokens: Sequence[int], mine: Sequence[float]) -> None:
         """Compares a target's log-probabilities with the trainer's; the outcome takes the result."""
         tolerance = self._config.behaviour_tolerance
         try:
-            theirs = converse(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
+            theirs = await converse_on_loop(link.client, link.adapter.score(tokens), timeout_s=self._config.timeout_s)
             apart = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
         except (WeightcastError, ValueError) as error:
             outcome.add(f"could not compare behaviour: {error}")

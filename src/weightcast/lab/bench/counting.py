@@ -26,9 +26,9 @@ class Counting:
             side.count("messages")
             side.count("metadata_bytes", len(body))
 
-        self._beside(http.Client, "post_json", on_post)
-        self._beside(http.Client, "get_json", on_post)
-        self._beside(http.Client, "open_lease", on_post)
+        self._beside(http.Client, "post", on_post)
+        self._beside(http.Client, "get", on_post)
+        self._beside(http.Client, "lease", on_post)
         self._beside(ipc.Mapping, "__init__", lambda *_: side.count("handle_opens"))
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("weightcast", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "safetensors", "msgspec", "httpcore")
+_PACKAGES = ("weightcast", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "safetensors", "msgspec", "httptools")
 
 
 def facts() -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-
-import httpcore
+from urllib.parse import urlsplit
 
 from weightcast.comm.tls import client_context
 from weightcast.config import Target
@@ -110,7 +111,7 @@ class Stream:
         try:
             for event in _events(self._target, self._dialect.path, body, Deadline(self._timeout_s)):
                 self._hear(event)
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, WeightcastError) as error:
+        except (OSError, HTTPException, WeightcastError) as error:
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             with self._news:
@@ -156,26 +157,24 @@ def _events(target: Target, path: str, body: bytes, deadline: Deadline) -> Itera
     Raises:
         WireError: The engine refused, or sent something else.
     """
-    headers = [("content-type", "application/json")]
+    headers = {"content-type": "application/json"}
     if target.api_key is not None:
-        headers.append(("authorization", f"Bearer {target.api_key}"))
-    trust = None
-    if target.url.startswith("https:"):
+        headers["authorization"] = f"Bearer {target.api_key}"
+    parts = urlsplit(target.url)
+    assert parts.hostname is not None
+    if parts.scheme == "https":
         trust = client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
-    limits = dict.fromkeys(("connect", "read", "write", "pool"), deadline.left_s())
-    url = target.url.rstrip("/") + path
-    with (
-        httpcore.ConnectionPool(ssl_context=trust) as pool,
-        pool.stream("POST", url, headers=headers, content=body, extensions={"timeout": limits}) as answer,
-    ):
+        connection = HTTPSConnection(parts.hostname, parts.port, timeout=deadline.left_s(), context=trust)
+    else:
+        connection = HTTPConnection(parts.hostname, parts.port, timeout=deadline.left_s())
+    with closing(connection):
+        connection.request("POST", parts.path.rstrip("/") + path, body, headers)
+        answer = connection.getresponse()
         if answer.status != 200:
             raise WireError(f"POST {path} was refused with status {answer.status}: {answer.read()[:300]!r}")
-        left = b""
-        for chunk in answer.iter_stream():
-            *lines, left = (left + chunk).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line.removeprefix(b"data: "))
+        for line in answer:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def _openai_body(model: str, prompt: Sequence[int], count: int) -> dict[str, Any]:

@@ -8,13 +8,11 @@ import sys
 
 import msgspec
 
-from weightcast.comm.run_steps import EngineRequest, send_plain
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.doomed import Doom
 from weightcast.lab.conformance.engine import EngineUnderTest
 from weightcast.lab.conformance.result import Failed, need
 from weightcast.report import UpdateReport
-from weightcast.runtime.deadline import Deadline
 
 
 class _Planned(Exception):
@@ -93,5 +91,5 @@ def _wake(engine: EngineUnderTest, report: UpdateReport) -> str:
     asked = re.search(r"POST (/wakeup\S*?)[\s,;)]", f"{report.targets[0].message} ")
     if asked is None:
         return ""
-    send_plain(engine.client, EngineRequest(path=asked[1], body=b"{}"), Deadline(engine.settings.timeout_s))
+    engine.client.post_json(asked[1], b"{}", timeout_s=engine.settings.timeout_s)
     return f", and POST {asked[1]} woke it, as the report asked"

@@ -10,13 +10,12 @@ import torch
 
 from weightcast.adapters.registry import adapter_for
 from weightcast.adapters.vllm.checksums import as_one, checksums
-from weightcast.comm.run_steps import EngineRequest, converse, send_plain
+from weightcast.comm.run_steps import converse
 from weightcast.errors import ConfigError, TargetRejected, UpdateFailed, WeightcastError
 from weightcast.exporters.checkpoint import CheckpointExporter
 from weightcast.lab.conformance.engine import Baseline, EngineUnderTest, Name, loads_folders
 from weightcast.lab.conformance.result import NotApplicable, joined, need
 from weightcast.report import format_bytes
-from weightcast.runtime.deadline import Deadline
 from weightcast.wire.layout import total_bytes
 
 if TYPE_CHECKING:
@@ -191,9 +190,10 @@ def _own_checksum(engine: EngineUnderTest) -> str:
     if engine.first.kind.startswith("vllm"):
         found = as_one(converse(engine.client, checksums(), timeout_s=engine.settings.timeout_s))
     elif engine.first.kind == "sglang":
-        request = EngineRequest(path="/weights_checker", body=b'{"action": "checksum"}')
         try:
-            reply = send_plain(engine.client, request, Deadline(engine.settings.timeout_s))
+            reply = engine.client.post_json(
+                "/weights_checker", b'{"action": "checksum"}', timeout_s=engine.settings.timeout_s
+            )
             found = str(msgspec.json.decode(reply, type=dict[str, Any]).get("per_engine_checksum") or "")
         except (TargetRejected, msgspec.MsgspecError) as error:
             raise NotApplicable(f"it has no checksum of its own: {error}") from None

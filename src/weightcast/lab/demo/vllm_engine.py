@@ -26,8 +26,8 @@ from weightcast.config import Target
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, WeightcastError
 from weightcast.version import __version__
 
-# Packages that vLLM's environment must have; our plug-in needs the last three.
-_NEEDED = ("vllm", "torch", "msgspec", "httpcore", "safetensors")
+# Packages that vLLM's environment must have; our plug-in needs the last two.
+_NEEDED = ("vllm", "torch", "msgspec", "safetensors")
 _GET_VLLM = (
     "point --engine-python at a Python that has vLLM: `pip install vllm` into an environment of its own (NVIDIA GPUs), "
     "or, from a checkout of weightcast, `python -m tests.engines.environment vllm-0.32.0-cpu`: it makes one for CPUs "
