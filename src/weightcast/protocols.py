@@ -185,7 +185,16 @@ class Scattering(Protocol):
     def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
         """Number of the slot and box of each part that engines read from this rank.  No communication.
 
-        All ranks together serve every element of the layout's tensors once.  Replicas are shared out by bytes.
+        All ranks together serve every element of the layout's tensors once, or the ranks on each of
+        ``group.reading_hosts`` do.  Replicas are shared out by bytes.
+        """
+        ...
+
+    def whole_on(self, hosts: Sequence[str]) -> Collection[str]:
+        """The hosts whose trainer ranks hold all weights together.  Known after ``prepare``; no communication.
+
+        Args:
+            hosts: Id of each trainer rank's host, in order of rank.
         """
         ...
 

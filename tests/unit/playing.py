@@ -23,6 +23,7 @@ class Game:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.hosts = ("here",) * world_size  # shared by all ranks
         self.gathered: list[dict[int, bytes]] = []
         self.told: list[bytes] = []
 
@@ -67,6 +68,8 @@ class _Rank:
 
     def __init__(self, game: Game, rank: int) -> None:
         self.rank, self.world_size, self.device = rank, game.world_size, torch.device("cpu")
+        self.hosts = game.hosts
+        self.reading_hosts: tuple[str, ...] = ()
         self._game = game
         self._gathers = self._broadcasts = 0
 

@@ -70,6 +70,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
         parts: The parts of the bucket that engines read from this buffer; empty if it has the whole bucket.
         memories: Handles to the rank's own memory, if there is no buffer.
         mapped: The parts that lie there.
+        host: Id of the host whose engines read the buffer; empty if all engines may.
     """
 
     memory: MemoryHandle | None = None
@@ -79,6 +80,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     mapped: tuple[MappedPart, ...] = ()
     torch: tuple[TorchMemory, ...] = ()
     ring: tuple[TorchMemory, ...] = ()
+    host: str = ""
 
 
 class Ring:

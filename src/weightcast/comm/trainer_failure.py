@@ -121,6 +121,7 @@ class FailureState:
 
     Attributes:
         timeout_s: Deadline of the group's calls, in seconds.
+        hosts: Name of each rank's host, for the failure's words; empty if all ranks are on one.
         reason: The failure in words; None before one.
         lost: True if a rank was dead or silent; False where ranks only gave up.
     """
@@ -128,6 +129,7 @@ class FailureState:
     def __init__(self, *, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self.timeout_s = timeout_s
+        self.hosts: Sequence[str] = ()
         self._notes: FailureNotes | None = None
         self._hang_up: Callable[[], None] = lambda: None
         self.reason: str | None = None
@@ -161,7 +163,7 @@ class FailureState:
         """
         if self.reason is not None:
             return
-        self.reason = f"trainer rank {self._rank} gave up: {reason}"
+        self.reason = f"{name_ranks([self._rank], self.hosts)} gave up: {reason}"
         if tell and self._notes is not None:
             self._notes.verdict((), reason=reason, patience_s=1.0)
             self._hang_up()
@@ -181,23 +183,32 @@ class FailureState:
         verdict = notes.verdict(suspects, reason=f"waited for {what}", patience_s=patience_s)
         how = f"did not answer within {self.timeout_s:g} s" if timed_out else "closed its connection"
         self.lost = bool(verdict.silent)
-        self.reason = f"{_blame(verdict, suspects, how)}; rank {self._rank} was waiting for {what}"
+        self.reason = f"{_blame(verdict, suspects, how, self.hosts)}; rank {self._rank} was waiting for {what}"
         self._hang_up()
         raise TrainerRankFailed(self.reason)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``"trainer rank 3"`` or ``"trainer ranks 1, 3"``."""
-    return f"trainer rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """``"trainer rank 3"`` or ``"trainer ranks 1, 3"``; ``"trainer rank 3 (host b)"`` if ``hosts`` names them.
+
+    Args:
+        ranks: The ranks.
+        hosts: Name of each rank's host, for all ranks of the job; empty to leave hosts out.
+    """
+    named = [f"{rank} (host {hosts[rank]})" if hosts else str(rank) for rank in ranks]
+    return f"trainer rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}"
 
 
-def _blame(verdict: Verdict, suspects: Sequence[int], how: str) -> str:
+def _blame(verdict: Verdict, suspects: Sequence[int], how: str, hosts: Sequence[str]) -> str:
     if verdict.quit:
-        return "; ".join(f"trainer rank {rank} gave up: {reason}" for rank, reason in sorted(verdict.quit.items()))
+        return "; ".join(
+            f"{name_ranks([rank], hosts)} gave up: {reason}" for rank, reason in sorted(verdict.quit.items())
+        )
     if not verdict.silent:
-        return f"{name_ranks(sorted(suspects))} {how}, and every rank was waiting for another"
+        return f"{name_ranks(sorted(suspects), hosts)} {how}, and every rank was waiting for another"
+    silent = name_ranks(verdict.silent, hosts)
     if verdict.store_lost:
-        return f"{name_ranks(verdict.silent)} {how}, nor does the job's store, which rank 0 usually holds"
+        return f"{silent} {how}, nor does the job's store, which rank 0 usually holds"
     if set(verdict.silent) <= set(suspects):
-        return f"{name_ranks(verdict.silent)} {how}"
-    return f"{name_ranks(verdict.silent)} fell silent"
+        return f"{silent} {how}"
+    return f"{silent} fell silent"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from weightcast.comm.ipc import host_id
 from weightcast.comm.trainer_failure import FailureNotes, FailureState, name_ranks
 from weightcast.comm.trainer_gloo import NUM_TAGS, GlooPeers
 from weightcast.comm.trainer_rendezvous import meet
@@ -35,6 +37,32 @@ __all__ = ["Move", "TrainerGroup"]
 _MAX_MESSAGE_BYTES = 1 << 30
 
 
+class _Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank runs: its GPU's UUID, empty if NCCL cannot use its device; its host's id and name."""
+
+    gpu: str
+    host: str
+    name: str
+
+
+class _Seats(msgspec.Struct, frozen=True, array_like=True):
+    """Where all ranks run.
+
+    Attributes:
+        own_gpus: True if each rank has a GPU of its own.
+        hosts: Id and name of each host.
+        host_of: Number of each rank's host, in order of rank.
+    """
+
+    own_gpus: bool
+    hosts: tuple[tuple[str, str], ...]
+    host_of: tuple[int, ...]
+
+
+_seat = msgspec.json.Decoder(_Seat)  # made before there are threads
+_seats = msgspec.json.Decoder(_Seats)
+
+
 class TrainerGroup:
     """All ranks of the training job, or this process alone.  Made by ``TrainerGroup.connect``.
 
@@ -42,12 +70,16 @@ class TrainerGroup:
         rank: This rank.
         world_size: Number of ranks.
         device: Device of this rank's tensors.
+        reading_hosts: Hosts on which engines read trainer ranks' own parts, so that each part is served there; empty if
+            one rank serves it to all engines.  Must be the same on every rank.
     """
 
     def __init__(self, *, device: torch.device, timeout_s: float, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.reading_hosts: tuple[str, ...] = ()
+        self._hosts: tuple[str, ...] = ()
         self._receivers: tuple[int, ...] = (0,)
         self._failure = FailureState(rank=rank, timeout_s=timeout_s)
         self._messages: GlooPeers | None = None
@@ -106,9 +138,8 @@ class TrainerGroup:
         self._steps = 0
         self._tensors = None
         self._messages = GlooPeers(_new_group("gloo", timedelta(seconds=self.timeout_s)), self._failure)
-        devices = self.all_gather_bytes(_device_identity(self.device).encode())
         # NCCL needs a GPU for each rank.  Where ranks share one, tensors go through host memory.
-        if not all(devices) or len(set(devices)) < len(devices):
+        if not self._exchange_seats():
             data = _new_group("gloo", timedelta(seconds=self.timeout_s))
             self._tensors = GlooTensors(data, self._failure)
             return
@@ -120,6 +151,22 @@ class TrainerGroup:
             world_size=self.world_size,
         )
         over_nccl.connect()
+
+    def _exchange_seats(self) -> bool:
+        """Learns each rank's host; returns True if each rank has a GPU of its own.  Collective."""
+        mine = _Seat(_device_identity(self.device), _host_here(), socket.gethostname())
+        gathered = self.gather_bytes(msgspec.json.encode(mine))
+        told = msgspec.json.encode(_together(gathered)) if gathered is not None else None
+        seats = _seats.decode(self.broadcast_bytes(told))
+        self._hosts = tuple(seats.hosts[number][0] for number in seats.host_of)
+        many = len(seats.hosts) > 1
+        self._failure.hosts = tuple(seats.hosts[number][1] for number in seats.host_of) if many else ()
+        return seats.own_gpus
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Id of each rank's host, in order of rank: ``comm.ipc.host_id``."""
+        return self._hosts or (host_id(),)
 
     @property
     def timeout_s(self) -> float:
@@ -335,6 +382,28 @@ def _device_identity(device: torch.device) -> str:
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _host_here() -> str:
+    """Returns this host's id; on a system without boot ids, one that no engine has."""
+    try:
+        return host_id()
+    except ConfigError:
+        return f"host:{socket.gethostname()}"
+
+
+def _together(gathered: Sequence[bytes]) -> _Seats:
+    seats = [_seat.decode(one) for one in gathered]
+    gpus = [seat.gpu for seat in seats]
+    names: dict[str, str] = {}
+    for seat in seats:
+        names.setdefault(seat.host, seat.name)
+    numbers = {host: number for number, host in enumerate(names)}
+    return _Seats(
+        own_gpus=all(gpus) and len(set(gpus)) == len(gpus),
+        hosts=tuple(names.items()),
+        host_of=tuple(numbers[seat.host] for seat in seats),
+    )
 
 
 def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:

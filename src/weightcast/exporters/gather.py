@@ -118,8 +118,21 @@ class Gatherer:
                 own.sum_in_place(taker, summed_on_the_way=summed)
 
     def serves(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[tuple[int, Box]]:
-        """Number of the slot and box of each part that engines read from this rank; of all ranks, each part once."""
+        """Number of the slot and box of each part that engines read from this rank; see ``Scattering.serves``."""
         return self._plan(layout, group, tuple(range(group.world_size)), scattered=True)[0].serves
+
+    def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
+        """Hosts whose ranks hold all tensors together; see ``Scattering.whole_on``."""
+        whole = set(hosts)
+        seen: dict[int, object] = {}
+        for number in range(len(self._specs)):
+            parts = self._shared.parts(number)
+            if id(parts) in seen:  # tensors that are held alike share one list
+                continue
+            seen[id(parts)] = parts
+            for part in parts:
+                whole.intersection_update(hosts[rank] for rank in part.holders)
+        return frozenset(whole)
 
     def unmappable(self, group: TrainerGroup) -> list[str]:
         """Names of tensors that others cannot read where this rank keeps them; see ``Mappable.unmappable``."""
@@ -197,6 +210,7 @@ class Gatherer:
         if (
             known is None
             or (known[0].receivers, known[0].scattered) != (receivers, scattered)
+            or known[0].reading_hosts != group.reading_hosts
             or known[0].layout != layout
         ):
             tensors = {

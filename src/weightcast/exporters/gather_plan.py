@@ -65,6 +65,7 @@ class GatherPlan:
         waves: Batches of parcels that this rank sends or receives.
         scratch_bytes: Scratch memory that the largest wave needs.
         scattered: True if nothing moves between ranks: each rank's bucket has that rank's own parts.
+        reading_hosts: As ``TrainerGroup.reading_hosts`` at the time of planning.
         serves: If scattered, the number of the slot and the box of each part that engines read from this rank.
     """
 
@@ -76,6 +77,7 @@ class GatherPlan:
     waves: list[list[Parcel]] = field(default_factory=list[list[Parcel]])
     scratch_bytes: int = 0
     scattered: bool = False
+    reading_hosts: tuple[str, ...] = ()
     serves: list[tuple[int, Box]] = field(default_factory=list[tuple[int, Box]])
 
 
@@ -97,9 +99,11 @@ def plan_gather(
         scattered: True leaves each part on the ranks that hold it.
 
     Raises:
-        ConfigError: The layout has a tensor that the exporter does not have.
+        ConfigError: The layout has a tensor that the exporter does not have, or no rank on a reading host holds a part.
     """
-    plan = GatherPlan(layout, receivers, Ledger(len(layout.slots)), scattered=scattered)
+    plan = GatherPlan(
+        layout, receivers, Ledger(len(layout.slots)), scattered=scattered, reading_hosts=group.reading_hosts
+    )
     budget_bytes = max(layout.size_bytes // group.world_size, MIN_SCRATCH_BYTES)
     budget_bytes -= budget_bytes % _SCRATCH_ALIGNMENT_BYTES
     load: Counter[int] = Counter()
@@ -122,7 +126,9 @@ def plan_gather(
                 continue
             if scattered:
                 _expect_sums(plan, index, part, box, None, group.rank)
-                if _least_loaded(part, load, box.numel * slot.spec.torch_dtype.itemsize) == group.rank:
+                size_bytes = box.numel * slot.spec.torch_dtype.itemsize
+                candidates = _on_each_host(slot, part, group) if group.reading_hosts else (part.holders,)
+                if group.rank in [_least_loaded(holders, load, size_bytes) for holders in candidates]:
                     plan.serves.append((index, box))
                 continue
             parcels = [] if gathered else list(_parcels(slot, part, box, receivers, load, budget_bytes))
@@ -219,7 +225,7 @@ def _parcels(
     if not targets:
         return
     itemsize = slot.spec.torch_dtype.itemsize
-    source = _least_loaded(part, load, math.prod(box.shape) * itemsize)
+    source = _least_loaded(part.holders, load, math.prod(box.shape) * itemsize)
 
     def parcel(box: Box) -> Parcel:
         scratch_bytes = align(math.prod(box.shape) * itemsize)
@@ -237,9 +243,24 @@ def _parcels(
         yield parcel(small)
 
 
-def _least_loaded(part: SharedPart, load: Counter[int], size_bytes: int) -> int:
+def _on_each_host(slot: TensorSlot, part: SharedPart, group: TrainerGroup) -> list[Sequence[int]]:
+    """The holders of a part on each host whose engines read it."""
+    hosts = group.hosts
+    found: list[Sequence[int]] = []
+    for host in group.reading_hosts:
+        found.append([rank for rank in part.holders if hosts[rank] == host])
+        if not found[-1]:
+            raise ConfigError(
+                f"no trainer rank on host {host} holds {list(part.box.shape)} at {list(part.box.offset)} of "
+                f"{slot.spec.name}, and engines there read it from trainer ranks of their host",
+                hint="was the model sharded anew since connect()?",
+            )
+    return found
+
+
+def _least_loaded(holders: Sequence[int], load: Counter[int], size_bytes: int) -> int:
     """The holder that gives least so far, and gives these bytes from now on."""
-    source = min(part.holders, key=lambda rank: (load[rank], rank))
+    source = min(holders, key=lambda rank: (load[rank], rank))
     load[source] += size_bytes
     return source
 

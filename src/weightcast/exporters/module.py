@@ -179,6 +179,10 @@ class WeightsExporter:
         """Implements ``Scattering.serves``."""
         return self._gatherer.serves(layout, group)
 
+    def whole_on(self, hosts: Sequence[str]) -> frozenset[str]:
+        """Implements ``Scattering.whole_on``."""
+        return self._gatherer.whole_on(hosts)
+
     def unmappable(self, group: TrainerGroup) -> Collection[str]:
         """Implements ``Mappable.unmappable``."""
         with self._tensors.looking():

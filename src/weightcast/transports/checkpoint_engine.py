@@ -332,7 +332,7 @@ def _zmq() -> Any:
 
 SPEC = TransportSpec(
     name="checkpoint-engine",
-    one_host=True,
+    reach="head",
     delivery="handles",
     sharing="ring",
     build=lambda wiring: CheckpointEngineTransport(wiring.links, timeout_s=wiring.config.timeout_s),

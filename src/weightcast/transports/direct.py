@@ -2,16 +2,18 @@
 
 They move in one of four ways:
 
-- as shards: engine ranks on this host map the memory in which trainer ranks keep their weights, and read it there.
+- as shards: engine ranks map the memory in which trainer ranks of their host keep their weights, and read it there.
   There is no bucket.  The weights must stay where they are, so the caller says ``keep_mapped=True``.
 - over memory: each trainer rank copies its own parts of a bucket into its own buffer.  The head gathers the handles,
-  with the parts that each buffer has, and posts them.  An engine rank maps all buffers and reads the parts that it
-  keeps (``receiver/sources/ipc.py``).
+  with the parts that each buffer has, and posts them.  An engine rank maps all buffers of its host and reads the parts
+  that it keeps (``receiver/sources/ipc.py``).
 - by messages: each trainer rank copies its own parts into its own buffer, too.  Trainer ranks and engine ranks are one
   process group.  Every trainer rank sends every engine rank the parts that it keeps (``update/exchange.py``), and the
   head posts which trainer rank has which parts.
 - by RDMA: as over memory, but the buffers are registered with NIXL, and engine ranks on any hosts read the parts that
   they keep into memory of their own (``receiver/sources/remote.py``).  ``auto`` does not choose it.
+
+The first two reach engines on every host whose trainer ranks hold all weights together, as replicas in HSDP do.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from weightcast.wire.engine_info import EngineInfo
 
 
 class DirectTransport(IpcTransport):
-    """Shares each trainer rank's shards with engines on the same host."""
+    """Shares each trainer rank's shards with engines on its host."""
 
     name = "direct"
 
@@ -101,7 +103,7 @@ def _reach_memory(placement: Placement) -> bool:
 
 
 def _suits_memory(placement: Placement) -> bool:
-    return placement.other_host is None and _reach_memory(placement)
+    return _reach_memory(placement) and placement.beyond("replicas") is None
 
 
 def _suits_shards(placement: Placement) -> bool:
@@ -128,7 +130,7 @@ def _exchange(wiring: Wiring) -> Transport:
 _SHARDS = TransportSpec(
     name="direct",
     primitive="shards",
-    one_host=True,
+    reach="replicas",
     scattered=True,
     mapped=True,
     delivery="memory",
@@ -140,7 +142,7 @@ _SHARDS = TransportSpec(
 _MEMORY = TransportSpec(
     name="direct",
     primitive="memory",
-    one_host=True,
+    reach="replicas",
     scattered=True,
     delivery="memory",
     sharing="weightcast",

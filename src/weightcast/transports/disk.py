@@ -245,9 +245,10 @@ def _build(wiring: Wiring) -> DiskTransport:
 
 
 def _check(placement: Placement) -> None:
-    if placement.other_host is not None and not placement.shared_folder:
+    far = placement.beyond("head")
+    if far is not None and not placement.shared_folder:
         raise ConfigError(
-            f"{placement.other_host} runs on another host and cannot see this host's folder for temporary files",
+            f"{far} runs on another host and cannot see this host's folder for temporary files",
             hint="name a folder that all hosts see under the same path: disk_folder, --disk-folder",
         )
 

@@ -1,7 +1,8 @@
-"""Buckets in memory that engines on this host map.  The receiver is ``receiver/sources/ipc.py``.
+"""Buckets in memory that engines on the trainers' hosts map.  The receiver is ``receiver/sources/ipc.py``.
 
-Each GPU with a trainer rank and an engine rank has buffers of its own; on CPUs the buffers are in shared memory.  The
-head gathers the handles and posts them with each bucket.  An engine rank reads the buffer on its own device.
+On each host with engines one trainer rank, the host's speaker, fills buffers for all of them.  Each GPU with a trainer
+rank and an engine rank has buffers of its own; on CPUs the buffers are in shared memory.  The head gathers the handles
+and posts them with each bucket: to an engine those of its own host.  An engine rank reads the buffer on its own device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weightcast.wire.bucket import Bucket
 
 
 class IpcTransport(Pumped):
-    """Shares buckets with engines on the same host: CUDA IPC on GPUs, shared memory on CPUs."""
+    """Shares buckets with engines on the trainers' hosts: CUDA IPC on GPUs, shared memory on CPUs."""
 
     name = "ipc"
 
@@ -70,12 +71,12 @@ def _suits(placement: Placement) -> bool:
     # An engine that does not report its GPUs ("cuda") may run on other GPUs than the trainer, so the caller decides.
     reported = "cuda" not in placement.devices
     supported = all(IpcTransport.name in info.transports for info in placement.infos.values())
-    return placement.other_host is None and reported and supported
+    return placement.beyond("trainers") is None and reported and supported
 
 
 SPEC = TransportSpec(
     name="ipc",
-    one_host=True,
+    reach="trainers",
     delivery="memory",
     mixes=True,
     suits=_suits,

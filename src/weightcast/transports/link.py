@@ -108,6 +108,7 @@ class Link:
 
     def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
         """Returns the handles that this target gets."""
+        buffers = [buffer for buffer in buffers if buffer.host in ("", self.info.host_id)]
         if self.sharing == "ring":
             return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
         return [msgspec.structs.replace(buffer, torch=buffer.torch[self.opens], ring=()) for buffer in buffers]

@@ -165,10 +165,10 @@ def check_places(transport: TransportSpec, placement: Placement) -> None:
     """
     if not transport.shares_memory or placement.device.type != "cuda":
         return
-    places = placement.places
     silent = {url: info for url, info in placement.infos.items() if "cuda" in info.devices}
-    gpus = list(dict.fromkeys(places))
     for url, info in silent.items():
+        places = [placement.places[rank] for rank in placement.ranks_on(info.host_id)]
+        gpus = list(dict.fromkeys(places))
         alone = len(silent) == 1 and info.tp_size == len(places)
         if not alone and not (len(gpus) == 1 and info.tp_size == 1):
             raise ConfigError(
@@ -208,13 +208,29 @@ def choose_transport(asked: TransportName, placement: Placement, *, without: Col
                 hint=info.message
                 or "docs/engines/matrix.md lists the transports of each engine; choose one with --via",
             )
-    if spec.one_host and placement.other_host is not None:
-        raise ConfigError(
-            f"{placement.other_host} runs on another host; {spec.name} needs one host",
-            hint='use broadcast: transport="broadcast", --via broadcast',
-        )
+    _check_reach(spec, placement)
     spec.check(placement)
     return spec
+
+
+def _check_reach(spec: TransportSpec, placement: Placement) -> None:
+    far = placement.beyond(spec.reach)
+    if far is None:
+        return
+    many = placement.on_many_hosts
+    if spec.reach == "replicas" and many and placement.ranks_on(placement.infos[far].host_id):
+        raise ConfigError(
+            f"the trainer ranks on the host of {far} do not hold all weights together, and {spec.name} by "
+            f"{spec.primitive} reads them there",
+            hint='shard within each host and replicate between hosts (HSDP), or gather: transport="ipc", --via ipc',
+        )
+    needs = "one host"
+    if many:
+        needs = "the host of trainer rank 0" if spec.reach == "head" else "a trainer rank on the engine's host"
+    raise ConfigError(
+        f"{far} runs on another host; {spec.name} needs {needs}",
+        hint='use broadcast: transport="broadcast", --via broadcast',
+    )
 
 
 def _choose_primitive(spec: TransportSpec, placement: Placement) -> TransportSpec:
@@ -229,12 +245,18 @@ def _choose_primitive(spec: TransportSpec, placement: Placement) -> TransportSpe
 def choose_receivers(transport: TransportSpec, placement: Placement) -> tuple[int, ...]:
     """Returns the trainer ranks that fill a bucket.
 
-    The head alone does, or all ranks if others share the engines' GPUs or shards are not gathered.
+    All ranks do if shards are not gathered.  Otherwise the head does, and for engines that map buffers one rank on each
+    host that has such engines, or all ranks of the host if others than that one share the engines' GPUs.
     """
-    places = placement.places
+    places, devices = placement.places, placement.devices
     if transport.scattered:
         return tuple(range(len(places)))
-    colocated = "cuda" in placement.devices or any(place in placement.devices for place in places[1:])
-    if transport.shares_memory and placement.device.type == "cuda" and colocated:
-        return tuple(range(len(places)))
-    return (0,)
+    chosen = {0}
+    if transport.shares_memory:
+        for host in dict.fromkeys(info.host_id for info in placement.infos.values()):
+            first, *others = placement.ranks_on(host)
+            colocated = "cuda" in devices or any(places[rank] in devices for rank in others)
+            chosen.add(first)
+            if placement.device.type == "cuda" and colocated:
+                chosen.update(others)
+    return tuple(sorted(chosen))

@@ -6,9 +6,10 @@ outside a transport's file reads the registration; it never compares a transport
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,10 @@ from weightcast.transports.link import Link
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
 
+# The engines that a transport reaches: "head" those on the host of the trainer's head, "trainers" those on any host
+# with a trainer rank, "replicas" those on any host whose trainer ranks hold all weights together.
+Reach = Literal["anywhere", "head", "trainers", "replicas"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -28,6 +33,8 @@ class Placement:
         infos: Each engine's description of itself, by URL.
         device: The device of the trainer's weights.
         places: UUID of each trainer rank's device; the first is the head's.
+        hosts: Id of each trainer rank's host; empty if all run on this one.
+        whole_on: Returns the hosts whose trainer ranks hold all weights together; asked only if there are several.
         shared_folder: True if the caller named a folder for ``disk``.
         primitive: As ``UpdateConfig.direct_by``.
         keep_mapped: As ``UpdateConfig.keep_mapped``.
@@ -36,15 +43,41 @@ class Placement:
     infos: Mapping[str, EngineInfo]
     device: torch.device
     places: Sequence[str]
+    hosts: Sequence[str] = ()
+    whole_on: Callable[[], Collection[str]] = frozenset
     shared_folder: bool = False
     primitive: str = "auto"
     keep_mapped: bool = False
 
+    def beyond(self, reach: Reach) -> str | None:
+        """URL of the first engine that is out of reach; None if there is none."""
+        if reach == "anywhere":
+            return None
+        covered = self._trainer_hosts
+        if reach == "head":
+            covered = frozenset(self.hosts[:1]) or covered
+        elif reach == "replicas" and len(covered) > 1:
+            covered = self._whole_hosts
+        return next((url for url, info in self.infos.items() if info.host_id not in covered), None)
+
+    def ranks_on(self, host: str) -> Sequence[int]:
+        """The trainer ranks on a host; all of them if they run on one host."""
+        if not self.on_many_hosts:
+            return range(len(self.places))
+        return [rank for rank, its in enumerate(self.hosts) if its == host]
+
+    @property
+    def on_many_hosts(self) -> bool:
+        """True if trainer ranks run on several hosts."""
+        return len(set(self.hosts)) > 1
+
     @cached_property
-    def other_host(self) -> str | None:
-        """URL of the first engine on another host; None if all engines run on this one."""
-        here = host_id()
-        return next((url for url, info in self.infos.items() if info.host_id != here), None)
+    def _trainer_hosts(self) -> frozenset[str]:
+        return frozenset(self.hosts) or frozenset((host_id(),))
+
+    @cached_property
+    def _whole_hosts(self) -> frozenset[str]:
+        return frozenset(self.whole_on())
 
     @cached_property
     def devices(self) -> frozenset[str]:
@@ -95,7 +128,7 @@ class TransportSpec:
         name: The transport's name in ``UpdateConfig.transport``.
         build: Builds the transport; nothing is sent yet.
         delivery: The steps by which engines get the weights.
-        one_host: True if trainer and engines must share a host.
+        reach: The engines that it reaches.
         scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
         exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
@@ -112,7 +145,7 @@ class TransportSpec:
     name: TransportName
     build: Callable[[Wiring], Transport]
     delivery: Delivery
-    one_host: bool = False
+    reach: Reach = "anywhere"
     scattered: bool = False
     exchanges: bool = False
     mapped: bool = False

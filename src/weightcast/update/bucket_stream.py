@@ -306,8 +306,7 @@ class BucketStream:
         else:
             shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
             mine = msgspec.json.encode(msgspec.structs.replace(shared, parts=parts))
-        gathered = self._group.gather_bytes(mine) or []
-        return [_shared.decode(item) for item in gathered if item]
+        return self._shared_by(self._group.gather_bytes(mine) or [])
 
     def _gather_mapped(self, layout: BucketLayout) -> list[Shared]:
         """Gathers the handles to all ranks' own memory on the head, and the parts in it.
@@ -322,8 +321,15 @@ class BucketStream:
         shared = self._mapped.share(lying)
         if self._group.world_size == 1:
             return [shared]
-        gathered = self._group.gather_bytes(msgspec.json.encode(shared), timeout_s=self._wait_s) or []
-        return [_shared.decode(item) for item in gathered]
+        return self._shared_by(self._group.gather_bytes(msgspec.json.encode(shared), timeout_s=self._wait_s) or [])
+
+    def _shared_by(self, gathered: Sequence[bytes]) -> list[Shared]:
+        """The handles that trainer ranks sent, in order of rank, with the host where they can be opened."""
+        shared = [(rank, _shared.decode(item)) for rank, item in enumerate(gathered) if item]
+        if not self._choice.reading_hosts:
+            return [one for _, one in shared]
+        hosts = self._group.hosts
+        return [msgspec.structs.replace(one, host=hosts[rank]) for rank, one in shared]
 
     def _own_parts(self, bucket: Bucket) -> tuple[Part, ...]:
         """The parts of a bucket that engines read from this rank's buffer.

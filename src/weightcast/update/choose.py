@@ -16,7 +16,7 @@ from weightcast.comm.update_group import local_address_towards
 from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Exporter, Sharing, Transport
+from weightcast.protocols import Exporter, Scattering, Sharing, Transport
 from weightcast.transports.blame import is_the_transports, raise_together
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.mixed import MixedTransport, join_names
@@ -57,6 +57,7 @@ class Plan:
         places: Sequence[str],
         links: Mapping[str, Link] | None = None,
         events: Events | None = None,
+        hosts: Sequence[str] = (),
     ) -> None:
         """Nothing is asked yet.
 
@@ -69,6 +70,7 @@ class Plan:
             places: UUID of each trainer rank's device; the first is the head's.
             links: Links that an earlier plan hands on, by URL.
             events: Told of every message to a target.
+            hosts: Id of each trainer rank's host; empty if all run on this one.
         """
         self.urls = tuple(target.url for target in targets)
         self.links = dict(links or {})
@@ -78,6 +80,8 @@ class Plan:
         self._exporter = exporter
         self._specs = tuple(specs)
         self._places = tuple(places)
+        self._hosts = tuple(hosts)
+        self._reading_hosts: tuple[str, ...] = ()
         self._roster = roster
         self._transport: TransportSpec | None = None
         self._chosen: dict[str, TransportSpec] = {}  # by URL; an absent target gets its own when it comes
@@ -175,7 +179,7 @@ class Plan:
             its = replace(placement, infos={url: healthy[url] for url, by in self._chosen.items() if by is one})
             one.check(its)
             check_places(one, its)
-            self.receivers = max(self.receivers, choose_receivers(one, its), key=len)
+            self.receivers = tuple(sorted({*self.receivers, *choose_receivers(one, its)}))
         self._packing = links[0].adapter.packing
         for link in links:
             self._packing = self._packing.also(link.adapter.packing)
@@ -192,6 +196,8 @@ class Plan:
             link.opens = slice(first, opens[link.sharing])
         sharing = [link for link in links if self.transport_of(link.url).shares_memory]
         ways = self._sharings = frozenset(link.sharing for link in sharing)
+        bound = [link.info.host_id for link in sharing if self.transport_of(link.url).reach != "anywhere"]
+        self._reading_hosts = tuple(dict.fromkeys(bound)) if placement.on_many_hosts else ()
         # A copy hides behind the link of a GPU; on the host it takes the cores and the memory that the sending needs.
         on_host = len(chosen) == 1 and spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
         self._zero_copy = on_host and hasattr(self._exporter, "lend") and in_flight_to(links) > 1
@@ -203,6 +209,7 @@ class Plan:
             exchanges=spec.exchanges,
             mapped=spec.mapped,
             receivers=self.receivers,
+            reading_hosts=self._reading_hosts,
             packing=self._packing,
             ways=tuple(ways),
             opens=opens["torch"],
@@ -328,10 +335,17 @@ class Plan:
             infos=infos,
             device=self._exporter.device,
             places=self._places,
+            hosts=self._hosts,
+            whole_on=self._whole_on,
             shared_folder=self._config.disk_folder is not None,
             primitive=self._config.direct_by,
             keep_mapped=self._config.keep_mapped,
         )
+
+    def _whole_on(self) -> Collection[str]:
+        exporter = self._exporter
+        # An exporter that cannot leave shards where they are is refused for that reason.
+        return exporter.whole_on(self._hosts) if isinstance(exporter, Scattering) else self._hosts
 
     def _check(self, link: Link) -> None:
         """Checks that the target can be updated by the transport that was chosen for it."""
@@ -353,10 +367,18 @@ class Plan:
 
     def _choose_late(self, link: Link) -> TransportSpec:
         """The transport of a target that was away: its best one if that needs no buffers that were not planned."""
+        # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
+        planned = not self._reading_hosts or link.info.host_id in self._reading_hosts
         if self._config.transport == "auto" and self.transport.mixes:
-            spec = self._best_for(link.url, link.info)
+            unplanned = {one.name for one in TRANSPORTS if one.shares_memory and not planned}
+            spec = self._best_for(link.url, link.info, unplanned)
             if spec in self._chosen.values() or not spec.shares_memory:
                 return spec
+        if not planned and self.transport.shares_memory:
+            raise ConfigError(
+                f"{link.url} runs on host {link.info.host_id}, for which no trainer rank fills buckets",
+                hint="call retarget() with the targets as they are now",
+            )
         spec = choose_transport(self.transport.name, self._placement({link.url: link.info}))
         if spec is not self.transport:
             raise ConfigError(

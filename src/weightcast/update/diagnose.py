@@ -399,7 +399,7 @@ def _scattered(checks: list[Check], info: EngineInfo) -> Iterator[Check]:
         ways = [
             way
             for way in spec.primitives
-            if (possible[way.delivery] or (way.shares_memory and not way.one_host)) and not way.lacks(info)
+            if (possible[way.delivery] or (way.shares_memory and way.reach == "anywhere")) and not way.lacks(info)
         ]
         text = "cannot be used, for the reasons above"
         if ways:

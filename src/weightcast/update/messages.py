@@ -63,6 +63,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         failure: The reason why there is no choice.
         transport: Name of the transport; several names joined by ``+`` if targets are reached in different ways.
         receivers: The trainer ranks that fill a bucket.
+        reading_hosts: Hosts on which engines read trainer ranks' memory, where trainer ranks run on several.
         scattered: True if each of them fills its own parts only, and nothing is gathered.
         exchanges: True if each of them sends its parts to engine ranks by itself.
         mapped: True if there are no buckets, and engine ranks read their own memory.
@@ -78,6 +79,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     transport: str = ""
     receivers: tuple[int, ...] = (0,)
+    reading_hosts: tuple[str, ...] = ()
     scattered: bool = False
     exchanges: bool = False
     mapped: bool = False

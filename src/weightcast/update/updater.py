@@ -368,6 +368,7 @@ class WeightUpdater:
                     where,
                     before=self._head,
                     events=self._events,
+                    hosts=self._group.hosts if self._group.world_size > 1 else (),
                 )
                 choice = head.choose()
                 layouts = self._layouts_for(choice)
@@ -390,6 +391,7 @@ class WeightUpdater:
             self._stream.close()  # other targets and transports may need other buffers
         self._choice = choice
         self._group.receivers = choice.receivers
+        self._group.reading_hosts = choice.reading_hosts
         num_mapped = 0
         if choice.mapped:
             layouts, num_mapped = layouts_in_place(
