@@ -21,7 +21,8 @@ from weightcast.comm.ports import quiet_port
 class Ranks:
     """``world_size`` processes joined by gloo or what is asked for.  ``run`` calls a function in all of them."""
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", place: Callable[[int], None] | None = None) -> None:
+        """Starts the processes; ``place`` is called in each with its rank before anything else."""
         self.world_size = world_size
         self.broken = False  # of no use to another test
         port = quiet_port()
@@ -29,7 +30,7 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, backend, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, port, backend, theirs, place), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -75,7 +76,11 @@ class Ranks:
                 process.join()
 
 
-def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, port: int, backend: str, pipe: Connection, place: Callable[[int], None] | None
+) -> None:
+    if place is not None:
+        place(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.chdir(tempfile.gettempdir())
     if torch.cuda.is_available():
