@@ -107,6 +107,60 @@ def test_reading_shards_needs_a_promise_that_they_stay() -> None:
         UpdateConfig(direct_by="pigeons")  # type: ignore[arg-type]
 
 
+def on_two_hosts(*engines: Any, whole: tuple[str, ...] = (), **more: Any) -> Placement:
+    """Two trainer ranks on each of two hosts; all weights lie on each of ``whole``."""
+    return placement(["cpu"] * 4, *engines, hosts=("a", "a", "b", "b"), whole_on=lambda: whole, **more)
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [
+        (on_two_hosts(engine("cpu", host="a"), engine("cpu", host="b"), whole=("a", "b")), "memory"),
+        (on_two_hosts(engine("cpu", host="b"), whole=("b",), keep_mapped=True), "shards"),
+        (on_two_hosts(engine("cpu", host="a"), engine("cpu", host="b"), whole=("a",)), "messages"),
+        (on_two_hosts(engine("cpu", host="a")), "messages"),  # where part of the weights lie on b alone
+        (on_two_hosts(engine("cpu", host="c"), whole=("a", "b")), "messages"),
+    ],
+)
+def test_memory_is_read_on_hosts_with_a_whole_replica(place: Placement, way: str) -> None:
+    assert choose_transport("direct", place).primitive == way
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (on_two_hosts(engine("cpu", host="b"), whole=("a",), primitive="memory"), "do not hold all weights together"),
+        (on_two_hosts(engine("cpu", host="c"), whole=("a",), primitive="memory"), "needs a trainer rank on the engine"),
+    ],
+)
+def test_a_host_without_a_whole_replica_is_refused_by_name(place: Placement, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose_transport("direct", place)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "receivers"), [(("a",), (0,)), (("a", "b"), (0, 2)), (("b",), (0, 2)), (("b", "b"), (0, 2))]
+)
+def test_one_rank_on_each_host_with_engines_fills_buckets_beside_the_head(hosts, receivers) -> None:
+    place = on_two_hosts(*(engine("cpu", host=host) for host in hosts))
+    spec = choose_transport("auto", place)
+    assert (spec.name, choose_receivers(spec, place)) == ("ipc", receivers)
+
+
+def test_ranks_that_share_gpus_with_engines_fill_buckets_on_these_hosts_alone() -> None:
+    gpus = ["G0", "G1", "G2", "G3", "G4", "G5"]
+    hosts = ("a", "a", "b", "b", "c", "c")
+    place = placement(gpus, engine("G2", "G3", host="b"), engine("G4", host="c"), hosts=hosts)
+    assert choose_receivers(choose_transport("ipc", place), place) == (0, 2, 3, 4)
+
+
+def test_folders_and_checkpoint_engine_reach_the_heads_host_alone() -> None:
+    with pytest.raises(ConfigError, match="cannot see this host's folder"):
+        choose_transport("disk", on_two_hosts(engine("cpu", host="b", transports=("disk",))))
+    with pytest.raises(ConfigError, match="needs the host of trainer rank 0"):
+        choose_transport("checkpoint-engine", on_two_hosts(engine("cpu", host="b", transports=("checkpoint-engine",))))
+
+
 @pytest.fixture
 def nixl_here(monkeypatch):
     monkeypatch.setattr(nixl, "find_spec", lambda name: name)

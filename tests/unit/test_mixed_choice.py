@@ -34,11 +34,11 @@ def engine(*devices: str, host: str | None = None, kind: str = "native", **more:
     return msgspec.structs.replace(info(kind), **(changes | more))
 
 
-def plan_of(infos: dict[str, EngineInfo], places: list[str], **options: Any) -> Plan:
+def plan_of(infos: dict[str, EngineInfo], places: list[str], *, hosts: tuple[str, ...] = (), **options: Any) -> Plan:
     device = torch.device("cpu" if places[0] == "cpu" else "cuda:0")
     exporter: Any = SimpleNamespace(device=device)
     roster: Any = Roster(infos)
-    return Plan([Target(url) for url in infos], roster, UpdateConfig(**options), exporter, SPECS, places)
+    return Plan([Target(url) for url in infos], roster, UpdateConfig(**options), exporter, SPECS, places, hosts=hosts)
 
 
 def chosen(plan: Plan, infos: dict[str, EngineInfo]) -> list[str]:
@@ -112,6 +112,32 @@ def test_named_transport_does_not_give_way():
     plan = plan_of({HERE: engine("cpu")}, ["cpu"], transport="ipc")
     plan.choose()
     assert plan.leave_transport(HERE, TargetRejected("refused", url=HERE, status=MAPPING_FAILED)) is None
+
+
+def test_engines_get_the_handles_of_their_own_host_and_others_a_broadcast():
+    infos = {HERE: engine("cpu", host="a"), THERE: engine("cpu", host="b"), THIRD: engine("cpu", host="c")}
+    plan = plan_of(infos, ["cpu"] * 4, hosts=("a", "a", "b", "b"))
+    choice = plan.choose()
+    assert chosen(plan, infos) == ["ipc", "ipc", "broadcast"]
+    assert (choice.receivers, choice.reading_hosts) == ((0, 2), ("a", "b"))
+    buffers = [Shared(host="a"), Shared(host="b")]
+    assert [plan.links[url].shared(buffers) for url in (HERE, THERE)] == [[buffers[0]], [buffers[1]]]
+    assert plan.links[THERE].shared([Shared(), Shared()]) == [Shared(), Shared()]
+
+
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
+def test_engine_that_comes_late_to_a_host_without_buffers_goes_by_broadcast_or_is_refused(transport):
+    infos = {HERE: engine("cpu", host="a")}
+    plan = plan_of(infos, ["cpu"] * 2, hosts=("a", "b"), transport=transport)
+    assert plan.choose().receivers == (0,)
+    late = {HERE: infos[HERE], THERE: engine("cpu", host="b"), THIRD: engine("cpu", host="a")}
+    links, failed = plan.links_for(late)
+    if transport == "auto":
+        assert chosen(plan, late) == ["ipc", "broadcast", "ipc"]
+        assert not failed
+    else:
+        assert [link.url for link in links] == [HERE, THIRD]
+        assert "runs on host b, for which no trainer rank fills buckets" in str(failed[THERE])
 
 
 class Part:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests.clock import PATIENCE_S, Clock, wait_until
 from tests.unit.ranks import Ranks
 from weightcast.comm import trainer_rendezvous
-from weightcast.comm.trainer_failure import FailureState
+from weightcast.comm.ipc import host_id
+from weightcast.comm.trainer_failure import FailureState, name_ranks
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.comm.trainer_tensors import NcclTensors, _Launch
 from weightcast.errors import ConfigError, TrainerRankFailed
@@ -47,7 +48,7 @@ def test_alone_it_needs_no_process_group():
     assert (group.rank, group.world_size, group.is_head, group.receivers) == (0, 1, True, (0,))
     assert group.broadcast_bytes(b"x") == b"x"
     assert group.gather_bytes(b"y") == [b"y"]
-    assert group.all_gather_bytes(b"z") == [b"z"]
+    assert group.hosts == (host_id(),)
     group.barrier("nothing")
     group.move([], [], what="nothing")
     group.close()
@@ -61,6 +62,13 @@ def test_receivers_must_be_ranks(ranks):
         group.receivers = ranks
 
 
+def test_ranks_are_named_with_their_hosts_where_there_are_several():
+    hosts = ("trainer-a", "trainer-a", "trainer-b")
+    assert name_ranks([2]) == "trainer rank 2"
+    assert name_ranks([2], hosts) == "trainer rank 2 (host trainer-b)"
+    assert name_ranks([0, 2], hosts) == "trainer ranks 0 (host trainer-a), 2 (host trainer-b)"
+
+
 # -- together
 
 
@@ -71,9 +79,6 @@ def exchange_messages() -> None:
         assert group.broadcast_bytes(payload if group.is_head else None) == b"\x01" * size
         gathered = group.gather_bytes(payload)
         assert gathered == ([bytes([r + 1]) * size for r in range(3)] if group.is_head else None)
-        assert group.all_gather_bytes(payload[: size * group.rank]) == [
-            bytes([r + 1]) * min(size, size * r) for r in range(3)
-        ]
     group.barrier("the end")
     group.close()
     group.close()
@@ -375,7 +380,8 @@ def one_gives_up_and_all_meet_again(rank_that_fails: int) -> str:
         group.renew()
         assert not group.failed
         assert group.receivers == (0, 2)
-    said = group.all_gather_bytes(f"rank {group.rank}".encode())
+    gathered = group.gather_bytes(f"rank {group.rank}".encode())
+    said = group.broadcast_bytes(b", ".join(gathered) if gathered is not None else None)
     got = torch.zeros(8)
     group.move(
         [Move((group.rank + 1) % 3, torch.full((8,), group.rank + 1.0))],
@@ -388,5 +394,5 @@ def one_gives_up_and_all_meet_again(rank_that_fails: int) -> str:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_meet_again_after_one_gave_up(three, rank):
-    said = [b"rank 0", b"rank 1", b"rank 2"]
+    said = b"rank 0, rank 1, rank 2"
     assert three.run(one_gives_up_and_all_meet_again, rank) == [f"{said} {got}" for got in (3.0, 1.0, 2.0)]

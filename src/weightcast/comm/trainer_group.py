@@ -14,7 +14,6 @@ After any failure every later call raises ``TrainerRankFailed`` at once, on ever
 from __future__ import annotations
 
 import ctypes
-import itertools
 import socket
 import time
 from collections.abc import Sequence
@@ -240,18 +239,6 @@ class TrainerGroup:
             return [payload, *self._receive_bytes(range(1, self.world_size), "a message", limit_s)]
         self._send_bytes([0], payload, "a message to be taken", limit_s)
         return None
-
-    def all_gather_bytes(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's bytes, in order of rank, on every rank.
-
-        Raises:
-            TrainerRankFailed: A rank is gone or did not take part in time.
-        """
-        parts = self.gather_bytes(payload, timeout_s=timeout_s)
-        sizes = msgspec.json.encode([len(part) for part in parts]) if parts is not None else None
-        ends = msgspec.json.decode(self.broadcast_bytes(sizes, timeout_s=timeout_s), type=list[int])
-        joined = self.broadcast_bytes(b"".join(parts) if parts is not None else None, timeout_s=timeout_s)
-        return [joined[start:end] for start, end in itertools.pairwise(itertools.accumulate(ends, initial=0))]
 
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
         """Returns when every rank has called it.
