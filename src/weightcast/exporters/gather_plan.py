@@ -243,19 +243,21 @@ def _parcels(
         yield parcel(small)
 
 
-def _on_each_host(slot: TensorSlot, part: SharedPart, group: TrainerGroup) -> list[Sequence[int]]:
+def _on_each_host(slot: TensorSlot, part: SharedPart, group: TrainerGroup) -> list[list[int]]:
     """The holders of a part on each host whose engines read it."""
     hosts = group.hosts
-    found: list[Sequence[int]] = []
-    for host in group.reading_hosts:
-        found.append([rank for rank in part.holders if hosts[rank] == host])
-        if not found[-1]:
-            raise ConfigError(
-                f"no trainer rank on host {host} holds {list(part.box.shape)} at {list(part.box.offset)} of "
-                f"{slot.spec.name}, and engines there read it from trainer ranks of their host",
-                hint="was the model sharded anew since connect()?",
-            )
-    return found
+    found: dict[str, list[int]] = {host: [] for host in group.reading_hosts}
+    for rank in part.holders:
+        if hosts[rank] in found:
+            found[hosts[rank]].append(rank)
+    lacking = next((host for host, ranks in found.items() if not ranks), None)
+    if lacking is not None:
+        raise ConfigError(
+            f"no trainer rank on host {lacking} holds {list(part.box.shape)} at {list(part.box.offset)} of "
+            f"{slot.spec.name}, and engines there read it from trainer ranks of their host",
+            hint="was the model sharded anew since connect()?",
+        )
+    return list(found.values())
 
 
 def _least_loaded(holders: Sequence[int], load: Counter[int], size_bytes: int) -> int:
