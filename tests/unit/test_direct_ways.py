@@ -95,6 +95,17 @@ def test_auto_takes_direct_where_the_weights_stay_mapped_and_every_engine_can_re
     assert choose_transport("auto", place).name == name
 
 
+def test_auto_does_not_read_shards_on_gpus_of_several_hosts() -> None:
+    engines = engine("GPU-1", host="a"), engine("GPU-2", host="b")
+    more: dict[str, Any] = {"hosts": ("a", "b"), "whole_on": lambda: ("a", "b"), "keep_mapped": True}
+    assert choose_transport("auto", placement(["GPU-1", "GPU-2"], *engines, **more)).name == "ipc"
+    assert choose_transport("auto", placement(["cpu", "cpu"], *map(on_cpu, engines), **more)).name == "direct"
+
+
+def on_cpu(info: Any) -> Any:
+    return engine("cpu", host=info.host_id)
+
+
 def test_auto_passes_over_a_transport_that_is_left_out() -> None:
     place = placement(["GPU-1"], engine("GPU-1"), keep_mapped=True)
     assert choose_transport("auto", place, without=("direct",)).name == "ipc"
