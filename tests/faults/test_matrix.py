@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.faults.kinds import KINDS
 from tests.faults.table import BEGIN, END, write_table
 from tests.faults.world import Result, World
 from tests.stolen import Inexcusable
+from weightcast.config import DirectBy
 
 pytestmark = pytest.mark.deadlines
 
@@ -81,6 +83,8 @@ def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
         assert {case.step for case in mine} >= set(STEPS) - {"first bucket"} - ends
         assert {case.fault for case in mine} >= {"kill", "stop", "delay", "drop", "refuse", "flip"}
         assert {case.on for case in mine} >= {"gather", "replica"}
+    ways = {case.transport.removeprefix("direct ") for case in CASES.values() if case.transport.startswith("direct ")}
+    assert ways == set(get_args(DirectBy)) - {"auto"}
     assert {case.transport for case in CASES.values() if case.step == "join"} == {"broadcast", "direct messages"}
     assert {case.step for case in CASES.values() if case.on == "memory"} == {
         *("first bucket", "middle bucket", "last bucket"),

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from tests.faults import trainer
 from tests.faults.cases import IN_TRAINER, OF_SWITCHES, Case
-from tests.faults.kinds import KINDS, WAYS, Kind
+from tests.faults.kinds import DEADLINES_S, KINDS, WAYS, Kind
 from tests.faults.wire import Loop, Trap, Wire, WireFault
 from tests.harness import Engine, children, next_version, num_fds
 from tests.unit.ranks import Ranks
@@ -109,13 +109,14 @@ class World:
 
     Args:
         kind: Of engines.
-        deadline_s: Of every wait in an update, in seconds; None for what suits the kind.
+        deadline_s: Of every wait in an update, in seconds; None for what suits the kind and the transport.
         patience_s: Time added to the longest allowed waits, for a busy machine.
     """
 
     def __init__(self, kind: str, *, deadline_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
         self.kind: Kind = KINDS[kind]
         self.limits = Limits(deadline_s=deadline_s or self.kind.deadline_s, patience_s=patience_s)
+        self._deadline_s = deadline_s
         self._loop = Loop()
         self._pool = ThreadPoolExecutor(2)
         self._spares = {ranks: self._pool.submit(self._start, ranks) for ranks in self.kind.spares}
@@ -157,6 +158,8 @@ class World:
         return self._play(case) if NEVER_STRUCK in result.wrong else result
 
     def _play(self, case: Case) -> Result:
+        deadline_s = self._deadline_s or DEADLINES_S.get(case.transport, self.kind.deadline_s)
+        self.limits = replace(self.limits, deadline_s=deadline_s)
         self.victim = self._victim(self._ranks_of(case))
         self.wires[1].upstream = self.victim.port
         self._warm_up(case)
