@@ -190,8 +190,8 @@ def test_two_revisions_stand_side_by_side():
     rows = [row | {"revision": side, "usable_s": usable, "cpu_s": cpu} for side, usable, cpu in sides]
     alone = row | {"method": "weightcast new", "revision": "after", "usable_s": 1.0, "cpu_s": 1.0}
     machine = {"cpu": "X", "cores": 2, "torch": "2", "python": "3", "command": "python benchmarks/revisions.py old"}
-    load = {"least": 1.0, "median": 3.0, "most": 9.0}
-    result = {"what": "revisions", "machine": machine, "before": "abc", "load_average": load, "rows": [*rows, alone]}
+    average = {"least": 1.0, "median": 3.0, "most": 9.0}
+    result = {"what": "revisions", "machine": machine, "before": "abc", "load_average": average, "rows": [*rows, alone]}
     page = load("report").render({"revisions": result}, {})
     assert "| cpu-colocated | weightcast ipc | 2 | 310.0 | 110.0 | 500.0 | 200.0 |" in page
     assert "Load average of the machine after each turn: 1.0 to 9.0, median 3.0." in " ".join(page.split())
