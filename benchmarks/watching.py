@@ -33,7 +33,6 @@ from weightcast.lab.bench import ours  # noqa: E402
 from weightcast.lab.bench.machine import facts  # noqa: E402
 from weightcast.lab.bench.methods import Layout, Method, Turn  # noqa: E402
 from weightcast.lab.bench.rig import Rig  # noqa: E402
-from weightcast.timeline.tracks import Timeline  # noqa: E402
 from weightcast.update import updater  # noqa: E402
 from weightcast.watch import later  # noqa: E402
 from weightcast.watch.events import Event  # noqa: E402
@@ -44,11 +43,11 @@ _LIMIT_S, _LIMIT_SHARE = 0.001, 0.01
 _PAUSE_S = 0.1
 # Model, placement, pairs and pairs before them, by the name of the result.
 _ROWS = {
-    "watching-cpu-tiny": ("tiny", "colocated", 100, 4),
-    "watching-cpu": ("dense-256MiB", "colocated", 20, 2),
-    "watching-cpu-1g": ("dense-1GiB", "colocated", 8, 1),
-    "watching-cpu-broadcast": ("dense-256MiB", "disaggregated", 20, 2),
-    "watching-cpu-broadcast-1g": ("dense-1GiB", "disaggregated", 8, 1),
+    "watching-cpu-tiny": ("tiny", "colocated", 200, 4),
+    "watching-cpu": ("dense-256MiB", "colocated", 60, 2),
+    "watching-cpu-1g": ("dense-1GiB", "colocated", 30, 2),
+    "watching-cpu-broadcast": ("dense-256MiB", "disaggregated", 60, 2),
+    "watching-cpu-broadcast-1g": ("dense-1GiB", "disaggregated", 30, 2),
 }
 _FIGURES: dict[str, Callable[[Turn], float]] = {
     "processors": lambda turn: turn.extra["trainer_cpu_s"] + turn.extra["engine_cpu_s"],
@@ -118,14 +117,10 @@ class Bare(Timed):
 
 
 class _NoTimeline(TimelineRecorder):
-    """Keeps nothing, and makes an empty timeline."""
+    """Keeps nothing."""
 
     def handler(self, kind: type[Any]) -> None:
         """Passes over every event."""
-
-    def timeline(self, *arguments: Any, **named: Any) -> Timeline:
-        """Returns an empty one."""
-        return Timeline()
 
 
 class Watched(Timed):

@@ -35,7 +35,6 @@ from weightcast.comm.ipc import SharedBuffer, shared_buffer_at
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.receiver.executor import die_with_parent
 from weightcast.report import UpdateReport
-from weightcast.timeline.tracks import Timeline
 from weightcast.update.mapped import MappedShares
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
@@ -247,7 +246,7 @@ def push(engines: Sequence[Engine], version: int, **options: Any) -> UpdateRepor
 
 def on_every_rank(report: UpdateReport) -> str:
     """The part of a report that every trainer rank has, as JSON; the head alone has the timeline."""
-    return msgspec.structs.replace(report, timeline=Timeline()).to_json()
+    return msgspec.structs.replace(report).to_json()  # a replaced one has no timeline
 
 
 def process(function: Callable[..., Any], *args: Any) -> Any:

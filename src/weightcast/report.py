@@ -5,9 +5,10 @@ A report is plain data with a readable ``str`` and a stable JSON form.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -16,6 +17,7 @@ from weightcast.timeline import perfetto
 from weightcast.timeline.tracks import Timeline
 
 TargetStatus = Literal["serving", "quarantined", "untouched", "unknown"]
+_MAKES_TIMELINE = "_makes_timeline"
 PROOFS = ("none", "received", "partial", "resident", "behaviour")  # levels of proof, lowest first
 
 
@@ -65,8 +67,11 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One update of all targets to one version.
+
+    ``timeline`` is made when it is read first, so that no update waits for it.  ``to_json`` and a pickle have it;
+    ``==``, ``msgspec.structs.replace`` and msgspec's own encoders know only the other attributes.
 
     Attributes:
         version: Requested version.
@@ -87,7 +92,6 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             their shards.  No digest covers the gather of these tensors.
         changed_ratio: Share of the bytes that lie in tensors, or in the rows of one that one bucket carries, which
             differ from the update before; None for the first update and without digests.
-        timeline: When each rank did what; on trainer rank 0 only, empty elsewhere.
     """
 
     version: int
@@ -102,7 +106,21 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     unsummed: tuple[str, ...] = ()
     changed_ratio: float | None = None
     planned_extra_bytes: int = 0
-    timeline: Timeline = Timeline()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each rank did what; on trainer rank 0 only, empty elsewhere."""
+        make: Callable[[], Timeline] = vars(self).pop(_MAKES_TIMELINE, Timeline)
+        return make()
+
+    def with_timeline(self, make: Callable[[], Timeline]) -> Self:
+        """Returns the same report with a timeline, which the function makes when it is first asked for."""
+        found = msgspec.structs.replace(self)
+        vars(found)[_MAKES_TIMELINE] = make
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_json, (self.to_json(),)
 
     @property
     def ok(self) -> bool:
@@ -115,7 +133,18 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> str:
         """The report as one line of JSON; field names are stable."""
-        return msgspec.json.encode(self).decode()
+        return msgspec.json.encode(msgspec.structs.asdict(self) | {"timeline": self.timeline}).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what ``to_json`` wrote, with the timeline.
+
+        Raises:
+            msgspec.ValidationError: The text is no report.
+        """
+        found = msgspec.json.decode(text, type=cls)
+        timeline = msgspec.json.decode(text, type=_HasTimeline).timeline
+        return found.with_timeline(lambda: timeline)
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Writes the timeline of every rank as a trace for ui.perfetto.dev and returns the path.
@@ -185,6 +214,10 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             f"in {self.seconds:.3f} s, {rate:.2f} GB/s, {buckets}, peak extra {extra}",
             phases,
         ]
+
+
+class _HasTimeline(msgspec.Struct):
+    timeline: Timeline = Timeline()
 
 
 def one_line(text: str) -> str:

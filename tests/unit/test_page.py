@@ -138,8 +138,7 @@ def test_words_of_others_are_shown_and_not_obeyed():
         transport=HOSTILE,
         targets=(row,),
         phases={HOSTILE: 1.0},
-        timeline=Timeline(tracks=(track,), note=HOSTILE),
-    )
+    ).with_timeline(lambda: Timeline(tracks=(track,), note=HOSTILE))
     html = page_of([hostile.to_json()]).html()
     check_alone(html)
     assert html.count("<script>") == 1

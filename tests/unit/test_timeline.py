@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import msgspec
 import pytest
@@ -48,7 +49,7 @@ def test_steps_of_an_engine_are_moved_to_the_clock_of_the_head():
     found = recorder()
     inside = (Step("wire", 0, 100.2 + BOOT, 100.3 + BOOT, 0), Step("load", 0, 100.3 + BOOT, 100.35 + BOOT, 0))
     found(asked("bucket", 100.1, 100.4, bucket=0, steps=inside))
-    rank = row(found.timeline(), URL, "rank 0")
+    rank = row(found.recording.timeline(), URL, "rank 0")
     assert [span.name for span in rank.spans] == ["wire", "load"]
     error = rank.clock_error_us
     assert 900 <= error <= 1100  # the way there and back takes 1 ms each
@@ -63,7 +64,7 @@ def test_ranks_on_a_third_host_are_aligned_with_their_server_and_add_its_error()
         at = 100.1 + number
         steps = (Step("load", 1, at + 0.01 + third, at + 0.29 + third, number),)
         found(asked("bucket", at, at + 0.3, bucket=number, steps=steps))
-    server, rank = row(found.timeline(), URL, "messages"), row(found.timeline(), URL, "rank 1")
+    server, rank = row(found.recording.timeline(), URL, "messages"), row(found.recording.timeline(), URL, "rank 1")
     assert rank.clock_error_us > server.clock_error_us > 0
     for number, span in enumerate(rank.spans):
         assert span.start_us == pytest.approx((0.11 + number) * 1e6, abs=rank.clock_error_us)
@@ -72,8 +73,8 @@ def test_ranks_on_a_third_host_are_aligned_with_their_server_and_add_its_error()
 def test_processes_of_the_same_host_have_no_error():
     found = recorder()
     found(asked("bucket", 100.1, 100.4, bucket=0, steps=(Step("load", 0, 100.2, 100.3, 0),), boot=0.0))
-    assert found.timeline().clock_error_us == 0
-    assert row(found.timeline(), URL, "rank 0").spans == (Span("load", 200_000, 100_000, 0),)
+    assert found.recording.timeline().clock_error_us == 0
+    assert row(found.recording.timeline(), URL, "rank 0").spans == (Span("load", 200_000, 100_000, 0),)
 
 
 def test_an_answer_to_commit_that_is_repeated_later_does_not_move_the_rank():
@@ -81,7 +82,7 @@ def test_an_answer_to_commit_that_is_repeated_later_does_not_move_the_rank():
     for at in (100.1, 100.5):
         found(asked("bucket", at, at + 0.3, bucket=0, steps=(Step("load", 0, at + 0.1, at + 0.2, 0),), boot=0.0))
     found(asked("commit", 103.0, 103.2, steps=(Step("switch", 0, 101.0, 101.1),), boot=0.0))
-    rank = row(found.timeline(), URL, "rank 0")
+    rank = row(found.recording.timeline(), URL, "rank 0")
     assert rank.clock_error_us == 0
     assert rank.spans[-1] == Span("switch", 1_000_000, 100_000)
 
@@ -90,7 +91,7 @@ def test_overlapping_messages_get_rows_of_their_own():
     found = recorder()
     for number in range(4):  # two are under way at any time
         found(asked("bucket", 100.0 + 0.1 * number, 100.19 + 0.1 * number, bucket=number, boot=0.0))
-    timeline = found.timeline()
+    timeline = found.recording.timeline()
     assert [track.name for track in timeline.tracks if track.side == "engine"] == ["messages", "messages (2)"]
     for track in timeline.tracks:
         for before, after in zip(track.spans, track.spans[1:], strict=False):
@@ -100,7 +101,7 @@ def test_overlapping_messages_get_rows_of_their_own():
 def test_a_failed_message_says_why_and_a_stock_engine_has_the_heads_row_alone():
     found = recorder((URL, OTHER))
     found(asked("bucket", 100.1, 100.2, bucket=0, error="refused: out of memory"))
-    timeline = found.timeline()
+    timeline = found.recording.timeline()
     assert [(track.side, track.name) for track in timeline.tracks] == [("trainer", f"messages to {URL}")]
     assert timeline.tracks[0].spans[0].error == "refused: out of memory"
 
@@ -108,9 +109,9 @@ def test_a_failed_message_says_why_and_a_stock_engine_has_the_heads_row_alone():
 def test_one_rank_fills_and_several_gather_and_wait():
     found = recorder()
     found(StepEnded(step=Step("gather", 0, 100.1, 100.2, 0)))
-    assert [span.name for span in found.timeline().tracks[0].spans] == ["fill"]
+    assert [span.name for span in found.recording.timeline().tracks[0].spans] == ["fill"]
     other = RankSteps(rank=1, steps=(Step("gather", 1, 9100.1, 9100.2, 0),), heard=9100.5, answered=9100.5)
-    timeline = found.timeline([other], asked_at=100.4999, told_at=100.5001)
+    timeline = found.recording.timeline([other], asked_at=100.4999, told_at=100.5001)
     assert [span.name for span in row(timeline, "trainer", "rank 0").spans] == ["wait", "gather"]
     follower = row(timeline, "trainer", "rank 1")
     assert [span.name for span in follower.spans] == ["wait", "gather", "wait"]
@@ -122,7 +123,7 @@ def test_the_time_between_pause_and_resume_is_a_stall():
     found = recorder()
     steps = (Step("pause", None, 100.1, 100.15), Step("resume", None, 100.3, 100.31))
     found(asked("commit", 100.0, 100.4, steps=steps, boot=0.0))
-    server = row(found.timeline(), URL, "server")
+    server = row(found.recording.timeline(), URL, "server")
     assert [(span.name, span.us) for span in server.spans] == [
         ("pause", 50_000),
         ("stall", 150_000),
@@ -135,7 +136,7 @@ def test_an_update_forgets_the_one_before():
     found(StepEnded(step=Step("open", 0, 100.1, 100.2)))
     found(UpdateStarted(version=4, transport="ipc", targets=(URL,), rank=0, at=200.0, time_s=1.8e9))
     found(StepEnded(step=Step("open", 0, 200.5, 200.6)))
-    timeline = found.timeline()
+    timeline = found.recording.timeline()
     assert timeline.began_unix_s == 1.8e9
     assert [span.start_us for span in timeline.tracks[0].spans] == [500_000]
 
@@ -148,7 +149,7 @@ def test_memory_is_bounded_and_what_is_left_out_is_said(monkeypatch):
         at = 100.0 + number
         steps = (Step("wire", 0, at + 0.1, at + 0.2, number), Step("load", 0, at + 0.2, at + 0.3, number))
         found(asked("bucket", at, at + 0.5, bucket=number, steps=steps, boot=0.0))
-    timeline = found.timeline()
+    timeline = found.recording.timeline()
     rank = row(timeline, URL, "rank 0")
     assert (len(rank.spans), rank.dropped) == (5, 5)  # ten steps were kept, and five are shown
     assert "left out" in timeline.note
@@ -162,14 +163,19 @@ def a_timeline() -> Timeline:
     found(StepEnded(step=Step("send", 0, 100.05, 100.45, 0)))
     steps = (Step("wire", 0, 100.2, 100.3, 0), Step("load", 0, 100.3, 100.35, 0))
     found(asked("bucket", 100.1, 100.4, bucket=0, steps=steps))
-    return found.timeline()
+    return found.recording.timeline()
 
 
-def report(**fields) -> UpdateReport:
+def report(timeline: Timeline | None = None, **fields) -> UpdateReport:
     known = dict(
         version=3, transport="broadcast", bytes=10, buckets=1, seconds=0.5, phases={}, peak_extra_bytes=0, digest=None
     )
-    return UpdateReport(**(known | fields), targets=())
+    found = UpdateReport(**(known | fields), targets=())
+    return found if timeline is None else found.with_timeline(lambda: timeline)
+
+
+def pickled(found: UpdateReport) -> UpdateReport:
+    return pickle.loads(pickle.dumps(found))
 
 
 def check_format(trace: dict) -> None:
@@ -235,6 +241,18 @@ def test_a_report_without_a_timeline_is_refused_and_nothing_is_written(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_timeline_survives_json():
+@pytest.mark.parametrize("copied", [lambda found: UpdateReport.from_json(found.to_json()), pickled])
+def test_a_timeline_survives_json_and_pickle(copied):
     before = report(timeline=a_timeline())
-    assert msgspec.json.decode(before.to_json(), type=UpdateReport) == before
+    after = copied(before)
+    assert after == before
+    assert after.timeline == before.timeline == a_timeline()
+
+
+def test_a_timeline_is_made_when_it_is_read_and_once():
+    made = []
+    found = report().with_timeline(lambda: made.append(1) or a_timeline())
+    assert not made
+    assert found.timeline is found.timeline
+    assert made == [1]
+    assert report().timeline == Timeline()

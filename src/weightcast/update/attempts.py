@@ -144,7 +144,7 @@ class Attempts:
             result.report, peak_extra_bytes=ends.extra_bytes, planned_extra_bytes=planned_bytes
         )
         result = self._ranks.hear(msgspec.structs.replace(result, report=report))
-        return msgspec.structs.replace(result, report=msgspec.structs.replace(report, timeline=ends.timeline()))
+        return msgspec.structs.replace(result, report=report.with_timeline(ends.timeline))
 
     def _score(self, head: Head | None) -> AttemptResult:
         """Compares the trainer's log-probabilities with the engines'."""

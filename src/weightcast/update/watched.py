@@ -61,10 +61,10 @@ def gather_ends(
     if gathered is None:
         return None
     ends = [_rank_end.decode(end) for end in gathered]
-    others = [end.steps for end in ends[1:]]
+    others, recording = [end.steps for end in ends[1:]], recorder.recording
     return Ends(
         extra_bytes=max(end.extra_bytes for end in ends),
-        timeline=lambda: recorder.timeline(others, asked_at=asked_at, told_at=told_at),
+        timeline=lambda: recording.timeline(others, asked_at=asked_at, told_at=told_at),
     )
 
 

@@ -84,6 +84,7 @@ class Events:
         """
         self.rank = rank
         self._listeners = tuple(listeners)
+        self._tracing = tuple(one for one in self._listeners if isinstance(one, Tracing))  # asked for each target
         self._hearing: dict[type[Any], tuple[tuple[Callable[[Any], None], Listener], ...]] = {}
         self._lock = threading.RLock()
         self._failed: set[int] = set()
@@ -134,7 +135,7 @@ class Events:
 
     def traceparent(self, target: str) -> str:
         """The span that a target's session is to continue; empty if nothing traces."""
-        found = (listener.traceparent(target) for listener in self._listeners if isinstance(listener, Tracing))
+        found = (listener.traceparent(target) for listener in self._tracing)
         return next(filter(None, found), "")
 
     def close(self) -> None:

@@ -41,37 +41,66 @@ class RankSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineRecorder(ByKind):
-    """A listener that keeps the steps of the update that was started last.  ``Events`` calls it one event at a time."""
+    """A listener that keeps the steps of the update that was started last.  ``Events`` calls it one event at a time.
+
+    Attributes:
+        recording: What it has kept of that update.
+    """
 
     def __init__(self) -> None:
         super().__init__({UpdateStarted: self._begin, StepEnded: self._step, Asked: self._was_asked})
-        self._began = 0.0
-        self._began_unix_s = 0.0
-        self._rank = 0
-        self._targets: tuple[str, ...] = ()
+        self.recording = Recording()
+
+    def _begin(self, event: UpdateStarted) -> None:
+        self.recording = Recording(event.at, event.time_s, event.rank, event.targets)
+
+    def _step(self, event: StepEnded) -> None:
+        self.recording.add_step(event.step)
+
+    def _was_asked(self, event: Asked) -> None:
+        self.recording.add_message(event)
+
+    def mine(self, heard: float) -> RankSteps:
+        """Returns the steps of this rank for the head; ``heard`` as in ``RankSteps``."""
+        return self.recording.mine(heard)
+
+
+class Recording:
+    """The steps of one update on this rank, and the messages of the head."""
+
+    def __init__(
+        self, began: float = 0.0, began_unix_s: float = 0.0, rank: int = 0, targets: tuple[str, ...] = ()
+    ) -> None:
+        """Has nothing yet.
+
+        Args:
+            began: Monotonic time at which the update began.
+            began_unix_s: The same moment in seconds since 1970.
+            rank: Trainer rank.
+            targets: URLs of the targets that are to take part.
+        """
+        self._began = began
+        self._began_unix_s = began_unix_s
+        self._rank = rank
+        self._targets = targets
         self._steps: list[Step] = []
         self._asked: list[Asked] = []
         self._left = MAX_STEPS
 
-    def _begin(self, event: UpdateStarted) -> None:
-        self._began, self._began_unix_s, self._rank = event.at, event.time_s, event.rank
-        self._targets = event.targets
-        self._steps.clear()
-        self._asked.clear()
-        self._left = MAX_STEPS
-
-    def _step(self, event: StepEnded) -> None:
+    def add_step(self, step: Step) -> None:
+        """Keeps a step of this rank."""
         if len(self._steps) < MAX_STEPS:
-            self._steps.append(event.step)
+            self._steps.append(step)
 
-    def _was_asked(self, event: Asked) -> None:
-        self._left -= len(event.steps)
-        kept = event if self._left >= 0 else msgspec.structs.replace(event, steps=())
+    def add_message(self, asked: Asked) -> None:
+        """Keeps a message to a target."""
+        self._left -= len(asked.steps)
+        kept = asked if self._left >= 0 else msgspec.structs.replace(asked, steps=())
         if len(self._asked) < MAX_STEPS:
             self._asked.append(kept)
 
     def mine(self, heard: float) -> RankSteps:
-        """Returns the steps of this rank for the head; ``heard`` as in ``RankSteps``."""
+        """As ``TimelineRecorder.mine``."""
         return RankSteps(rank=self._rank, steps=tuple(self._steps), heard=heard, answered=time.monotonic())
 
     def timeline(self, ranks: Sequence[RankSteps] = (), *, asked_at: float = 0.0, told_at: float = 0.0) -> Timeline:
