@@ -44,7 +44,7 @@ _PAUSE_S = 0.1
 # Model, placement, pairs and pairs before them, by the name of the result.
 _ROWS = {
     "watching-cpu-tiny": ("tiny", "colocated", 200, 4),
-    "watching-cpu": ("dense-256MiB", "colocated", 60, 2),
+    "watching-cpu": ("dense-256MiB", "colocated", 200, 2),
     "watching-cpu-1g": ("dense-1GiB", "colocated", 30, 2),
     "watching-cpu-broadcast": ("dense-256MiB", "disaggregated", 60, 2),
     "watching-cpu-broadcast-1g": ("dense-1GiB", "disaggregated", 30, 2),

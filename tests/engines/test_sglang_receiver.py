@@ -25,7 +25,7 @@ from tests.engines.sglang_server import checksum, generate, greedy_tokens, sglan
 from tests.engines.test_sglang_cpu import COUNT, DENSE, MOE, PROMPTS, answers, nudge, version_of
 from tests.engines.test_sglang_pauses import CONTEXT, LONG, ONE_AT_A_TIME, PROMPT, SEEN, SHORT, follows, switched_at
 from tests.engines.trainer import update_directly
-from tests.harness import BeforeCommit
+from tests.harness import BeforeCommit, wait_for
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from tests.unit.test_watch_metrics import series
@@ -522,7 +522,8 @@ class TestMore:
             for phase in ("wire", "load", "verify", "pause", "switch", "resume", "total"):
                 for transport in ("ipc", "broadcast"):
                     assert found["weightcast_engine_update_seconds_count", name, phase, transport] == 1
-            assert "version 2 serves; stall" in (tmp_path / "sglang-0.log").read_text()
+            log = tmp_path / "sglang-0.log"
+            wait_for(lambda: "version 2 serves; stall" in log.read_text(), "the engine's line of the update")
 
     def test_a_server_with_an_admin_key_asks_for_it(self, folders: dict[str, Path], tmp_path: Path) -> None:
         options = ("--admin-api-key=admin",)

@@ -27,6 +27,7 @@ from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
 from tests.engines.trainer import update_directly, update_sharded
 from tests.engines.vllm_server import greedy_tokens, vllm
+from tests.harness import wait_for
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
 from tests.unit.test_watch_metrics import series
@@ -71,8 +72,8 @@ def test_a_real_model_with_tied_embeddings(tmp_path: Path) -> None:
         assert verify(a, engine)[0] == 3
         assert [(row["version"], row["state"]) for row in status(engine)] == [(3, "serving")]
         check_metrics(engine, version=3, updates=3)
-        log = (tmp_path / "vllm.log").read_text()
-        assert re.search(r"INFO .*version 3 serves; stall", log), "our log lines are where vLLM's are, in vLLM's form"
+        log = tmp_path / "vllm.log"
+        wait_for(lambda: re.search(r"INFO .*version 3 serves; stall", log.read_text()), "our line, in vLLM's form")
 
 
 def test_experts_on_two_ranks(tmp_path: Path) -> None:

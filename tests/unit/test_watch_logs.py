@@ -20,6 +20,7 @@ def lines(caplog):
         caplog.clear()
         for event in events:
             log(event)
+        log.settle()
         for record in caplog.records:
             assert record.name.startswith("weightcast.")
             assert all(hasattr(record, field) for field in ("session", "version", "target"))
@@ -80,6 +81,11 @@ def test_the_end_of_a_session_is_one_line(lines, outcome, level, text):
     assert told == [(level, "weightcast.receiver", text)]
     assert "update opened by process 1 on t" in [record.getMessage() for record in lines.records()]
     assert {record.session for record in lines.records()} == {SESSION}
+
+
+def test_a_success_is_told_before_what_comes_after_it(lines):
+    told = lines(*session_events("committed"), StateChanged(state="quarantined", version=7, reason="lost", at=9.0))
+    assert [text for _, _, text in told] == ["version 7 serves; stall 0.400000 s", "quarantined: lost"]
 
 
 def test_a_quarantine_is_an_error_and_a_planned_loss_of_weights_a_warning(lines):
