@@ -5,7 +5,8 @@
 
 On CPUs all bytes go over loopback or shared memory.  With ``--device cuda`` all processes share the first ``--gpus``
 GPUs, rank by rank, and reach each other's memory over CUDA IPC.  Every engine proves every update by digests, which
-must equal those that the trainer ranks took of their own shards; other results end the run.
+must equal those that the trainer ranks took of their own shards; other results end the run.  The file is written anew
+after each way, and ``--limit-s`` ends the run with what was measured until then.
 """
 
 from __future__ import annotations
@@ -318,9 +319,11 @@ def main() -> None:
     parser.add_argument(
         "--way", action="append", choices=list(WAYS), help="may be repeated; those of the device if not"
     )
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="time limit of the whole run, in seconds")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.bucket_mib = arguments.bucket_mib or (512 if arguments.device == "cuda" else 16)
+    until = time.monotonic() + arguments.limit_s
     ways = arguments.way or DEFAULT_WAYS[arguments.device]
     limit_s = plain_copy_s(arguments)
     context = multiprocessing.get_context("spawn")
@@ -335,7 +338,7 @@ def main() -> None:
                 mine, theirs = context.Pipe()
                 processes.append(context.Process(target=serve, args=(number, arguments, times.name, theirs)))
                 processes[-1].start()
-                if not mine.poll(300.0):
+                if not mine.poll(min(300.0, max(0.0, until - time.monotonic()))):
                     raise SystemExit(f"engine {number} did not start")
                 urls.append(mine.recv())
             port, pipes = quiet_port(), []
@@ -344,34 +347,41 @@ def main() -> None:
                 processes.append(context.Process(target=train, args=(rank, arguments, port, urls, theirs)))
                 processes[-1].start()
                 pipes.append(mine)
-            rows = measure(arguments, ways, pipes, times.name, ranks)
+            measure(arguments, ways, pipes, times.name, ranks, limit_s=limit_s, until=until)
         finally:
             for process in processes:
                 process.terminate()
             for process in processes:
                 process.join(10.0)
                 process.kill()
-    report(arguments, rows, limit_s)
 
 
 def measure(
-    arguments: argparse.Namespace, ways: list[str], pipes: list[Any], times: str, ranks: int
-) -> dict[str, list[dict[str, Any]]]:
-    """Runs all turns of one way, then those of the next.
+    arguments: argparse.Namespace,
+    ways: list[str],
+    pipes: list[Any],
+    times: str,
+    ranks: int,
+    *,
+    limit_s: float,
+    until: float,
+) -> None:
+    """Runs all turns of one way, then those of the next, and reports after each.
 
     Ways in turn would make each update a first one: an engine unmaps what the way before had mapped.
     """
-    rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    rows: dict[str, list[dict[str, Any]]] = {}
     version = 0
     for way in ways:
+        rows[way] = []
         for turn in range(arguments.warm + arguments.turns):
             version += 1
             for pipe in pipes:
                 pipe.send((way, version))
             answers = []
             for rank, pipe in enumerate(pipes):
-                if not pipe.poll(300.0):
-                    raise SystemExit(f"{way}: trainer rank {rank} did not answer")
+                if not pipe.poll(min(300.0, max(0.0, until - time.monotonic()))):
+                    raise SystemExit(f"{way}: trainer rank {rank} did not answer in time")
                 answers.append(pipe.recv())
             switched = [_TIME.unpack_from(Path(times).read_bytes(), rank * _TIME.size)[0] for rank in range(ranks)]
             row = answers[0] | {"usable_s": max(switched) - min(answer["started"] for answer in answers)}
@@ -380,11 +390,11 @@ def measure(
             print(
                 f"{way}: usable in {row['usable_s'] * 1e3:.1f} ms, returned {row['returned_s'] * 1e3:.1f}", flush=True
             )
+        report(arguments, rows, limit_s)
     for pipe in pipes:
         pipe.send(None)
     for pipe in pipes:
         pipe.poll(30.0)
-    return rows
 
 
 def report(arguments: argparse.Namespace, rows: dict[str, list[dict[str, Any]]], limit_s: float) -> None:

@@ -125,9 +125,9 @@ def _h200(gpus: int) -> list[Case]:
     if gpus >= 2:
         # ``direct`` between GPUs: NCCL messages, and shards that engine ranks read on the other GPU.
         pair: dict[str, Any] = short | dict(budget_s=75, deadline_s=150)
-        pair["left_out"] = {"checkpoint-engine": "a turn of it takes 5 s, longer than those of all others together"}
         cases.append(_gpu("direct-disaggregated-1+1-8b", "qwen3-8b", "disaggregated", 1, 1, **pair))
-        cases.append(_gpu("direct-colocated-2-8b", "qwen3-8b", "colocated", 2, 2, **pair))
+        # A turn of checkpoint-engine takes 5 s.
+        cases.append(_gpu("direct-colocated-2-8b", "qwen3-8b", "colocated", 2, 2, **pair | dict(turns=7, warm=2)))
     if gpus > 1:
         cases.append(_gpu(f"colocated-{gpus}-8b", "qwen3-8b", "colocated", gpus, gpus))
     # The cost of proof is small, so there are many turns and no other methods.
@@ -177,6 +177,9 @@ def _h200(gpus: int) -> list[Case]:
         # The second set of weights does not fit beside the first on one GPU.
         moe = dict(turns=5, staging="none", bucket_bytes=(GIB,), peer_bytes=(2 * GIB,), budget_s=200, deadline_s=320)
         half = gpus // 2
+        if gpus == 2:
+            direct = moe | dict(peer_bytes=(GIB,), tries=1, budget_s=100, deadline_s=190)
+            cases.append(_gpu("direct-disaggregated-1+1-30b", "qwen3-30b-a3b", "disaggregated", 1, 1, **direct))
         cases.append(_gpu(f"disaggregated-{half}+{half}-30b", "qwen3-30b-a3b", "disaggregated", half, half, **moe))
         if gpus >= 4:
             cases.append(_gpu(f"colocated-{gpus}-30b", "qwen3-30b-a3b", "colocated", gpus, gpus, **moe))

@@ -156,25 +156,30 @@ class Server:
                 continue
 
 
-def start(args: argparse.Namespace, model: Path, folder: Path, *, receiver: bool) -> Server:
+def start(
+    args: argparse.Namespace, model: Path, folder: Path, *options: str, receiver: bool, tp: int = 1, name: str = ""
+) -> Server:
     """Starts a server, which is not ready yet.
 
     Args:
         args: Of the command line: ``tiny``, ``python``, ``site``, ``version``, ``flags``, ``sleep``, ``cache_tokens``.
         model: Its checkpoint.
         folder: For its log.
+        options: More of SGLang's.
         receiver: With our receiver in it.
+        tp: Tensor-parallel ranks.
+        name: Name of its log, if there are several of a kind.
     """
     port = quiet_port()
     saver = ["--enable-memory-saver"] if args.sleep and receiver else []
-    log = folder / f"{'receiver' if receiver else 'stock'}.log"
+    log = folder / f"{name or ('receiver' if receiver else 'stock')}.log"
     if args.tiny:
-        options = ["--context-length=4096", "--max-total-tokens=16384", "--skip-tokenizer-init", *saver]
-        command, environment = sglang_command(model, 1, options, port, receiver=receiver, version=args.version)
+        options = ("--context-length=4096", "--max-total-tokens=16384", "--skip-tokenizer-init", *saver, *options)
+        command, environment = sglang_command(model, tp, options, port, receiver=receiver, version=args.version)
         return Server(command, environment | {"PYTHONUNBUFFERED": "1"}, model, log, port)
     command = [args.python, "-m", "sglang.launch_server", f"--model-path={model}", "--host=127.0.0.1"]
     command += [f"--port={port}", "--skip-tokenizer-init", f"--max-total-tokens={args.cache_tokens}"]
-    command += [*args.flags.split(), *saver]
+    command += [f"--tp-size={tp}", *args.flags.split(), *saver, *options]
     environment = {**os.environ, **_ENVIRONMENT}
     path = [args.site, *([package_path(folder / "metadata")] if receiver else []), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))

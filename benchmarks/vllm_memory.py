@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -193,7 +193,13 @@ class Server:
 
 @contextmanager
 def launched(
-    run: Run, args: argparse.Namespace, model: Path, *options: str, backend: str = "weightcast"
+    run: Run,
+    args: argparse.Namespace,
+    model: Path,
+    *options: str,
+    backend: str = "weightcast",
+    name: str = "",
+    more: Mapping[str, str] | None = None,
 ) -> Generator[Server]:
     """A server that was started and is not ready; all of its processes end with the block.
 
@@ -203,6 +209,8 @@ def launched(
         model: The checkpoint.
         options: More of vLLM's.
         backend: Its weight transfer: ``weightcast`` is ours, others are vLLM's own.
+        name: Name of its log; that of the case if empty.
+        more: More of its environment.
     """
     port = quiet_port()
     folder = args.folder
@@ -215,6 +223,7 @@ def launched(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
+        **(more or {}),
     }
     if backend != "weightcast":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles are pickles
@@ -226,7 +235,7 @@ def launched(
     command = [args.python, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
     command += ["--host=127.0.0.1", "--served-model-name=m", *flags]
     command += ["--weight-transfer-config", json.dumps({"backend": backend}), *options]
-    log = folder / f"{run.case}{'' if backend == 'weightcast' else '-stock'}.log"
+    log = folder / f"{name or run.case}{'' if backend == 'weightcast' else '-stock'}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
