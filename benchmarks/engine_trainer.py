@@ -157,6 +157,20 @@ class Rank:
         """Ends the connection of a key."""
         self._updaters.pop(key).close()
 
+    @torch.no_grad()
+    def score(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
+        """By how many nats answers are worse than this model's best tokens, on average."""
+        worse: list[float] = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([[*prompt, *answer[:-1]]], device=self.device)
+            logits = self.model(ids).logits[0, len(prompt) - 1 :].float()
+            chosen = logits.gather(1, torch.tensor(answer, device=self.device)[:, None])[:, 0]
+            worse += (logits.max(-1).values - chosen).tolist()
+        for module in self.model.modules():
+            if self.world > 1 and hasattr(module, "reshard"):
+                module.reshard()
+        return sum(worse) / len(worse)
+
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, made whole on every rank, under the names of checkpoints."""
         for name, parameter in self.model.named_parameters():

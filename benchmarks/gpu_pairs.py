@@ -12,7 +12,8 @@ Qwen3-30B-A3B; for SGLang, whose experts our receiver takes with tensor parallel
    the sets, and be those of the first time, token for token, whenever a set is back.
 3. The same while ``--streams`` clients stream.  A gap is the longest time between two messages of one request, around
    each update and in a time of the same length before it, without an update.
-4. Two updates with ``verify="behaviour"``: the answers' log-probabilities and the trainer's own forward pass.
+4. vLLM: two updates with ``verify="behaviour"``, which compares log-probabilities with the trainer's own forward pass.
+   SGLang: that pass over the answers; they must be near its best tokens, far nearer than those on the other weights.
 5. The engine's own sender, from the same trainer ranks with the same shards, into the server as it ships.
 
 The file is written anew after each group of steps.  A step that fails ends its part only if nothing can follow it.
@@ -350,6 +351,14 @@ class Case:
         proofs = [row["proof"] for row in last["targets"]]
         self.run.check("behaviour is proven after the second update", set(proofs) == {"behaviour"}, proofs)
 
+    def scored(self) -> None:
+        """The trainer's own forward pass over both sets of answers: SGLang with our receiver does not score."""
+        with self.run.step("nats from the best tokens of weights 1") as kept:
+            for seed in (1, 2):
+                kept[f"answers on weights {seed}"] = self.trainer.call("score", PROMPTS, self.known[seed][0])[0]
+        mine, others = (kept[f"answers on weights {seed}"] for seed in (1, 2))
+        self.run.check("answers on weights 1 are of these weights", mine < 0.25 * others, kept)
+
     def sender(self, ships: Engine) -> None:
         """The engine's own sender into the server as it ships: idle, then with streams."""
         method = f"send_by_{self.args.engine}"
@@ -415,7 +424,8 @@ def play(run: Run, args: argparse.Namespace, name: str, started: Started, write:
             case.attempt(f"{via}, streams", lambda via=via: case.streamed(via, PAUSES[0]))
             write()
         if world > 1:
-            case.attempt("behaviour", case.behaviour)
+            by_engine = {"vllm": case.behaviour, "sglang": case.scored}
+            case.attempt("behaviour", by_engine[args.engine])
             write()
     if part.not_with:
         run.steps.append({"case": name, "not_run": f"{args.engine}'s own sender: {part.not_with}"})
