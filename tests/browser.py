@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clock import PATIENCE_S
+from tests.procs import end
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 # The browser reads from descriptor 3 and writes to 4.
@@ -154,12 +155,7 @@ def browser(folder: Path) -> Iterator[Page]:
     finally:
         os.close(ours_write)  # the browser ends when its pipe is closed
         os.close(ours_read)
-        process.terminate()
-        try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, PATIENCE_S)
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

@@ -6,10 +6,10 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +17,9 @@ from hypothesis import HealthCheck, settings
 from tests import fork_server
 from tests.scheduling import place_of, scheduler
 from tests.stolen import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401  # hooks
+
+if TYPE_CHECKING:
+    from tests.harness import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -95,10 +98,22 @@ def fresh() -> Iterator[object]:
     """Starts engines for one test, which may do to them what it likes."""
     from tests.harness import Engine
 
+    yield from _closed_after_the_test(Engine)
+
+
+@pytest.fixture
+def placed() -> Iterator[object]:
+    """As ``fresh``, on another host or out of reach: the first argument is a function of ``tests/placed.py``."""
+    from tests.placed import PlacedEngine
+
+    yield from _closed_after_the_test(PlacedEngine)
+
+
+def _closed_after_the_test(make: Callable[..., Engine]) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
-    def start(*args: str, port: int = 0) -> Engine:
-        started.append(Engine(*args, port=port))
+    def start(*args: Any, **options: Any) -> Engine:
+        started.append(make(*args, **options))
         return started[-1]
 
     yield start

@@ -190,6 +190,16 @@ class ToyTrainer(nn.Module):
                 parameter.copy_(weights[name])
 
 
+def set_shards(model: nn.Module, version: int) -> None:
+    """Gives this rank's shards of a sharded toy trainer the values of a version."""
+    whole = dict(trainer_of(version).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            mine = distribute_tensor(whole[name].data, parameter.device_mesh, parameter.placements)
+            parameter.to_local().copy_(mine.to_local())
+
+
 def share_memory(model: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement]) -> SharedBuffer:
     """Shards a module into a buffer that other processes can map, as GPU memory is; returns the buffer."""
     whole = {name: distribute_tensor(tensor.data, mesh, placements) for name, tensor in model.named_parameters()}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from tests.clock import PATIENCE_S
 
@@ -30,6 +32,26 @@ class Signals:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Endable(Protocol):
+    """The part of ``subprocess.Popen`` that ends a process."""
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def end(process: Endable, within_s: float, number: int = signal.SIGTERM) -> int:
+    """Asks a process to end, kills it if it takes too long, and returns the exit code."""
+    process.send_signal(number)
+    try:
+        return process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def gone(pid: int) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from tests.commands import COMMAND, Started, run
 from tests.engines.forked import Forked
+from tests.procs import end
 
 # The package under test is found as this process found it, installed or not.
 ENVIRONMENT = {
@@ -106,22 +107,17 @@ class Engine:
         except psutil.NoSuchProcess:
             return []
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to end; what is left after ``STOP_S``, or after its parent, is killed.  The exit code."""
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, within_s: float = STOP_S) -> int:
+        """Asks it to end; kills what is left after some seconds, and what outlives it.  Returns the exit code."""
         family = self.family()
         try:
-            self.process.send_signal(number)
-            try:
-                return self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                return self.process.wait()
+            return end(self.process, within_s, number)
         finally:
             for member in family[1:]:
                 _kill(member)
             self.client.close()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
+            if not isinstance(self.process, Forked) and self.process.stdout is not None:
+                self.process.stdout.close()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.engines import engines
@@ -24,6 +24,7 @@ from tests.harness import (
     next_version,
     on_every_rank,
     serves_whole,
+    set_shards,
     share_memory,
     trainer_of,
 )
@@ -96,11 +97,7 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
             model, urls, **{"transport": "direct", "timeout_s": 30.0, "min_proven_share": 0.5} | options
         ) as updater:
             for version in versions:
-                source = dict(trainer_of(version).named_parameters())
-                with torch.no_grad():
-                    for name, parameter in model.named_parameters():
-                        where = parameter.device_mesh, parameter.placements
-                        parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+                set_shards(model, version)
                 reports.append(on_every_rank(updater.update(version=version)))
     finally:
         TrainerGroup.move = move
@@ -274,11 +271,7 @@ def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: d
         **options,
     ) as updater:
         for version in versions:
-            source = dict(trainer_of(version).named_parameters())
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    where = parameter.device_mesh, parameter.placements
-                    parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+            set_shards(model, version)
             told.append(on_every_rank(updater.update(version=version)))
     return told
 
@@ -316,11 +309,7 @@ def move_and_release(url: str, versions: list[int]) -> list[str]:
         told.append(on_every_rank(updater.update(version=versions[1])))
         updater.release()
         before.close()
-        with torch.no_grad():
-            source = dict(trainer_of(versions[2]).named_parameters())
-            for name, parameter in model.named_parameters():
-                where = parameter.device_mesh, parameter.placements
-                parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+        set_shards(model, versions[2])
         told.append(on_every_rank(updater.update(version=versions[2])))
         replace(model, dict(sharded_alone(versions[3]).named_parameters()))
         try:
@@ -370,11 +359,7 @@ def keep_some_private(url: str, versions: list[int]) -> list[str]:
         model, [url], transport="direct", bucket_bytes=4096, timeout_s=30.0, **SHARDS
     ) as updater:
         for version in versions:
-            source = dict(trainer_of(version).named_parameters())
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    where = parameter.device_mesh, parameter.placements
-                    parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+            set_shards(model, version)
             told.append(on_every_rank(updater.update(version=version)))
     return told
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.clock import PATIENCE_S
 from tests.e2e import engines as reference
 from tests.e2e.test_direct import in_shared_memory
-from tests.harness import Engine, connect, next_version, on_every_rank, serves_whole, trainer_of
+from tests.harness import connect, next_version, on_every_rank, serves_whole, trainer_of
 from tests.placed import PlacedEngine, become_another_user, move_to_another_host, needs_root
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.ranks import Ranks
@@ -31,20 +31,6 @@ def away():
     engine = PlacedEngine(move_to_another_host)
     yield engine
     engine.close()
-
-
-@pytest.fixture
-def placed():
-    """Starts engines for one test."""
-    started: list[Engine] = []
-
-    def start(place, *args: str) -> Engine:
-        started.append(PlacedEngine(place, *args))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.close()
 
 
 def update(updater, model):

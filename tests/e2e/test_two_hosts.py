@@ -10,13 +10,11 @@ import os
 import signal
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import distribute_tensor
 
 from tests.e2e.test_direct import SHARDS, in_shared_memory, sharded
-from tests.harness import Engine, next_version, on_every_rank, serves_whole, trainer_of
-from tests.placed import PlacedEngine, move_to_host_a, move_to_host_b, move_to_host_c, needs_root
+from tests.harness import Engine, next_version, on_every_rank, serves_whole, set_shards
+from tests.placed import move_to_host_a, move_to_host_b, move_to_host_c, needs_root
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
 from weightcast.comm.shared_buckets import SharedSlot
@@ -39,20 +37,6 @@ def job():
     ranks.close()
 
 
-@pytest.fixture
-def placed():
-    """Starts engines for one test."""
-    started: list[Engine] = []
-
-    def start(place, *args: str) -> Engine:
-        started.append(PlacedEngine(place, *args))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.close()
-
-
 def update_each(urls: list[str], versions: list[int], mesh_shape: tuple[int, ...], options: dict) -> list[str]:
     """The transport chosen at connect, and the report of each update; the weights are changed before each."""
     options = {"bucket_bytes": 30_000, "timeout_s": PATIENT_S} | options
@@ -60,11 +44,7 @@ def update_each(urls: list[str], versions: list[int], mesh_shape: tuple[int, ...
     with WeightUpdater.connect(model, urls, **options) as updater:
         told = [updater.transport]
         for version in versions:
-            source = dict(trainer_of(version).named_parameters())
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    where = parameter.device_mesh, parameter.placements
-                    parameter.to_local().copy_(distribute_tensor(source[name].data, *where).to_local())
+            set_shards(model, version)
             told.append(on_every_rank(updater.update(version=version)))
     return told
 

@@ -6,8 +6,6 @@ import atexit
 import functools
 import math
 import os
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -57,7 +55,7 @@ def sglang(
         for number, (model, tp, options) in enumerate(settings):
             log = logs / f"sglang-{number}.log"
             engine = _start(model, tp, options, log, receiver=receiver, version=version)
-            stack.callback(_stop, engine)
+            stack.callback(engine.stop, within_s=10)
             found.append((engine, log))
         for engine, log in found:
             _wait(engine, log)
@@ -128,20 +126,6 @@ def _package() -> str:
     folder = tempfile.TemporaryDirectory(prefix="weightcast-metadata-")
     atexit.register(folder.cleanup)
     return package_path(Path(folder.name))
-
-
-def _stop(engine: Engine) -> None:
-    family = engine.family()
-    engine.process.send_signal(signal.SIGTERM)
-    try:
-        engine.process.wait(10)
-    except subprocess.TimeoutExpired:
-        engine.process.kill()
-        engine.process.wait()
-    for member in family[1:]:
-        if member.is_running():
-            member.kill()
-    engine.client.close()
 
 
 def _wait(engine: Engine, log: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from tests.e2e.engines import Engine
 from tests.engines.forked import Forked, start
 from tests.engines.vllm_server import IMPORTED, as_command, vllm_command
 from tests.hosts import INTERFACE, Host
+from tests.procs import end
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
@@ -101,13 +101,7 @@ def engine_of(found: Sequence[Node], model: Path) -> Iterator[Engine]:
 
 def _end(node: Node) -> None:
     """Asks vLLM to end, and then ends what is left of its session."""
-    if node.process.poll() is None:
-        node.process.send_signal(signal.SIGTERM)
-        try:
-            node.process.wait(30)
-        except subprocess.TimeoutExpired:
-            node.process.kill()
-            node.process.wait()
+    end(node.process, 30)
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == node.process.pid:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -68,17 +66,7 @@ def vllm(
         _wait(engine, log)
         yield engine
     finally:
-        family = engine.family()
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for member in family[1:]:
-            if member.is_running():
-                member.kill()
-        client.close()
+        engine.stop(within_s=60)
 
 
 def vllm_command(
