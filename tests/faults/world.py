@@ -104,12 +104,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
 
 
+# Over 350 lines: each case breaks, inspects and heals the same engines, trainer ranks and connections.
 class World:
-    """Kept from case to case; what a case has broken is replaced.
+    """The engines and trainer ranks of all cases; a case's broken ones are replaced.
 
     Args:
-        kind: Of engines.
-        deadline_s: Of every wait in an update, in seconds; None for what suits the kind and the transport.
+        kind: Name of the kind of engine.
+        deadline_s: Deadline of every wait in an update, in seconds; None for the kind's and the transport's own.
         patience_s: Time added to the longest allowed waits, for a busy machine.
     """
 

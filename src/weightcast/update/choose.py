@@ -1,12 +1,11 @@
-"""Everything that the head decides before anything moves: targets, transports, and whether the weights fit.
+"""Everything that the head decides before anything moves: which targets take part, and whether the weights fit.
 
 ``Plan`` belongs to one membership.  ``retarget`` makes a new one, which inherits the links of targets that stay.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -16,10 +15,10 @@ from weightcast.comm.update_group import local_address_towards
 from weightcast.config import Target, UpdateConfig
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.roster import Roster
-from weightcast.protocols import Exporter, Scattering, Sharing, Transport
-from weightcast.transports.blame import is_the_transports, raise_together
+from weightcast.protocols import Exporter, Sharing, Transport
+from weightcast.transports.blame import raise_together
 from weightcast.transports.link import Link, in_flight_to
-from weightcast.transports.mixed import MixedTransport, join_names
+from weightcast.transports.mixed import MixedTransport
 from weightcast.transports.preflight import (
     check_first_version,
     check_fits,
@@ -28,18 +27,15 @@ from weightcast.transports.preflight import (
     check_proof,
     check_scattered,
     choose_receivers,
-    choose_transport,
     warn_hazards,
 )
-from weightcast.transports.registry import TRANSPORTS
-from weightcast.transports.spec import Placement, TransportSpec, Wiring
+from weightcast.transports.spec import TransportSpec, Wiring
 from weightcast.update.memory_limit import within_limit
 from weightcast.update.messages import Choice
+from weightcast.update.reach import Reach
 from weightcast.watch.listeners import Events
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import Packing, TensorSpec
-
-log = logging.getLogger("weightcast.update.choose")
 
 Probed = dict[str, EngineInfo | WeightcastError]  # by URL
 
@@ -80,12 +76,9 @@ class Plan:
         self._exporter = exporter
         self._specs = tuple(specs)
         self._places = tuple(places)
-        self._hosts = tuple(hosts)
         self._reading_hosts: tuple[str, ...] = ()
         self._roster = roster
-        self._transport: TransportSpec | None = None
-        self._chosen: dict[str, TransportSpec] = {}  # by URL; an absent target gets its own when it comes
-        self._left: dict[str, set[str]] = {}  # by URL: names of transports that failed for the target
+        self._reach = Reach(config, exporter, specs, places, hosts)
         self._sharings: frozenset[Sharing] = frozenset()
         self._packing = Packing()
         self._zero_copy = False
@@ -97,22 +90,16 @@ class Plan:
 
     @property
     def transport(self) -> TransportSpec:
-        """The best of the chosen transports; ``choose`` comes first.
-
-        If it leaves shards where they are, all targets take it.
-        """
-        assert self._transport is not None, "choose() comes first"
-        return self._transport
+        """The best of the chosen transports; ``choose`` comes first."""
+        return self._reach.best
 
     def transport_of(self, url: str) -> TransportSpec:
         """The transport that reaches a target."""
-        return self._chosen.get(url, self.transport)
+        return self._reach.of(url)
 
     def label(self, links: Sequence[Link]) -> str:
         """Names of the transports that reach these targets: ``"ipc"``, or ``"ipc+broadcast"`` for a mixed update."""
-        if not links:
-            return join_names(spec.name for spec in _in_order(self._chosen.values())) or self.transport.name
-        return join_names(spec.name for spec in _in_order([self.transport_of(link.url) for link in links]))
+        return self._reach.label(links)
 
     def choose(self) -> Choice:
         """Probes every target; chooses the transport and everything that it needs.
@@ -132,9 +119,6 @@ class Plan:
     def leave_transport(self, url: str, error: WeightcastError) -> str | None:
         """Leaves a target's transport, which failed for it, for the next best one; ``choose_again`` must follow.
 
-        Only ``transport="auto"`` does so, and only if the engine says that the transport failed: an engine that is gone
-        is gone for every transport, and another one would not change what the engine thinks of the weights.
-
         Args:
             url: The target.
             error: Its failure at connect or at a bucket.
@@ -142,18 +126,7 @@ class Plan:
         Returns:
             A remark for the report with the engine's words; None if the target must fail.
         """
-        link = self.links.get(url)
-        if self._config.transport != "auto" or link is None or not is_the_transports(error, link):
-            return None
-        failed = self.transport_of(url)
-        try:
-            spec = self._best_for(url, link.info, {failed.name})
-        except ConfigError as why:
-            log.info("%s stays with %s: %s", url, failed.name, why)
-            return None
-        self._left.setdefault(url, set()).add(failed.name)
-        log.warning("%s: %s gives way to %s: %s", url, failed.name, spec.name, error)
-        return f"{failed.name} gave way to {spec.name}, which stays until retarget(): {error}"
+        return self._reach.leave(self.links.get(url), error)
 
     def choose_again(self) -> Choice:
         """As ``choose``, for the targets that were planned for, without the transports that failed; asks nothing.
@@ -170,13 +143,12 @@ class Plan:
         links = [self.link(url, info) for url, info in healthy.items()]
         for link in links:
             check_fits(link, self._specs)
-        placement = self._placement(healthy)
-        self._chosen = self._choose_transports(links, placement)
-        chosen = _in_order(self._chosen.values())
-        spec = self._transport = chosen[0]
+        placement = self._reach.placement(healthy)
+        chosen = self._reach.choose(links, placement)
+        spec = self.transport
         self.receivers = (0,)
-        for one in chosen:
-            its = replace(placement, infos={url: healthy[url] for url, by in self._chosen.items() if by is one})
+        for one, urls in chosen.items():
+            its = replace(placement, infos={url: healthy[url] for url in urls})
             one.check(its)
             check_places(one, its)
             self.receivers = tuple(sorted({*self.receivers, *choose_receivers(one, its)}))
@@ -269,10 +241,9 @@ class Plan:
 
     def build_transport(self, links: Sequence[Link]) -> Transport:
         """Builds the transport of these links: one, or one for each group of targets."""
-        specs = _in_order([self.transport_of(link.url) for link in links])
         in_flight = in_flight_to(links)
         parts = list[Transport]()
-        for spec in specs:
+        for spec in self._reach.of_each(links):
             its = [link for link in links if self.transport_of(link.url) is spec]
             parts.append(self._build_one(spec, its, in_flight))
         return parts[0] if len(parts) == 1 else MixedTransport(parts)
@@ -290,63 +261,6 @@ class Plan:
             )
         )
 
-    def _choose_transports(self, links: Sequence[Link], placement: Placement) -> dict[str, TransportSpec]:
-        """Each target's transport, by URL.
-
-        ``"auto"`` takes one that leaves shards where they are only if it suits all targets.  Otherwise each target gets
-        the best of those that send gathered buckets.
-        """
-        asked = self._config.transport
-        left = set[str]().union(*(self._left.get(link.url, ()) for link in links))
-        whole = (
-            choose_transport(asked, placement) if asked != "auto" else self._choose_scattered(links, placement, left)
-        )
-        if whole is not None:
-            return dict.fromkeys(placement.infos, whole)
-        return {url: self._best_for(url, info) for url, info in placement.infos.items()}
-
-    def _choose_scattered(
-        self, links: Sequence[Link], placement: Placement, without: Collection[str]
-    ) -> TransportSpec | None:
-        """The transport that leaves shards where they are and suits all targets; None if none does."""
-        others = {spec.name for spec in TRANSPORTS if not spec.scattered}
-        try:
-            spec = choose_transport("auto", placement, without={*without, *others})
-            for link in links:
-                check_scattered(link, self._specs, self._config, self._exporter)
-        except ConfigError as error:
-            log.debug("shards are gathered: %s", error)
-            return None
-        return spec
-
-    def _best_for(self, url: str, info: EngineInfo, without: Collection[str] = ()) -> TransportSpec:
-        """The best transport for one target that may be mixed with others.
-
-        Raises:
-            ConfigError: There is none.
-        """
-        unmixed = {spec.name for spec in TRANSPORTS if not spec.mixes}
-        return choose_transport(
-            "auto", self._placement({url: info}), without={*unmixed, *self._left.get(url, ()), *without}
-        )
-
-    def _placement(self, infos: Mapping[str, EngineInfo]) -> Placement:
-        return Placement(
-            infos=infos,
-            device=self._exporter.device,
-            places=self._places,
-            hosts=self._hosts,
-            whole_on=self._whole_on,
-            shared_folder=self._config.disk_folder is not None,
-            primitive=self._config.direct_by,
-            keep_mapped=self._config.keep_mapped,
-        )
-
-    def _whole_on(self) -> Collection[str]:
-        exporter = self._exporter
-        # An exporter that cannot leave shards where they are is refused for that reason.
-        return exporter.whole_on(self._hosts) if isinstance(exporter, Scattering) else self._hosts
-
     def _check(self, link: Link) -> None:
         """Checks that the target can be updated by the transport that was chosen for it."""
         check_pause(link, self._config.pause)
@@ -362,31 +276,10 @@ class Plan:
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
         check_fits(link, self._specs)
-        self._chosen[link.url] = self._choose_late(link)
-        self._check(link)
-
-    def _choose_late(self, link: Link) -> TransportSpec:
-        """The transport of a target that was away: its best one if that needs no buffers that were not planned."""
         # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
         planned = not self._reading_hosts or link.info.host_id in self._reading_hosts
-        if self._config.transport == "auto" and self.transport.mixes:
-            unplanned = {one.name for one in TRANSPORTS if one.shares_memory and not planned}
-            spec = self._best_for(link.url, link.info, unplanned)
-            if spec in self._chosen.values() or not spec.shares_memory:
-                return spec
-        if not planned and self.transport.shares_memory:
-            raise ConfigError(
-                f"{link.url} runs on host {link.info.host_id}, for which no trainer rank fills buckets",
-                hint="call retarget() with the targets as they are now",
-            )
-        spec = choose_transport(self.transport.name, self._placement({link.url: link.info}))
-        if spec is not self.transport:
-            raise ConfigError(
-                f"{link.url} would be reached by {spec.name} over {spec.primitive}, and the update goes over "
-                f"{self.transport.primitive}",
-                hint="call retarget() with the targets as they are now",
-            )
-        return spec
+        self._reach.choose_late(link, planned=planned)
+        self._check(link)
 
     def _check_still_fits(self, link: Link) -> None:
         """Checks that buckets and handles were planned for an engine like this one."""
@@ -414,12 +307,6 @@ class Plan:
             state="quarantined",
             message="an update of it broke off: it may hold parts of two versions; send it a full update",
         )
-
-
-def _in_order(specs: Iterable[TransportSpec]) -> list[TransportSpec]:
-    """Each transport once, best first."""
-    names = [spec.name for spec in TRANSPORTS]
-    return sorted(dict.fromkeys(specs), key=lambda spec: names.index(spec.name))
 
 
 def _address_for(links: Sequence[Link]) -> str:

@@ -137,7 +137,7 @@ class _Copy:
         self._adapter = NativeAdapter(late)
         self._link = Link(client=client, adapter=self._adapter, info=late)
         self._peer = peer
-        self._late, self._giver = late, giver
+        self._late = late
         self._version, self._digest = giver.version, giver.digest
         self._timeout_s = timeout_s
         self._progress = progress
