@@ -145,12 +145,6 @@ def served(report: Any) -> str:
     return f"{sum(row.digests_matched for row in report.targets)}/{sum(row.ranks for row in report.targets)} ranks"
 
 
-def print_trend(rewards: list[float]) -> None:
-    part = max(1, len(rewards) // 4)
-    first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
-    print(f"reward, mean of the first {part} and the last {part} of {len(rewards)} steps: {first:.3f} -> {last:.3f}")
-
-
 def load_tracker(name: str) -> Tracker:
     module, _, function = name.partition(":")
     if not function:
