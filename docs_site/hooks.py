@@ -19,24 +19,22 @@ _IMAGES = ROOT / "benchmarks" / "results"
 
 
 def on_config(config: Any) -> Any:
-    """Fills in the entries of ``nav`` that stand for folders, and leaves out optional pages that do not exist."""
-    optional = set(config.extra.get("optional_pages", ()))
-    config.nav = present(config.nav, Path(config.docs_dir), optional)
+    """Fills in the entries of ``nav`` that stand for folders."""
+    config.nav = filled(config.nav, Path(config.docs_dir))
     return config
 
 
-def present(nav: list[Any], docs: Path, optional: set[str]) -> list[Any]:
-    """Entries of a `nav` whose pages exist; an entry that ends in `/` becomes the pages of that folder."""
+def filled(nav: list[Any], docs: Path) -> list[Any]:
+    """The entries of a `nav`; one that ends in `/` becomes the pages of that folder."""
     found: list[Any] = []
     for entry in nav:
         [(title, value)] = entry.items()
         if isinstance(value, list):
-            found.append({title: present(value, docs, optional)})
+            found.append({title: filled(value, docs)})
         elif value.endswith("/"):
             pages = sorted(path.relative_to(docs).as_posix() for path in (docs / value).rglob("*.md"))
-            if pages:
-                found.append({title: list(pages)})
-        elif value not in optional or (docs / value).exists():
+            found.append({title: pages})
+        else:
             found.append(entry)
     return found
 

@@ -82,15 +82,12 @@ def test_code_blocks_keep_their_text():
 # -- nav
 
 
-def test_entry_of_a_folder_becomes_its_pages_and_a_missing_optional_page_is_left_out(tmp_path):
+def test_entry_of_a_folder_becomes_its_pages(tmp_path):
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "b.md").touch()
-    (tmp_path / "more" / "a.md").touch()
-    nav = [{"Top": [{"More": "more/"}, {"None": "none/"}, {"Late": "late.md"}, {"Always": "always.md"}]}]
-    found = hooks.present(nav, tmp_path, {"late.md"})
-    assert found == [{"Top": [{"More": ["more/a.md", "more/b.md"]}, {"Always": "always.md"}]}]
-    (tmp_path / "late.md").touch()
-    assert {"Late": "late.md"} in hooks.present(nav, tmp_path, {"late.md"})[0]["Top"]
+    for page in ("a.md", "more/b.md", "more/c.md"):
+        (tmp_path / page).write_text("# Page")
+    nav = [{"Top": [{"A": "a.md"}, {"More": "more/"}]}]
+    assert hooks.filled(nav, tmp_path) == [{"Top": [{"A": "a.md"}, {"More": ["more/b.md", "more/c.md"]}]}]
 
 
 # -- configuration
