@@ -125,6 +125,13 @@ def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str
     assert found["left"] == 970
 
 
+def test_core_of_this_version_switches_in_one_call(said: tuple[str, dict[str, Any]]) -> None:
+    found = of(said, "one_call")
+    assert (found["kind"], found["answer"], found["after"]) == ("alone", ["", False], "UNPAUSED")
+    steps = [["step", "PAUSED_ALL"]] * 2
+    assert found["told"] == [*steps, ["preempted", "r"], ["weightcast_switch", [""]]]
+
+
 def test_flashinfers_copy_of_sinks_is_renewed_in_this_version(said: tuple[str, dict[str, Any]]) -> None:
     """gpt-oss on GPUs newer than an H200: attention computes with a float32 copy that vLLM makes after loading."""
     found = of(said, "sinks")

@@ -493,6 +493,48 @@ def around() -> dict[str, Any]:
     return found
 
 
+def one_call() -> dict[str, Any]:
+    """A core of this version takes our call: its batches in flight end, its running request waits, workers switch."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import core, core_client
+
+    from weightcast.plugins.vllm import core_switch
+
+    core_switch.install()
+    told: list[Any] = []
+
+    class Engine(core.EngineCoreProc):
+        def __init__(self) -> None: ...
+        def _process_engine_step(self) -> bool:
+            told.append(["step", self.scheduler.pause_state.name])
+            self.batch_queue.pop()
+            return False
+
+    inspect.signature(core.EngineCoreProc._process_engine_step).bind(None)
+    for client in (core_client.AsyncMPClient, core_client.DPLBAsyncMPClient):
+        inspect.signature(client._call_utility_async).bind(None, "method", 1, engine=b"")
+        inspect.signature(client.pause_scheduler_async).bind(None, mode="wait", clear_cache=False)
+    engine = Engine()
+    engine.scheduler = scheduler = object.__new__(Scheduler)
+    request = SimpleNamespace(request_id="r", num_output_placeholders=0)
+    vars(scheduler).update(
+        _pause_state=PauseState.UNPAUSED,
+        running=[request],
+        _preempt_request=lambda request, *_, **__: told.append(["preempted", request.request_id]),
+        prev_step_scheduled_req_ids=set(),
+        kv_cache_manager=SimpleNamespace(reset_prefix_cache=lambda: True),
+        connector=None,
+        aux_output_connector=None,
+    )
+    engine.batch_queue = [1, 2]
+    rpc = lambda method, **more: told.append([method, more["args"]]) or [""]  # noqa: E731
+    engine.model_executor = SimpleNamespace(collective_rpc=rpc)
+    kind = getattr(engine, core_switch.ASK)()
+    answer = getattr(engine, core_switch.SWITCH_BETWEEN)(True, True, False, True, 5.0)
+    return {"kind": kind, "answer": answer, "told": told, "after": scheduler.pause_state.name}
+
+
 class Anything(ModuleType):
     """Stands in for FlashInfer, which needs CUDA: every name in it is a class without anything."""
 
@@ -579,7 +621,7 @@ def sinks_of_float16() -> dict[str, Any]:
 
 CASES: tuple[Callable[[], dict[str, Any]], ...] = (
     *(nccl, ipc, left_open, aborted, refused, by_store, chunks),
-    *(plug_in, around, sinks, sinks_of_float16),
+    *(plug_in, around, one_call, sinks, sinks_of_float16),
 )
 
 

@@ -137,8 +137,17 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected["B"]
         served = Served(engine, folders, models)
         for pause in PAUSES:
+            before = states_set(tmp_path)
             check_pause(served, pause)
+            # A commit is one call, in which vLLM goes on; it is paused before where requests must end first.
+            paused = ["abort", pause] if pause in ("abort", "wait") else ["abort"]
+            assert states_set(tmp_path) - before == 2 * len(paused)
         lose_and_start_again(served, tmp_path)
+
+
+def states_set(logs: Path) -> int:
+    """How often vLLM's scheduler was paused or resumed."""
+    return (logs / "vllm.log").read_text().count("setting pause state to")
 
 
 def check_metrics(engine: Engine, *, version: int, updates: int) -> None:

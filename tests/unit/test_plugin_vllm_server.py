@@ -15,11 +15,13 @@ from fastapi import HTTPException
 
 from tests.clock import PATIENCE_S
 from tests.unit.echo import Echo
+from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.plugins import rank_sockets as module_of_sockets
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.rank_sockets import Hello, committed_after, socket_path, switches_weights
 from weightcast.plugins.switch_executor import READY
+from weightcast.plugins.vllm.core_switch import ASK, SWITCH_BETWEEN
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.sleep import guard_sleep
@@ -198,6 +200,7 @@ class Client:
         self.held = False
         self.comes_at_wake_up = False
         self.said: list[str] = []
+        self.engine_core: Any = None
 
     async def is_paused(self) -> bool:
         return self.held
@@ -272,28 +275,140 @@ def test_encoder_outputs_of_old_weights_are_dropped(loop, mode, encoders, said):
     assert client.said == said
 
 
-def test_a_switch_between_two_steps_needs_no_pause_in_place(loop):
-    client = Client()
-    hooks = VllmHooks(client, loop, prefix_caching=False)
-    hooks.switch_in_place()
-    hooks.pause("in_place", 5.0)
-    hooks.drop_caches()
-    hooks.resume()
-    assert client.said == []
-    hooks.pause("abort", 5.0)  # quarantined: the next update resumes it, whatever its mode
-    hooks.pause("in_place", 5.0)
-    hooks.resume()
-    assert client.said == ["pause abort True", "pause keep False", "resume"]
+class Core:
+    """vLLM's client of the engine cores, whose answers are lists here."""
+
+    def __init__(self, client: Client, *kinds: str) -> None:
+        self.client = client
+        self.core_engines = list(range(len(kinds)))
+        self.kinds = kinds
+        self.answers: list[Any] = [["", False]] * len(kinds)
+
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+        return await self._call_utility_async(method, *arguments, engine=0)
+
+    async def _call_utility_async(self, method: str, *arguments: Any, engine: int) -> Any:
+        if method == ASK:
+            if not self.kinds[engine]:
+                raise RuntimeError("Call to weightcast_core method failed: no attribute")
+            return self.kinds[engine]
+        assert method == SWITCH_BETWEEN
+        *wishes, timeout_s = arguments
+        assert timeout_s == 7.0
+        names = ("rest", "cache", "encoders", "resume")
+        said = " ".join(name for name, wish in zip(names, wishes, strict=True) if wish)
+        self.client.said.append(f"switch {engine}: {said}")
+        if isinstance(self.answers[engine], Exception):
+            raise self.answers[engine]
+        return self.answers[engine]
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        self.client.said.append(f"pause {mode} {clear_cache}, at once")
+        self.client.held = True
 
 
-def test_encoders_need_a_pause_in_place(loop):
+def switching(
+    loop: asyncio.AbstractEventLoop, *kinds: str, in_order: bool = True, **more: Any
+) -> tuple[Client, Core, VllmHooks]:
+    """Hooks that switch in one call into each engine core, of these kinds."""
     client = Client()
-    hooks = VllmHooks(client, loop, prefix_caching=False, encoders=True)
-    hooks.switch_in_place()
-    hooks.pause("in_place", 5.0)
+    client.engine_core = core = Core(client, *kinds)
+    hooks = VllmHooks(client, loop, prefix_caching=False, replicas=len(kinds), **more)
+    hooks.switch_in_calls(in_order=in_order)
+    return client, core, hooks
+
+
+def commit(hooks: VllmHooks, mode: PauseMode) -> None:
+    """Asks for what a session does in a commit."""
+    hooks.pause(mode, 5.0)
+    hooks.switch(7.0)
     hooks.drop_caches()
     hooks.resume()
-    assert client.said == ["pause keep False", "encoders", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "encoders", "in_order", "said"),
+    [
+        ("in_place", False, True, ["switch 0: "]),
+        ("in_place", False, False, ["switch 0: rest"]),
+        ("in_place", True, True, ["switch 0: rest encoders"]),
+        ("retract", False, True, ["switch 0: rest cache"]),
+        ("retract", True, True, ["switch 0: rest cache encoders"]),
+        ("wait", False, True, ["pause wait False, at once", "switch 0: rest cache resume"]),
+        ("abort", False, True, ["pause abort False, at once", "switch 0: rest cache resume"]),
+    ],
+)
+def test_a_commit_is_one_call_after_the_last_request_that_must_end(loop, mode, encoders, in_order, said):
+    client, _, hooks = switching(loop, "alone", encoders=encoders, in_order=in_order)
+    commit(hooks, mode)
+    assert client.said == said
+    assert not hooks.paused
+
+
+def test_every_engine_core_gets_the_call_and_those_in_lockstep_a_pause_around_it(loop):
+    client, _, hooks = switching(loop, "alone", "alone")
+    commit(hooks, "retract")
+    assert client.said == ["switch 0: rest cache", "switch 1: rest cache"]
+    client, _, hooks = switching(loop, "lockstep", "lockstep")
+    commit(hooks, "retract")
+    commit(hooks, "in_place")
+    calls = ["switch 0: ", "switch 1: "]
+    assert client.said == ["pause keep True", *calls, "resume", *calls]
+    client, _, hooks = switching(loop, "", "")  # another version of vLLM
+    hooks.pause("in_place", 5.0)
+    hooks.resume()
+    assert client.said == ["pause keep False", "resume"]
+
+
+def test_quarantined_engine_is_paused_until_the_proof_of_its_next_update(loop):
+    client, _, hooks = switching(loop, "alone")
+    hooks.pause("abort", 5.0)
+    client.said.clear()
+    commit(hooks, "in_place")
+    assert client.said == ["pause keep False", "switch 0: ", "resume"]
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_core_that_failed_stays_paused_until_the_old_version_is_back(loop, mode):
+    client, core, hooks = switching(loop, "alone", "alone")
+    core.answers = [["", False], ["rank 1: out of order", False]]
+    hooks.pause(mode, 5.0)
+    hooks.switch(7.0)
+    assert hooks.paused
+    client.said.clear()
+    core.answers = [["", False], ["", True]]
+    hooks.switch(7.0)  # the abort
+    assert hooks.paused
+    hooks.resume()
+    assert client.said == ["switch 0: rest cache", "switch 1: rest cache", "resume"]
+    assert not hooks.paused
+
+
+def test_a_lost_core_leaves_vllm_paused_and_an_operators_pause_outlasts_a_failed_switch(loop):
+    client, core, hooks = switching(loop, "alone")
+    core.answers = [RuntimeError("worker 0 is gone")]
+    hooks.pause("in_place", 5.0)
+    with pytest.raises(EngineFailure, match="worker 0 is gone"):
+        hooks.switch(7.0)
+    assert hooks.paused
+    client, core, hooks = switching(loop, "alone")
+    client.held = True
+    core.answers = [["rank 0: out of order", True]]
+    hooks.pause("retract", 5.0)
+    hooks.switch(7.0)
+    core.answers = [["", True]]
+    hooks.switch(7.0)
+    hooks.resume()
+    assert "resume" not in client.said
+
+
+def test_a_sleeping_engine_has_no_caches_to_drop(loop):
+    client, core, hooks = switching(loop, "alone", encoders=True)
+    core.answers = [["", True]]
+    hooks.fell_asleep()
+    commit(hooks, "retract")
+    assert client.said == ["switch 0: "]
+    assert hooks.paused
 
 
 def test_operators_pause_outlasts_an_update(loop):

@@ -1,8 +1,8 @@
 """Our receiver inside vLLM: the entry points of vLLM's two plug-in groups, which import vLLM only when called.
 
-``register`` (group ``vllm.general_plugins``) runs in every process of vLLM and registers the backend of
-``--weight-transfer-config '{"backend": "weightcast"}'``.  ``endpoints`` (group ``vllm.endpoint_plugins``) runs in the
-API server and adds the routes under ``/weightcast``.
+``register`` (group ``vllm.general_plugins``) runs in every process of vLLM.  It registers the backend of
+``--weight-transfer-config '{"backend": "weightcast"}'`` and adds our methods to the engine core.  ``endpoints`` (group
+``vllm.endpoint_plugins``) runs in the API server and adds the routes under ``/weightcast``.
 """
 
 # vLLM is not installed where this is checked.
@@ -18,14 +18,17 @@ BACKEND = "weightcast"
 
 
 def register() -> None:
-    """Registers the weight-transfer backend in this process.  Safe to call twice."""
+    """Registers the weight-transfer backend in this process, and what is ours in it.  Safe to call twice."""
     import importlib.util
+
+    from weightcast.plugins.vllm.core_switch import install
 
     _share_log_handlers()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "weightcast.plugins.vllm.worker", "WeightcastEngine")
+    install()
     if importlib.util.find_spec("vllm.plugins.endpoint_plugins") is None:
         from weightcast.plugins.vllm.route_patch import add_routes
 

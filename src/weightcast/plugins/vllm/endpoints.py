@@ -147,15 +147,15 @@ class Endpoints:
         executor = VllmExecutor(
             world_size,
             listen=hooks.listen,
-            on_main=hooks.on_main,
+            on_main=hooks.switch,
             elsewhere=elsewhere,
             on_far_rank_lost=hooks.end,
         )
         names = getattr(args, "served_model_name", None) or [config.model_config.model]
         name = names if isinstance(names, str) else names[0]
         staging = executor.staging()
-        if staging != "none" and parallel.distributed_executor_backend in _IN_ORDER:
-            hooks.switch_in_place()
+        if staging != "none":
+            hooks.switch_in_calls(in_order=parallel.distributed_executor_backend in _IN_ORDER)
         specs, optional = tables_of(executor.hellos)
         notes = notes_of(executor.hellos, optional)
         if replicas > 1:

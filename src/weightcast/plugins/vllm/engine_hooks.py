@@ -1,4 +1,7 @@
-"""The receiver's engine hooks in vLLM's API server: pause, resume, drop caches, set the version.
+"""The receiver's engine hooks in vLLM's API server: pause, switch, resume, drop caches, set the version.
+
+A commit of staged weights is one call into each engine core, which rests, switches and goes on in it (``core_switch``).
+Requests are only paused before it where they must end first, or where engine cores step together.
 
 Threads of the server call these methods; vLLM's engine client lives on the server's event loop.
 """
@@ -8,6 +11,7 @@ Threads of the server call these methods; vLLM's engine client lives on the serv
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -18,8 +22,11 @@ import msgspec
 from weightcast.config import PauseMode
 from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
 from weightcast.plugins.other_hosts import Invitation
+from weightcast.plugins.vllm.core_switch import ALONE, ASK, SWITCH_BETWEEN
 from weightcast.plugins.vllm.lost_ends import end_vllm
 from weightcast.plugins.vllm.worker_hooks import SWITCH
+
+log = logging.getLogger("weightcast.plugins.vllm")
 
 _SHORT_S = 30.0
 _REPLICAS_AGREE = 0.1  # nats
@@ -72,10 +79,13 @@ class VllmHooks:
         self._replicas = replicas
         self._paused = False
         self._foreign = False
-        self._keeps_caches = False
+        self._mode: PauseMode = "in_place"
         self._asleep: frozenset[str] = frozenset()
         self._draining: Future[Any] | None = None
-        self._needs_no_pause = False
+        self._cores = ""  # how engine cores step, if a switch is a call into them
+        self._in_switch: tuple[PauseMode, ...] = ()  # modes whose pause is a part of that call
+        self._in_order = False
+        self._goes_on = False
         self._ends = False
 
     @property
@@ -115,12 +125,12 @@ class VllmHooks:
         return {"in_place": self._stale} if self._stale else {}
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Pauses vLLM and returns when no request runs.
+        """Pauses vLLM and returns when no request runs; does nothing if the switch itself comes between two steps.
 
-        With ``in_place`` nothing is paused if the switch itself comes between two steps.  If vLLM sleeps, wholly or in
-        part, it runs nothing and has dropped its caches, so this does nothing.
+        If vLLM sleeps, wholly or in part, it runs nothing and has dropped its caches, so this does nothing.
         """
-        self._keeps_caches = mode == "in_place"
+        self._mode = mode
+        self._goes_on = False
         if self._ends:
             self._paused = True
             return
@@ -130,16 +140,24 @@ class VllmHooks:
         if mode == "in_place" and self._stale:
             reason, _, hint = self._stale.partition("; ")
             raise Refused(reason, hint=hint)
-        if mode == "in_place" and self._needs_no_pause and not self._paused:
+        if self._paused or not self._in_switch:
+            self.pause_anyway(mode, timeout_s)
+        elif mode in self._in_switch:
             self._foreign = True  # nothing to resume, also if an operator has paused vLLM
-            return
-        self.pause_anyway(mode, timeout_s)
+        elif self._cores == ALONE:
+            self._pause_now(self._pause_for_switch(_MODES[mode][0]), mode, timeout_s)
+            self._goes_on = not self._foreign
+        else:
+            self.pause_anyway(mode, timeout_s)
 
     def pause_anyway(self, mode: PauseMode, timeout_s: float) -> None:
         """Pauses vLLM, asleep or not."""
         name, clear = _MODES[mode]
+        self._pause_now(self._pause(name, clear), mode, timeout_s)
+
+    def _pause_now(self, pausing: Coroutine[Any, Any, bool], mode: PauseMode, timeout_s: float) -> None:
         ours, self._paused, self._foreign = self._paused, True, False
-        work = asyncio.run_coroutine_threadsafe(self._pause(name, clear), self._loop)
+        work = asyncio.run_coroutine_threadsafe(pausing, self._loop)
         self._draining = work if mode == "wait" else None
         try:
             before = self._result(work, timeout_s, "running requests to stop")
@@ -154,6 +172,12 @@ class VllmHooks:
         """
         before = await self._client.is_paused()
         await self._client.pause_generation(mode=name, clear_cache=clear)
+        return bool(before)
+
+    async def _pause_for_switch(self, name: str) -> bool:
+        """As ``_pause``, without what the switch does, and without the 20 ms that vLLM waits for the last outputs."""
+        before = await self._client.is_paused()
+        await self._client.engine_core.pause_scheduler_async(mode=name, clear_cache=False)
         return bool(before)
 
     def stop_waiting(self) -> None:
@@ -174,7 +198,7 @@ class VllmHooks:
         If half of an image is in a request's KV cache, the rest of it comes from the new weights: vLLM runs the encoder
         again.
         """
-        if self._encoders and self._keeps_caches and not self._asleep:
+        if self._encoders and self._mode == "in_place" and self._cores != ALONE and not self._asleep:
             self.wait(self._client.reset_encoder_cache(), _SHORT_S, "the cache of encoders to be dropped")
 
     def set_version(self, version: int) -> None:
@@ -188,13 +212,53 @@ class VllmHooks:
         text = msgspec.json.encode(invitation).decode()
         self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"invitation": text})
 
-    def on_main(self, timeout_s: float) -> None:
-        """Lets every rank's main thread do its task, between the same two steps of an engine."""
-        self.rpc(SWITCH, timeout_s)
+    def switch_in_calls(self, *, in_order: bool) -> None:
+        """From now on a switch is one call into each engine core, if this vLLM's cores know that call.
 
-    def switch_in_place(self) -> None:
-        """From now on ``in_place`` needs no pause: a switch leaves nothing behind that the old weights computed."""
-        self._needs_no_pause = not self._encoders
+        Args:
+            in_order: Whether workers take calls and steps from one queue, so that the switch need not wait for steps.
+        """
+        try:
+            (self._cores,) = set(self.wait(self._on_cores(ASK), _SHORT_S, "engine cores to answer"))
+        except EngineFailure as error:
+            log.warning("weightcast pauses vLLM for each commit, as this version has another engine core: %s", error)
+            return
+        self._in_order = in_order
+        if self._cores == ALONE:
+            self._in_switch = ("in_place", "retract")
+        elif in_order and not self._encoders:
+            # Cores that share experts cannot all stop before the same step, so whatever is computed again must wait.
+            self._in_switch = ("in_place",)
+
+    def switch(self, timeout_s: float) -> None:
+        """Lets every rank's main thread do its task, between the same two steps of an engine core.
+
+        A core whose rank failed stays paused until ``resume``.
+        """
+        if not self._cores:
+            self.rpc(SWITCH, timeout_s)
+            return
+        ours = self._cores == ALONE and not self._asleep  # otherwise a pause, or sleep, has dropped the caches
+        drop_cache, drop_encoders = ours and self._mode != "in_place", ours and self._encoders
+        rest = drop_cache or drop_encoders or not self._in_order
+        calls = self._on_cores(SWITCH_BETWEEN, rest, drop_cache, drop_encoders, self._goes_on, timeout_s)
+        was_ours, self._paused = self._paused, True  # if the call fails, nobody knows more
+        said = self.wait(calls, timeout_s, "all ranks to switch")
+        if any(failed for failed, _ in said):
+            self._foreign = self._foreign if was_ours else any(before for _, before in said)
+        elif self._goes_on:
+            self._paused, self._foreign = False, True
+        else:
+            self._paused = was_ours
+        self._goes_on = False
+
+    async def _on_cores(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of every engine core.  vLLM's own call returns the first one's answer only."""
+        core = self._client.engine_core
+        if self._replicas == 1:
+            return [await core.call_utility_async(method, *arguments)]
+        calls = (core._call_utility_async(method, *arguments, engine=engine) for engine in core.core_engines)
+        return await asyncio.gather(*calls)
 
     def score(self, token_ids: Sequence[int], lora: Any = None) -> list[float]:
         """Returns the log-probability of each token but the first, given those before it.

@@ -60,10 +60,16 @@ class LoraRanks:
             return f"rank {self._rank} cannot listen for the API server: {error}"
         return ""
 
-    def step(self) -> None:
-        """Switches the adapter whose update waits for the main thread, if there is one."""
-        for adapter in self._adapters.values():
-            adapter.rank.step()
+    def step(self, why_not: str) -> str:
+        """Switches the adapter whose update waits for the main thread, if there is one.
+
+        Args:
+            why_not: The reason why it may not be switched; empty if it may.
+
+        Returns:
+            The failure in words, or nothing.
+        """
+        return "; ".join(filter(None, (adapter.rank.step_unless(why_not)[1] for adapter in self._adapters.values())))
 
     def keep(self) -> None:
         """Puts the adapters back after vLLM has dropped its own, because the model's weights were replaced."""

@@ -236,7 +236,7 @@ class Adapters:
                         name=request.name, request=request, lora_id=lora_id, invitation=invitation, others=others
                     )
                 ),
-                on_main=self._hooks.on_main,
+                on_main=self._hooks.switch,
                 elsewhere=self._elsewhere,
                 on_far_rank_lost=self._hooks.end,
             )

@@ -12,6 +12,7 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from weightcast.comm.authenticated import Secret
+from weightcast.errors import Refused
 from weightcast.plugins.other_hosts import Invitation, reach
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
 from weightcast.plugins.vllm.lost_ends import end_vllm
@@ -47,6 +48,8 @@ class VllmRank(SwitchRank):
         self._not_updated = not_updated
         self._ends_with_server = ends_with_server
         self._switched: torch.cuda.Event | None = None
+        self._why_not = ""
+        self._failure = ""
 
     def answer(self, invitation: Invitation, secret: Secret | None) -> None:
         """Listens for the API server on this host, or connects to the one on another host.
@@ -73,10 +76,26 @@ class VllmRank(SwitchRank):
             return ack
         return msgspec.structs.replace(ack, not_updated=(*ack.not_updated, *self._not_updated))
 
+    def step_unless(self, why_not: str) -> tuple[bool, str]:
+        """As ``step``, unless there is a reason not to switch, which then becomes the answer of this rank.
+
+        Returns:
+            Whether weights were switched; and the failure in words, or nothing.
+        """
+        self._why_not, self._failure = why_not, ""
+        waited = self.step()
+        return waited and not self._failure, self._failure
+
     def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
         """Implements ``SwitchRank.carry_out``.  The stream of forward passes orders the exchange after those before."""
-        with set_current_vllm_config(self._vllm_config):
-            task.do()
+        try:
+            if self._why_not:
+                raise Refused(self._why_not)
+            with set_current_vllm_config(self._vllm_config):
+                task.do()
+        except BaseException as error:
+            self._failure = f"rank {self.rank}: {error}"
+            raise
         if self.device.type == "cuda":
             self._switched = torch.cuda.Event()
             self._switched.record()

@@ -191,10 +191,18 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(words) from error
         self._listens = True
 
-    def switch(self) -> bool:
-        """Carries out what waits for the main thread; True for the model's weights.  Answers go over sockets."""
-        self._adapters.step()
-        return self._rank_server.step()
+    def switch(self, why_not: str) -> tuple[bool, str]:
+        """Carries out what waits for the main thread, or refuses it; answers go over sockets.
+
+        Args:
+            why_not: The reason why nothing may be switched; empty if it may.
+
+        Returns:
+            Whether the model's weights were switched; and the failure in words, or nothing.
+        """
+        adapter = self._adapters.step(why_not)
+        switched, failure = self._rank_server.step_unless(why_not)
+        return switched, adapter or failure
 
     def adapters_dropped(self) -> None:
         """Puts weightcast's adapters back after vLLM has dropped all of them."""

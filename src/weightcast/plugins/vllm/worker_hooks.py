@@ -19,8 +19,12 @@ _DONE = "_weightcast_around"
 class Resident(Protocol):
     """The methods of our backend that a worker calls."""
 
-    def switch(self) -> bool:
-        """Carries out what waits for the main thread; True if it was the model's weights."""
+    def switch(self, why_not: str) -> tuple[bool, str]:
+        """Carries out what waits for the main thread, or refuses it with a reason.
+
+        Returns:
+            Whether the model's weights were switched; and the failure in words, or nothing.
+        """
         ...
 
     def adapters_dropped(self) -> None:
@@ -82,15 +86,15 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
             backend.wake(tags)
         return answer
 
-    def switch(self: Any) -> None:
+    def switch(self: Any, why_not: str = "") -> str:
         backend = ours(self)
         assert backend is not None
-        if not backend.switch():
-            return
+        switched, failure = backend.switch(why_not)
         reset = getattr(self.model_runner, "reset_lora_state", None)
-        if reset is not None:  # as vLLM does after a weight transfer of its own
+        if switched and reset is not None:  # as vLLM does after a weight transfer of its own
             reset()
             backend.adapters_dropped()
+        return failure
 
     def adapter(self: Any, order: str) -> str:
         backend = ours(self)
