@@ -32,6 +32,7 @@ from fastapi import FastAPI
 from torch import nn
 
 from weightcast import WeightUpdater
+from weightcast.comm import nixl
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.comm.ports import quiet_port
 from weightcast.config import PauseMode
@@ -54,6 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ipc": {"transport": "ipc"},
     "direct, messages": {"transport": "direct", "direct_by": "messages"},
     "direct, memory": {"transport": "direct", "direct_by": "memory"},
+    "direct, rdma": {"transport": "direct", "direct_by": "rdma"},
     "direct, shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
 }
 DEFAULT_WAYS = {
@@ -192,6 +194,7 @@ def serve(number: int, arguments: argparse.Namespace, times: str, url: Any) -> N
         staging="device",
         transports=("ipc", "direct", "broadcast"),
         specs=tuple(specs_of(model_shape(arguments.model))),
+        reads_remote=not nixl.missing(),
     )
     app = FastAPI()
     app.include_router(weight_routes(SessionHandler(executor, NoRequests(), told)))

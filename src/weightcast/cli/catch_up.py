@@ -14,7 +14,12 @@ from weightcast.config import PauseMode
 def catch_up(
     url: Annotated[str, typer.Argument(metavar="URL", help="Engine that came late or back.", show_default=False)],
     peer: Annotated[
-        str, typer.Option("--from", metavar="PEER_URL", help="Engine to copy from, as the first one reaches it.")
+        list[str],
+        typer.Option(
+            "--from",
+            metavar="PEER_URL",
+            help="Engine to copy from, as the first one reaches it; if repeated, the next one is tried when one fails.",
+        ),
     ],
     api_key: ApiKeys = None,
     ca_file: CaFile = None,
@@ -38,6 +43,7 @@ def catch_up(
 
     \b
     weightcast catch-up http://10.0.3.9:8000 --from http://10.0.3.7:8000
+    weightcast catch-up http://10.0.3.9:8000 --from http://10.0.3.7:8000 --from http://10.0.3.8:8000
     """
     import typing
 
@@ -47,11 +53,14 @@ def catch_up(
     modes = typing.get_args(PauseMode)
     if pause not in modes:
         raise ConfigError(f"--pause {pause} is unknown: choose one of {', '.join(modes)}")
-    late, giver = targets([url, peer], api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
-    done = copy_from_peer(late, giver, pause=typing.cast(PauseMode, pause), timeout_s=timeout, attempts=attempts)
+    late, *givers = targets([url, *peer], api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
+    done = copy_from_peer(late, givers, pause=typing.cast(PauseMode, pause), timeout_s=timeout, attempts=attempts)
     if as_json:
         say_json(done)
-    elif not done.chunks:
+        return
+    for why in done.passed_over:
+        say(f"passed over: {why}")
+    if not done.chunks:
         say(f"{done.url} serves version {done.version} already, with the digest of {done.peer}")
     else:
         say(

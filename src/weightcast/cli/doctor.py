@@ -47,7 +47,8 @@ def doctor(
     """Checks whether this machine can update these engines, with which transport, and says what to fix.
 
     The command asks each engine for its description. An engine on the CPU also joins a small process group with this
-    process. No weights are changed. The exit code is 1 if a check fails.
+    process. No weights are changed. The exit code is 1 if a check fails. Reach is judged from this machine: run the
+    command on each host that has trainer ranks.
 
     \b
     weightcast doctor http://10.0.3.7:8000

@@ -1,4 +1,7 @@
-"""Checks whether this process can update an engine, without touching its weights."""
+"""Checks whether this process can update an engine, without touching its weights.
+
+The checks of reach hold for this process alone.  A trainer rank on another host is asked by running them there.
+"""
 
 from __future__ import annotations
 
@@ -185,6 +188,12 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
     """Checks whether memory can be shared.  Nothing here is a failure, since broadcast remains."""
     from weightcast.comm.ipc import device_of, host_id
 
+    yield Check(
+        name="seen from",
+        level="ok",
+        text=f"{socket.gethostname()}, process {os.getpid()}: what follows about hosts, memory and addresses holds for "
+        "it alone, so run doctor on each host that has trainer ranks",
+    )
     if info.host_id != host_id():
         yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
         return

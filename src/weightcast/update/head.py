@@ -27,6 +27,7 @@ from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.update.choose import Plan
 from weightcast.update.exchange import Exchange
+from weightcast.update.late import Late, bring_in
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
@@ -79,6 +80,8 @@ class Head:
         self._version = 0
         self._asked_at: float | None = None
         self._failure: WeightcastError | None = None
+        self._targets = {target.url: target for target in targets}
+        self._late = Late()
 
     # -- before an attempt
 
@@ -103,6 +106,7 @@ class Head:
         self._phases = {}
         self._started = time.monotonic()
         self._verifier.begin(must_be)
+        self._late = Late()
 
     def begin_catch_up(self) -> AttemptResult:
         """Starts an update of the targets that do not serve the current version; ``again`` if there are any."""
@@ -119,6 +123,22 @@ class Head:
             return AttemptResult(failure=Failure.of(error))
         self.begin(current.version, must_be=current.digest, only=behind)
         return AttemptResult(again=True)
+
+    def copy_from_peers(self) -> AttemptResult:
+        """Copies the current version into the late targets from active ones; the trainer sends to the rest.
+
+        Call it after ``begin_catch_up``.  ``again`` says that targets are left.
+        """
+        current = self._roster.current
+        assert current is not None
+        infos = {url: link.info for url, link in self._plan.links.items()}
+        self._late = late = bring_in(list(self._outcomes), self._targets, infos, self._roster, current, self._config)
+        self._outcomes = {url: Outcome() for url in late.failures}
+        for url, why in late.failures.items():
+            self._outcomes[url].notes.append(f"sent by the trainer, because no peer gave the weights: {why}")
+        if late.failures:
+            return AttemptResult(again=True)
+        return AttemptResult(report=late.report(current, seconds=time.monotonic() - self._started))
 
     @property
     def version(self) -> int:
@@ -316,7 +336,7 @@ class Head:
         # In a first attempt no target was told anything; the report says what an earlier attempt did.
         untouched = not self._sessions.links and self._attempts <= 1
         if untouched or isinstance(error, WeightsChanged):
-            return AttemptResult(failure=Failure.of(error))
+            return AttemptResult(failure=self._late.explain(Failure.of(error)))
         return self._conclude_failed(error, f"update to version {self._version} failed: {error}")
 
     def _leave_transports(self, culprits: Mapping[str, WeightcastError]) -> dict[str, str]:
@@ -422,6 +442,7 @@ class Head:
         if moved_on:
             self._roster.current = Current(version=self._version, digest=digest)
             changed = self._verifier.served()
+        rows = (*self._late.rows, *rows)
         phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
         phases["stall"] = max((row.stall_s for row in rows), default=0.0)
         return UpdateReport(

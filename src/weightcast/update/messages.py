@@ -103,6 +103,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         score: True if the head needs the trainer's forward pass next.
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
         invited: The group that every trainer rank joins next; None if there is none to join.
+        waiting: True if the head is still at work, and another message follows.
     """
 
     report: UpdateReport | None = None
@@ -112,3 +113,4 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     score: bool = False
     sums_buckets: bool = False
     invited: Invited | None = None
+    waiting: bool = False

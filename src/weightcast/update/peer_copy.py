@@ -5,11 +5,12 @@ The ranks of the late engine read from the ranks of the peer.  This process send
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -23,6 +24,8 @@ from weightcast.errors import (
     ConfigError,
     DeadlineExceeded,
     TargetLost,
+    TargetsFailed,
+    TargetUnreachable,
     VerificationFailed,
     WeightcastError,
 )
@@ -32,6 +35,8 @@ from weightcast.wire.answers import Ack
 from weightcast.wire.codec import decode_ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Fetch, Open, Owner, PeerEngine
+
+log = logging.getLogger("weightcast.update.peer_copy")
 
 _LEASE_TIMES = 4
 _NAMES = 8
@@ -51,10 +56,12 @@ class PeerCopy(msgspec.Struct, frozen=True, kw_only=True):
         digest: Model digest that the engine's weights have and the peer's had.
         chunks: Number of chunks of the largest rank; 0 if the engine served the version already.
         proven: Number of tensors that were read back.
+        ranks: Number of the engine's ranks.
         not_updated: Names of the engine's tensors that a copy does not write.
         seconds: Wall time.
         stall_s: Time in which the engine generated nothing, in seconds.
         attempts: Number of attempts; more than one if the peer was updated meanwhile.
+        passed_over: The reason why each peer that was tried before gave nothing.
     """
 
     url: str
@@ -65,31 +72,38 @@ class PeerCopy(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     chunks: int = 0
     proven: int = 0
+    ranks: int = 0
     not_updated: tuple[str, ...] = ()
     seconds: float = 0.0
     stall_s: float = 0.0
     attempts: int = 1
+    passed_over: tuple[str, ...] = ()
 
 
 def copy_from_peer(
     target: Target,
-    peer: Target,
+    peer: Target | Sequence[Target],
     *,
     pause: PauseMode = "abort",
     timeout_s: float = 120.0,
     attempts: int = 3,
+    must_be: tuple[int, str] | None = None,
     progress: Progress | None = None,
 ) -> PeerCopy:
     """Brings an engine to the version that a peer serves, and proves it.  The peer keeps generating.
+
+    Of several peers, the next one is tried if one dies in the middle of a copy, refuses, or does not fit.
 
     The engine's ranks must reach the peer's URL.  An engine with staging serves its old version until the switch.
 
     Args:
         target: The engine that came late or back.
-        peer: An engine of the same kind, version, model and sizes, whose weights are proven.
+        peer: An engine of the same kind, version, model and sizes, whose weights are proven; or several, in the order
+            in which they are tried.
         pause: Fate of the requests that run on ``target`` at the switch.
         timeout_s: Deadline of each wait, in seconds.
         attempts: How often to start; a new attempt follows if the peer was updated during a copy.
+        must_be: The version and model digest that the peer must serve; None takes what it serves.
         progress: Called with the number of chunks so far.
 
     Raises:
@@ -97,15 +111,55 @@ def copy_from_peer(
         TargetUnreachable, TargetRejected, TargetLost, DeadlineExceeded: An engine failed or refused; the text names
             it.  An engine with staging still serves its old version.
         VerificationFailed: What was copied differs from the peer's weights; nothing was switched.
+        TargetsFailed: Each of several peers failed; ``failures`` has one of these errors for each.
     """
     if attempts < 1:
         raise ConfigError(f"attempts={attempts}: at least one is needed")
+    peers = (peer,) if isinstance(peer, Target) else tuple(peer)
+    if not peers:
+        raise ConfigError(f"no peer of {target.url} was named", hint="name an engine of its kind, model and size")
+    failures: list[WeightcastError] = []
+    for one in peers:
+        try:
+            done = _from_one(target, one, pause, timeout_s, attempts, must_be, progress)
+            return msgspec.structs.replace(done, passed_over=tuple(map(str, failures)))
+        except WeightcastError as error:
+            if len(peers) == 1 or _is_gone(target, error):
+                raise
+            log.warning("%s got nothing from its peer %s: %s", target.url, one.url, error)
+            failures.append(error)
+    raise TargetsFailed(failures)
+
+
+def _is_gone(target: Target, error: WeightcastError) -> bool:
+    """True if the late engine itself does not answer, so that no other peer would help."""
+    if isinstance(error, DeadlineExceeded):
+        return error.who == target.url
+    return isinstance(error, TargetUnreachable | TargetLost) and error.url == target.url
+
+
+def _from_one(
+    target: Target,
+    peer: Target,
+    pause: PauseMode,
+    timeout_s: float,
+    attempts: int,
+    must_be: tuple[int, str] | None,
+    progress: Progress | None,
+) -> PeerCopy:
+    """Copies from one peer; raises as ``copy_from_peer``."""
     began = time.monotonic()
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(Client(one, timeout_s=timeout_s))) for one in (target, peer)]
         for attempt in range(1, attempts + 1):
             late, giver = (recognise(client) for client in clients)
             digest, version = _check(target.url, late, peer.url, giver)
+            if must_be is not None and (version, digest) != must_be:
+                raise ConfigError(
+                    f"the peer {peer.url} serves version {version} with the digest {digest}, and version {must_be[0]} "
+                    f"with the digest {must_be[1]} is wanted",
+                    hint="name a peer that serves it, or send a full update from the trainer",
+                )
             if (late.state, late.version, late.digest) == ("serving", version, digest):
                 return _result(target, peer, late, giver, began, attempt)
             copy = _Copy(clients[0], clients[1], late, giver, timeout_s, progress)
@@ -258,6 +312,12 @@ def _check(url: str, late: EngineInfo, peer_url: str, peer: EngineInfo) -> tuple
     return peer.digest, peer.version
 
 
+def misfits(url: str, late: EngineInfo, peer_url: str, peer: EngineInfo) -> list[str]:
+    """The reasons, in words, for which one engine cannot copy from the other, whatever they serve."""
+    stock = [where for where, info in ((url, late), (peer_url, peer)) if info.kind != "native"]
+    return [f"{where} has no receiver of ours" for where in stock] or _differences(late, peer)
+
+
 def _differences(late: EngineInfo, peer: EngineInfo) -> list[str]:
     """The differences between two engines by which their weights lie otherwise, in words."""
     found: list[str] = []
@@ -299,6 +359,7 @@ def _result(
         digest=giver.digest or "",
         chunks=0 if copy is None else copy.chunks,
         proven=0 if closed is None else len(closed.received),
+        ranks=late.tp_size,
         not_updated=() if committed is None else committed.not_updated,
         seconds=time.monotonic() - began,
         stall_s=0.0 if committed is None else committed.stall_s,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -246,7 +246,7 @@ class WeightUpdater:
 
         return self._watched(update, version)
 
-    def retarget(self, targets: Targets, *, catch_up: bool = False) -> UpdateReport | None:
+    def retarget(self, targets: Targets, *, catch_up: bool | Literal["peers"] = False) -> UpdateReport | None:
         """Replaces the targets.  Collective: every trainer rank calls it.
 
         Targets that stay are not disturbed.  A new target becomes active with its first full update.
@@ -255,7 +255,9 @@ class WeightUpdater:
             targets: The engines from now on.
             catch_up: True updates the targets that do not serve the current version; the others get no new version.
                 The weights must still be those of the last update.  Their digest is compared before any target
-                switches.
+                switches.  ``"peers"`` lets each of them copy from a target of its kind, model and size that serves the
+                version, which the trainer's weights may have left behind.  The trainer sends to those only to which no
+                peer could give it.
 
         Returns:
             With ``catch_up``, the report on the targets that were updated; None if there were none.
@@ -267,6 +269,8 @@ class WeightUpdater:
             UpdateFailed: As ``update``, for the targets that were to catch up.
         """
         self._check_open()
+        if catch_up not in (False, True, "peers"):
+            raise ConfigError(f"catch_up={catch_up!r} is unknown", hint='choose False, True or "peers"')
         known = targets_of(targets)
         self._ranks.enter()
         before, head = self._targets, self._head
@@ -290,7 +294,16 @@ class WeightUpdater:
         if not result.again:
             return None
         version = self._head.version if self._head is not None else 0
-        return self._watched(lambda: self._transact(version), version)
+
+        def update() -> UpdateReport:
+            if catch_up == "peers":
+                head = self._head
+                result = self._ranks.hear_work(head.copy_from_peers if head is not None else None)
+                if result.report is not None:
+                    return result.report
+            return self._transact(version)
+
+        return self._watched(update, version)
 
     def release(self) -> None:
         """Makes engines unmap the trainer's memory.  Collective: every trainer rank calls it, between two updates.
