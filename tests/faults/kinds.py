@@ -48,7 +48,7 @@ WAYS: Mapping[Transport, Mapping[str, Any]] = {
     "direct shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
 }
 # Longer deadlines than a kind's own.  NIXL's agents connect in a second, or two beside other work.
-DEADLINES_S: Mapping[Transport, float] = {"direct rdma": 3.0}
+DEADLINES_S: Mapping[Transport, float] = {"direct rdma": 4.0}
 START_S = 600.0
 _making = threading.Lock()
 
@@ -263,7 +263,7 @@ def _stock(name: str, step_of: Callable[[str, bytes], str], paused: Callable[[En
         standing=functools.partial(_stock_standing, paused),
         weights=llama,
         bucket_bytes=LARGEST_BYTES,
-        deadline_s=1.5,
+        deadline_s=2.0,
         engine=name,
         stock=True,
         spares=(1,),
@@ -339,7 +339,7 @@ def _plugged(name: str, start: Callable[[int], Engine]) -> Kind:
         standing=functools.partial(_native_standing, llama),
         weights=llama,
         bucket_bytes=LARGEST_BYTES,
-        deadline_s=2.0,
+        deadline_s=3.0,
         costly=True,
         ranks=1,
         spares=(),
@@ -358,7 +358,7 @@ KINDS: Mapping[str, Kind] = {
             standing=functools.partial(_native_standing, toy),
             weights=toy,
             bucket_bytes=30_000,  # 15 buckets, the larger matrices cut into rows
-            deadline_s=1.0,
+            deadline_s=2.0,
             can_tear=True,
         ),
         _stock("sglang", _sglang_step, _sglang_paused),

@@ -40,6 +40,10 @@ def table(results: Sequence[Result]) -> str:
         f"The longest update with a fault in it took {worst:.1f} s, the longest after it {later:.1f} s."
     )
     parts += [f"\n- {result.case}: {'; '.join(result.wrong)}" for result in wrong]
+    twice = [result for result in results if result.before and not result.wrong]
+    if twice:
+        parts.append(f"\nWrong when first played, and right when played again, alone: {len(twice)}.")
+    parts += [f"\n- {result.case}: {'; '.join(result.before)}" for result in twice]
     return "\n".join(parts)
 
 

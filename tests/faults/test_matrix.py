@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import get_args
 
 import pytest
 
+from tests.faults import playing
 from tests.faults.cases import STEPS, all_cases
 from tests.faults.kinds import KINDS
+from tests.faults.playing import play_side_by_side
 from tests.faults.table import BEGIN, END, write_table
 from tests.faults.world import Result, World
 from tests.stolen import Inexcusable
@@ -74,6 +78,36 @@ def test_stock_engines_that_may_be_mixtures_stay_paused_until_an_update_has_succ
     assert not left
 
 
+def test_cases_side_by_side_are_those_of_one_after_the_other() -> None:
+    chosen = [CASES[name] for name in CHOSEN[:3]]
+    played = list(play_side_by_side(chosen, jobs=2, **LIMITS))
+    for result, _ in played:
+        check(result)
+    assert {result.case: result.outcome for result, _ in played} == dict(
+        zip(CHOSEN[:3], ("left out", "left out", "unharmed"), strict=True)
+    )
+
+
+def test_a_case_whose_process_died_is_wrong_and_the_next_one_is_played(monkeypatch) -> None:
+    monkeypatch.setattr(playing, "_serve", _dies_at_ipc)
+    chosen = [
+        CASES[name] for name in ("native, ipc: engine, kill at commit", "native, broadcast: engine, kill at open")
+    ]
+    results = [result for result, _ in play_side_by_side(chosen, jobs=1, **LIMITS)]
+    assert [(result.case, result.wrong) for result in results] == [
+        (chosen[0].name, (playing.PLAYER_DIED,)),
+        (chosen[1].name, ()),
+    ]
+
+
+def _dies_at_ipc(pipe: Connection, deadline_s: float | None, patience_s: float) -> None:
+    case = pipe.recv()
+    if case.transport == "ipc":
+        os._exit(3)
+    row = {"case": case.name, "kind": case.kind, "transport": case.transport, "on": case.on, "fault": case.fault}
+    pipe.send((Result(**row, **NOTHING, step=case.step, outcome="", seconds=1.0, later_s=0.0, wrong=()), 1.0))
+
+
 def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
     assert len(CASES) == len(list(all_cases())) > 350
     for kind in KINDS.values():
@@ -97,12 +131,14 @@ def test_the_table_stands_between_its_marks(tmp_path) -> None:
     row = {"case": "x", "kind": "native", "transport": "ipc", "on": "engine", "fault": "kill"} | NOTHING
     good = Result(**row, step="commit", outcome="left out", seconds=1.25, later_s=0.5, wrong=())
     bad = Result(**row, step="open", outcome="left out", seconds=9.0, later_s=0.5, wrong=("it hung",))
-    write_table(page, [bad, good])
+    again = Result(**row, step="join", outcome="left out", seconds=1.0, later_s=0.5, wrong=(), before=("was late",))
+    write_table(page, [bad, good, again])
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     assert "### native, ipc, `timeout_s=1.5`" in text
-    assert "| engine | kill | **wrong** 9.0 | left out 1.2 |" in text
-    assert f"2 of {len(CASES)} cases were played, 1 came out wrong" in text
+    assert "| engine | kill | **wrong** 9.0 | left out 1.0 | left out 1.2 |" in text
+    assert f"3 of {len(CASES)} cases were played, 1 came out wrong" in text
     assert "it hung" in text
+    assert "Wrong when first played, and right when played again, alone: 1.\n\n- x: was late" in text

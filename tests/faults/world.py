@@ -67,6 +67,8 @@ class Limits:
 
 
 HANG_S = 120.0
+# Deadline of updates in which nothing is struck: processes that were just started take seconds for their first one.
+CALM_S = 30.0
 LEFT_ASLEEP = "it was asleep before this update and still sleeps"
 NEVER_STRUCK = "the fault never struck"
 _NAMED = {"gather": "the gather among trainer ranks", "replica": "trainer rank 0 and trainer rank 1 hold different"}
@@ -88,6 +90,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         wrong: Descriptions of errors; empty if there are none.
         words: Error texts of the trainer.
         deadline_s: ``timeout_s`` of the updates.
+        before: What was wrong when the case was played before, if it was.
     """
 
     case: str
@@ -102,6 +105,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     wrong: tuple[str, ...]
     words: str
     deadline_s: float
+    before: tuple[str, ...] = ()
 
 
 # Over 350 lines: each case breaks, inspects and heals the same engines, trainer ranks and connections.
@@ -170,7 +174,7 @@ class World:
         before = children()
         makers = {os.getpid(), *self.bystander.pids(), *self.victim.pids(), *self._rank_pids}
         older = _segments(makers)
-        told = self._update(case, self._next_versions(2), wrong, flip=self._flip(case))
+        told = self._update(case, self._next_versions(2), wrong, deadline_s, flip=self._flip(case))
         if case.on not in IN_TRAINER and not trap.sprung.is_set():
             wrong.append(NEVER_STRUCK)
         alive = [rank for rank in range(_TRAINER_RANKS) if told[rank]]
@@ -181,7 +185,7 @@ class World:
             self._look_at(self.victim, "victim", wrong)
         self._restore(case)
         [version] = self._next_versions(1)
-        last = self._update(case, [version], wrong)
+        last = self._update(case, [version], wrong, CALM_S)
         for rank, ended in last.items():
             if not ended or ended[-1].status != ("serving", "serving"):
                 said = ended[-1].words if ended else "nothing"
@@ -220,7 +224,7 @@ class World:
         for _ in range(_WARM_UPS):
             wrong: list[str] = []
             self.wires[1].set_trap(None)
-            told = self._update(case, self._next_versions(2), wrong)
+            told = self._update(case, self._next_versions(2), wrong, CALM_S)
             well = all(one.status == ("serving", "serving") for ended in told.values() for one in ended)
             if well and not wrong:
                 break
@@ -287,13 +291,18 @@ class World:
     # -- while
 
     def _update(
-        self, case: Case, versions: list[int], wrong: list[str], flip: trainer.Flip | None = None
+        self,
+        case: Case,
+        versions: list[int],
+        wrong: list[str],
+        deadline_s: float,
+        flip: trainer.Flip | None = None,
     ) -> dict[int, list[trainer.Told]]:
         """Runs updates and returns the reports of every trainer rank that is still alive."""
         options = {
             **WAYS[case.transport],
             "bucket_bytes": self.kind.bucket_bytes,
-            "timeout_s": self.limits.deadline_s,
+            "timeout_s": deadline_s,
             "on_failure": "quarantine",
         }
         # A bystander of another kind is recognised by itself.
