@@ -428,7 +428,7 @@ def test_a_push_can_require_a_proof(unharmed, models):
     push = ("push", root / "old", "--to", unharmed.url, "--version", unharmed.info()["version"])
     assert run(*push, "--require", "resident").exit_code == 0
     for options, words in (
-        (("--verify", "behaviour", "--require", "behaviour"), "needs a forward pass"),
+        (("--require", "behaviour"), "needs a forward pass of the trainer"),
         (("--verify", "received", "--require", "resident"), "more than verify"),
     ):
         assert words in error_line(run(*push, *options), 2)

@@ -131,12 +131,38 @@ def test_summary_shows_gain_answers_and_where_to_look(tmp_path):
     both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[:1]))
     text = reporting.summary(both, **files(tmp_path))
     assert "gain +0.70" in text
-    assert "too few steps?" in text
     assert "'Because of tea'" in text
     assert str(tmp_path / "plot.png") in text
     assert str(tmp_path / "report.html") in text
     assert "every digest matched" in text
     assert "NOT ALL" in reporting.summary(report(mode("colocated", "ipc", RISING, matched=0)), **files(tmp_path))
+
+
+FLAT = [0.5] * 12
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([0.5, 0.52, 0.55], "3 steps in each mode: enough to show that updates arrive, too few to show learning"),
+        ([0.5], "1 step in each mode: enough"),
+        (FLAT, "the reward rose by less than 0.2 (colocated): try more --steps"),
+    ],
+)
+def test_summary_says_what_a_run_without_learning_has_shown(rewards, said, tmp_path):
+    text = reporting.summary(report(mode("colocated", "ipc", rewards)), **files(tmp_path))
+    assert said in text
+    assert "every digest matched" in text  # no failure: the updates are what the demo proves
+    assert "NOT ALL" not in text
+
+
+def test_summary_of_a_run_that_learned_or_failed_says_nothing_of_steps(tmp_path):
+    text = reporting.summary(report(mode("colocated", "ipc", [*RISING, *RISING[-4:]])), **files(tmp_path))
+    assert "show learning" not in text
+    assert "more --steps" not in text
+    unproven = reporting.summary(report(mode("colocated", "ipc", FLAT, matched=3)), **files(tmp_path))
+    assert "NOT ALL" in unproven
+    assert "updates arrive" not in unproven
 
 
 @pytest.mark.parametrize(("second", "said"), [(RISING, True), ([*RISING[:-1], 0.0], False)])

@@ -34,7 +34,12 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer training steps in each mode.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Fewer training steps in each mode: enough to show updates, and too few to show learning."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed of the prompts' order and of sampling.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto uses GPUs if there are any.")] = "auto",
     engine: Annotated[

@@ -163,6 +163,11 @@ def push(
     found = targets(to, api_key, ca_file=ca_file, cert_file=cert_file, key_file=key_file, engine=engine)
     if version < 0:
         raise ConfigError(f"--version {version} is negative")
+    if require == "behaviour":
+        raise ConfigError(
+            "push cannot prove behaviour: that needs a forward pass of the trainer",
+            hint="use --require resident, or WeightUpdater.connect(model, ..., require='behaviour') in the trainer",
+        )
     for path in (trace, html):
         if path is not None:
             check_writable(path)

@@ -13,7 +13,9 @@ from weightcast.lab.demo.records import ModeRecord, Sample
 from weightcast.report import count_of, format_bytes
 from weightcast.version import __version__
 
-_EXPECTED_GAIN = 0.2
+# The default number of steps, and less than what SmolLM2's reward gained in them in any run.
+_LEARNING_STEPS = 12
+_USUAL_GAIN = 0.2
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +85,7 @@ def summary(report: DemoReport, *, page: Path, plot: Path, written: Path) -> str
     num_updates = sum(len(mode.steps) for mode in report.modes)
     lines += [
         f"{count_of(num_updates, 'update')} in {report.seconds:.0f} s, {proven}, seed {report.seed}",
+        *_learning_lines(report),
         "",
         f"  {page}   reward, time and engines by step: open it in a browser",
         f"  {plot}   reward and update time as one picture",
@@ -103,6 +106,21 @@ def sample_lines(sample: Sample) -> list[str]:
     return [f"  version {sample.version} on {sample.question!r}", *answers]
 
 
+def _learning_lines(report: DemoReport) -> list[str]:
+    """Says what a proven run has shown in which the reward hardly rose; otherwise there is nothing to say."""
+    weak = [mode for mode in report.modes if mode.reward_gain < _USUAL_GAIN]
+    if not weak or not report.all_matched:
+        return []
+    num_steps = max(len(mode.steps) for mode in weak)
+    if num_steps < _LEARNING_STEPS:
+        return [
+            f"{count_of(num_steps, 'step')} in each mode: enough to show that updates arrive, too few to show learning",
+            f"{_LEARNING_STEPS} steps, the default, show it with SmolLM2: weightcast demo without --quick",
+        ]
+    names = " and ".join(mode.mode for mode in weak)
+    return [f"the updates arrived, and the reward rose by less than {_USUAL_GAIN} ({names}): try more --steps"]
+
+
 def _mode_lines(mode: ModeRecord) -> list[str]:
     rewards = [step.reward for step in mode.steps]
     quarter = max(1, len(rewards) // 4)
@@ -111,9 +129,8 @@ def _mode_lines(mode: ModeRecord) -> list[str]:
     median = times[len(times) // 2]
     size = format_bytes(mode.steps[0].bytes)
     ranks = mode.steps[0].ranks
-    weak = "" if mode.reward_gain >= _EXPECTED_GAIN else f"  (less than {_EXPECTED_GAIN}: too few steps?)"
     lines = [
-        f"{mode.mode} ({mode.transport}): reward {first:.2f} -> {last:.2f}, gain {mode.reward_gain:+.2f}{weak}",
+        f"{mode.mode} ({mode.transport}): reward {first:.2f} -> {last:.2f}, gain {mode.reward_gain:+.2f}",
         f"  {size} to {count_of(ranks, 'engine rank')} in {median:.2f} s (median of {count_of(len(times), 'update')})",
     ]
     for sample in mode.samples:
