@@ -143,7 +143,7 @@ def test_a_size_may_be_text(text, size):
         (lambda: bytes_of("bucket_bytes", 5e8), r"bucket_bytes=500000000\.0 is not a size"),
         (lambda: dtype_name_of("wire_dtype", torch.complex64), r"wire_dtype=torch\.complex64: choose one of float64"),
         (lambda: dtype_name_of("wire_dtype", "bf17"), r"wire_dtype='bf17': choose one of"),
-        (lambda: exporter_of(object(), None), r"a object is no model that can be exported"),
+        (lambda: exporter_of(object(), None), r"an object of type object is no model that can be exported"),
         (lambda: exporter_of("/nowhere/at/all", None), r"/nowhere/at/all"),
         (lambda: exporter_of({"step": 3, "a": torch.ones(1)}, None), r"step is a int, and only tensors"),
         (lambda: exporter_of({}, None), r"no parameters"),

@@ -448,6 +448,17 @@ def test_a_checkpoint_with_nan_is_refused_by_name(via, unharmed, models, tmp_pat
     assert unharmed.info()["state"] == "serving"
 
 
+def test_a_refusal_is_printed_once(unharmed, models, tmp_path):
+    root, _ = models
+    tensors = load_file(root / "new" / "model.safetensors")
+    tensors[_NORM][0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    push = ("push", tmp_path, "--to", unharmed.url, "--version", next(versions))
+    done = run_process(*map(str, push))
+    assert done.returncode == 1
+    assert done.stderr.count("NaN or infinite") == done.stderr.count("update to version") == 1
+
+
 def test_values_that_are_not_finite_can_be_sent_on_purpose(engine, models, tmp_path):
     root, _ = models
     tensors = load_file(root / "new" / "model.safetensors")

@@ -58,6 +58,12 @@ def test_a_failed_update_is_an_error(lines):
     assert (level, text) == ("ERROR", "update to version 7 failed: a did not answer")
 
 
+def test_an_error_that_begins_with_the_version_is_the_whole_line(lines):
+    said = "update to version 7 failed: a did not answer"
+    [(level, _, text)] = lines(started(), ended("failed", error=said, error_kind="UpdateFailed"))
+    assert (level, text) == ("ERROR", said)
+
+
 def test_other_ranks_say_nothing(lines):
     assert lines(started(rank=1), ended("succeeded", report(row(A)), rank=1), level=logging.DEBUG) == []
 

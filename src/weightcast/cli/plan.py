@@ -137,8 +137,9 @@ def _show(result: Plan) -> None:
         f"memory: {format_bytes(result.trainer_peak_bytes)} extra on {ranks}: two buckets{scratch}, "
         "and room for sums and casts"
     )
+    of_each = "each of " * (result.engine_ranks > 1)
     say(
-        f"wire: {format_bytes(result.link_bytes)} into each of {result.engine_ranks} engine "
+        f"wire: {format_bytes(result.link_bytes)} into {of_each}{result.engine_ranks} engine "
         f"{_plural(result.engine_ranks, 'rank')}, {format_bytes(result.all_links_bytes)} in all"
     )
     for other in result.others:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -204,7 +206,8 @@ def push(
             progress=advance,
         )
         try:
-            report = updater.update(version=version)
+            with _without_the_line_of_failure():
+                report = updater.update(version=version)
         except UpdateFailed as error:
             _write(error.report, trace, html)
             raise
@@ -224,6 +227,21 @@ def push(
         names = ", ".join(f"{row.url} ({row.proof})" for row in short)
         note(f"error: the new version serves, but its proof is below --require {require} on {names}")
         raise typer.Exit(FAILURE)
+
+
+@contextmanager
+def _without_the_line_of_failure() -> Iterator[None]:
+    """Keeps the log line of a failed update back, because the error says the same."""
+    logger = logging.getLogger("weightcast.update")
+
+    def is_no_failure(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(is_no_failure)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_failure)
 
 
 def _write(report: UpdateReport, trace: Path | None, html: Path | None) -> None:

@@ -111,7 +111,7 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
         return StateDictExporter(model, wire_dtype=dtype), _nothing
     if not all(hasattr(model, part) for part in ("device", "specs", "shards", "prepare", "fill")):
         raise ConfigError(
-            f"a {type(model).__name__} is no model that can be exported",
+            f"an object of type {type(model).__name__} is no model that can be exported",
             hint="pass a module, a state_dict, the path of a safetensors checkpoint, or an exporter",
         )
     if wire_dtype is not None:

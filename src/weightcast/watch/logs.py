@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from weightcast.errors import UpdateFailed
 from weightcast.watch.events import (
     Answered,
     Asked,
@@ -93,7 +94,10 @@ class UpdateLog(Deferred):
             return
         report = event.report
         if event.outcome == "failed":
-            self._trainer(logging.ERROR, "update to version %s failed: %s", event.version, event.error)
+            if event.error_kind == UpdateFailed.__name__:  # its text begins with these words
+                self._trainer(logging.ERROR, "%s", event.error)
+            else:
+                self._trainer(logging.ERROR, "update to version %s failed: %s", event.version, event.error)
             return
         assert report is not None
         serving = sum(row.status == "serving" for row in report.targets)
