@@ -25,15 +25,38 @@ def link(required: list[TensorSpec], optional: list[TensorSpec]) -> Any:
 
 def test_update_may_contain_or_omit_an_optional_tensor() -> None:
     engine = link([spec("w", 2)], [spec("mtp", 3)])
-    check_fits(engine, [spec("w", 2)])
-    check_fits(engine, [spec("w", 2), spec("mtp", 3)])
+    check_fits([engine], [spec("w", 2)])
+    check_fits([engine], [spec("w", 2), spec("mtp", 3)])
     for wrong, words in (
         ([spec("mtp", 3)], "missing w"),
         ([spec("w", 2), spec("mtp", 4)], r"mtp has shape \(4,\), the engine's has \(3,\)"),
         ([spec("w", 2), spec("other", 3)], "unknown to the engine: other"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_fits(engine, wrong)
+            check_fits([engine], wrong)
+
+
+class Table(tuple[TensorSpec, ...]):
+    """A table that counts how often it is read."""
+
+    read = 0
+
+    def __iter__(self) -> Any:
+        self.read += 1
+        return super().__iter__()
+
+
+def test_one_table_of_many_engines_is_compared_once_and_another_one_is_not_missed() -> None:
+    table = Table([spec("w", 2)])
+    alike: list[Any] = [link([], []) for _ in range(5)]
+    for engine in alike:
+        engine.adapter.specs = lambda: table
+    check_fits(alike, [spec("w", 2)])
+    assert table.read == 1
+    other = link([spec("w", 3)], [])
+    other.url = "http://other"
+    with pytest.raises(ConfigError, match=r"do not fit http://other .*shape \(2,\)"):
+        check_fits([*alike, other], [spec("w", 2)])
 
 
 def at(*versions: int | None) -> Any:

@@ -71,6 +71,20 @@ def test_only_other_dtypes_are_cast():
     assert casts_of(specs, [[replace(specs[0], name="not sent", dtype="int8")]]) == {}
 
 
+def test_the_table_that_many_engines_have_is_read_once():
+    reads = []
+
+    class Table(list):
+        def __iter__(self):
+            reads.append(self)
+            return super().__iter__()
+
+    specs = specs_of(WEIGHTS)
+    table = Table([replace(specs[0], dtype="float16")])
+    assert casts_of(specs, [table] * 9) == {specs[0].name: {"float16"}}
+    assert len(reads) == 1
+
+
 def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another(monkeypatch):
     looked: list[int] = []
 

@@ -46,12 +46,14 @@ class Connection:
         self.closed = self.broken = False
         self._loop = asyncio.get_running_loop()
         self._end = end
+        # asyncio adds a file by a failed look-up, whose error spells the file: two system calls for a socket.
+        self._number = end.fileno()
         self._listener: Listener | None = None
         self._unsent = memoryview(b"")
         self._tls: ssl.SSLObject | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._more: asyncio.Future[None] | None = None  # during a handshake
-        self._loop.add_reader(end, self._read)
+        self._loop.add_reader(self._number, self._read)
 
     @property
     def idle(self) -> bool:
@@ -86,7 +88,8 @@ class Connection:
 
     def pause(self) -> None:
         """Reads nothing more, so that an endless stream fills no memory and takes no time."""
-        self._loop.remove_reader(self._end)
+        if not self.closed:  # another socket may have the number by now
+            self._loop.remove_reader(self._number)
 
     def send(self, data: bytes) -> None:
         """Sends bytes, as soon as the other end takes them.
@@ -105,8 +108,8 @@ class Connection:
         if self.closed:
             return
         self.closed = True
-        self._loop.remove_reader(self._end)
-        self._loop.remove_writer(self._end)
+        self._loop.remove_reader(self._number)
+        self._loop.remove_writer(self._number)
         self._unsent = memoryview(b"")
         event_loop.close(self._end)
         self._over(None)
@@ -119,7 +122,7 @@ class Connection:
         if not waiting:
             self._write()
             if self._unsent:
-                self._loop.add_writer(self._end, self._write)
+                self._loop.add_writer(self._number, self._write)
 
     def _write(self) -> None:
         try:
@@ -130,7 +133,7 @@ class Connection:
         except OSError:
             self.broken = True
             self._unsent = memoryview(b"")
-        self._loop.remove_writer(self._end)
+        self._loop.remove_writer(self._number)
 
     def _read(self) -> None:
         try:
@@ -149,7 +152,7 @@ class Connection:
             self._incoming.write_eof()
         if self._more is not None:
             if not data:
-                self._loop.remove_reader(self._end)  # it would be readable for ever
+                self._loop.remove_reader(self._number)  # it would be readable for ever
             if not self._more.done():
                 self._more.set_result(None)
         else:
@@ -179,7 +182,7 @@ class Connection:
 
     def _end_of_stream(self, error: Exception | None) -> None:
         self.broken = True
-        self._loop.remove_reader(self._end)
+        self._loop.remove_reader(self._number)
         if self._more is not None and not self._more.done():
             self._more.set_exception(error or EOFError("the connection was closed"))
         elif self._listener is None:
@@ -233,11 +236,11 @@ async def _connect(family: socket.AddressFamily, address: tuple[object, ...], de
         number = end.connect_ex(address)
         if number == errno.EINPROGRESS:
             writable = loop.create_future()
-            loop.add_writer(end, lambda: writable.done() or writable.set_result(None))
+            loop.add_writer(end.fileno(), lambda: writable.done() or writable.set_result(None))
             try:
                 await event_loop.within(writable, deadline)
             finally:
-                loop.remove_writer(end)
+                loop.remove_writer(end.fileno())
             number = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise OSError(number, os.strerror(number))

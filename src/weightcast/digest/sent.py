@@ -41,11 +41,12 @@ def casts_of(specs: Iterable[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) 
 
     Args:
         specs: The tensors that travel.
-        kept: The tensors of each engine, with the dtypes that it keeps.
+        kept: The tensors of each engine, with the dtypes that it keeps.  Engines of one kind have one table, which is
+            read once.
     """
     sent = {spec.name: spec.dtype for spec in specs}
     found: dict[str, set[str]] = {}
-    for table in kept:
+    for table in {id(table): table for table in kept}.values():
         for spec in table:
             if spec.dtype != sent.get(spec.name, spec.dtype):
                 found.setdefault(spec.name, set()).add(spec.dtype)

@@ -23,19 +23,33 @@ log = logging.getLogger("weightcast.transports.preflight")
 _SHOWN = 6
 
 
-def check_fits(link: Link, specs: Sequence[TensorSpec]) -> None:
-    """Checks that these tensors are the ones that the engine expects in a full update.
+def check_fits(links: Sequence[Link], specs: Sequence[TensorSpec]) -> None:
+    """Checks that these tensors are the ones that each engine expects in a full update.
+
+    Engines of one kind have one table, which is compared once.
 
     Raises:
         ConfigError: A tensor is missing, unknown to the engine, of another shape, or of a dtype whose cast to the
             engine's would not keep its values.
     """
-    theirs = {spec.name: spec for spec in link.adapter.specs()}
+    ours = {spec.name: spec for spec in specs}
+    fitting: dict[tuple[int, int], object] = {}  # the values keep the tables, so that no other one gets their ids
+    for link in links:
+        tables = link.adapter.specs(), link.info.optional
+        key = id(tables[0]), id(tables[1])
+        if key not in fitting:
+            _check_tables(link, ours, *tables)
+            fitting[key] = tables
+
+
+def _check_tables(
+    link: Link, ours: Mapping[str, TensorSpec], required: Sequence[TensorSpec], optional: Sequence[TensorSpec]
+) -> None:
+    theirs = {spec.name: spec for spec in required}
     if not theirs:
         return
-    ours = {spec.name: spec for spec in specs}
     problems = [f"missing {name}" for name in theirs if name not in ours]
-    theirs |= {spec.name: spec for spec in link.info.optional}
+    theirs |= {spec.name: spec for spec in optional}
     problems += [f"unknown to the engine: {name}" for name in ours if name not in theirs]
     for name, spec in ours.items():
         want = theirs.get(name)

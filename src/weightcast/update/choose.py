@@ -141,8 +141,7 @@ class Plan:
             link.planned = False
             link.opens = slice(0, 0)
         links = [self.link(url, info) for url, info in healthy.items()]
-        for link in links:
-            check_fits(link, self._specs)
+        check_fits(links, self._specs)
         placement = self._reach.placement(healthy)
         chosen = self._reach.choose(links, placement)
         spec = self.transport
@@ -275,7 +274,7 @@ class Plan:
 
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
-        check_fits(link, self._specs)
+        check_fits([link], self._specs)
         # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
         planned = not self._reading_hosts or link.info.host_id in self._reading_hosts
         self._reach.choose_late(link, planned=planned)
