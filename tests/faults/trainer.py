@@ -74,8 +74,9 @@ def update(
     model = ToyTrainer(weights(versions[0]))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = flip is None or flip.where != "replica"
+    buffer = None  # engines read it only as long as this rank holds it
     if options.get("keep_mapped"):
-        share_memory(model, mesh, [Shard(0) if sharded else Replicate()])
+        buffer = share_memory(model, mesh, [Shard(0) if sharded else Replicate()])
     elif sharded:
         fully_shard(model, mesh=mesh)
     told: list[Told] = []
@@ -96,7 +97,10 @@ def update(
                     restore()
     except WeightcastError as error:
         told.append(Told(version=0, seconds=time.monotonic() - started, words=f"{type(error).__name__}: {error}"))
+    del model
     gc.collect()  # the traceback of a failed update keeps its objects alive
+    if buffer is not None:
+        buffer.close()
     return told, num_fds("self")
 
 

@@ -231,6 +231,8 @@ class World:
         else:
             raise AssertionError(f"updates fail although nobody is struck: {told}; {wrong}")
         self._buckets[case.transport] = self.wires[1].seen["bucket"] // 2
+        mapped = bool(WAYS[case.transport].get("keep_mapped"))  # then all is one bucket, without a buffer
+        assert mapped == (self._buckets[case.transport] == 1), f"{self._buckets[case.transport]} buckets"
         for wire in self.wires:
             wire.heal()
         self._num_files.setdefault("bystander", self._files_of(self.bystander))
