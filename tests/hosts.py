@@ -2,7 +2,7 @@
 
 A host is a network namespace with an address on a bridge that this process has an address on too.  A process enters it
 with ``python tests/hosts.py JSON ...`` (or forked as that script), which adds a mount and a UTS namespace of its own.
-All of it needs root.
+All of it needs root.  Namespaces and bridges are named by the process that made them, and removed after it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _NETWORK, _MOUNTS, _NAMES = 0x40000000, 0x20000, 0x4000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS
+_NAMESPACES = "/run/netns"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 INTERFACE = "wc0"  # of each host
 _serial = itertools.count()
@@ -51,7 +53,7 @@ class Host:
 
     def enter_network(self) -> None:
         """Gives the calling thread this host's network; its sockets keep it."""
-        with open(f"/run/netns/{self.namespace}") as namespace:
+        with open(f"{_NAMESPACES}/{self.namespace}") as namespace:
             _check(_libc.setns(namespace.fileno(), _NETWORK), "setns")
 
     def cut_off(self) -> None:
@@ -71,10 +73,24 @@ def cannot() -> str:
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
+def clear_up() -> None:
+    """Removes the hosts and bridges of processes that are gone: one that a signal kills leaves them."""
+    found = subprocess.run(["ip", "-json", "link", "show", "type", "bridge"], check=True, capture_output=True).stdout
+    bridges = [link["ifname"] for link in json.loads(found or "[]")]
+    spaces = os.listdir(_NAMESPACES) if os.path.isdir(_NAMESPACES) else []
+    for names, pattern, what in ((spaces, r"wc-(\d+)-\d+", "netns"), (bridges, r"wcb(\d+)", "link")):
+        for name in names:
+            owner = re.fullmatch(pattern, name)
+            if owner is not None and not os.path.exists(f"/proc/{owner[1]}"):
+                # Another process may clear up at the same time.
+                subprocess.run(["ip", what, "del", name], check=False, capture_output=True)
+
+
 @contextmanager
 def hosts(names: Sequence[str], folder: Path) -> Iterator[list[Host]]:
     """Makes hosts that reach each other and this process; the folder gets their boot ids."""
-    mark = os.getpid() % 100_000
+    clear_up()
+    mark = os.getpid()
     subnet = f"10.{100 + mark // 250 % 100}.{mark % 250}"
     bridge = f"wcb{mark}"
     with ExitStack() as stack:
