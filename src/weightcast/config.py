@@ -121,6 +121,8 @@ class UpdateConfig:
         max_extra_bytes: Most extra memory that a trainer rank may take, in bytes; None for no limit.  Buckets are made
             smaller than ``bucket_bytes`` where it asks for that.  ``connect`` refuses a limit that is too low, with the
             bytes that it needs.  NCCL's own memory does not count.
+        max_connections: Most connections to all engines together; None takes half of the process's limit of open files,
+            at most 4,096.  The open session of an engine and requests that engines answer together go above it.
         pause: Fate of the requests that run at the moment of the switch.
         verify: Highest level of proof to reach; the report has the level of each target.
         digest: ``"fast"`` (64 bits, at memory speed, adds up across shards) or ``"sha256"``.
@@ -155,6 +157,7 @@ class UpdateConfig:
     transport: TransportName = "auto"
     bucket_bytes: int = 512 << 20
     max_extra_bytes: int | None = None
+    max_connections: int | None = None
     pause: PauseMode = "abort"
     verify: VerifyLevel = "resident"
     digest: DigestKind = "fast"
@@ -200,6 +203,8 @@ class UpdateConfig:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes}: a bucket has at least 4096 bytes")
         if self.max_extra_bytes is not None and self.max_extra_bytes < 1:
             raise ConfigError(f"max_extra_bytes={self.max_extra_bytes}: a limit is a positive number of bytes")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise ConfigError(f"max_connections={self.max_connections}: a limit is a positive number of connections")
         if not 0 <= self.min_proven_share <= 1:
             raise ConfigError(f"min_proven_share={self.min_proven_share}: a share is a number from 0 to 1")
         if not self.timeout_s > 0:

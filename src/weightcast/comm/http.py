@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 from weightcast.comm import event_loop
 from weightcast.comm.http_answer import Answer, NoAnswer
 from weightcast.comm.http_connections import Connection
+from weightcast.comm.http_limit import ConnectionLimit, NoRoom
 from weightcast.comm.http_pool import CannotConnect, Pool
 from weightcast.comm.tls import client_context, client_distrusted, hangs_up_after_handshake, tls_trouble
 from weightcast.config import Target
@@ -45,13 +46,21 @@ class Client:
     for it (``get_json``, ``post_json``, ``open_lease``).
     """
 
-    def __init__(self, target: Target, *, timeout_s: float, max_connections: int = _MAX_CONNECTIONS) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        timeout_s: float,
+        max_connections: int = _MAX_CONNECTIONS,
+        limit: ConnectionLimit | None = None,
+    ) -> None:
         """Makes the client without sending anything.
 
         Args:
             target: The engine.
             timeout_s: Deadline of each request that sets none, in seconds.
             max_connections: Requests that may be under way at the same time.
+            limit: Limit of the connections of several clients together; None for one of its own.
 
         Raises:
             ConfigError: A certificate file cannot be used, or the host name is not valid.
@@ -78,6 +87,7 @@ class Client:
             self._trust = client_context(ca_file=target.ca_file, cert_file=target.cert_file, key_file=target.key_file)
             self._trust.set_alpn_protocols(["http/1.1"])
         self._max_connections = max_connections
+        self._limit = limit or ConnectionLimit()
         self._pool: Pool | None = None
         self._closed = False
 
@@ -114,9 +124,11 @@ class Client:
         """As ``get_json``."""
         return (await self._ask("GET", path, None, timeout_s)).body
 
-    async def post(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> bytes:
-        """As ``post_json``."""
-        return (await self._ask("POST", path, body, timeout_s)).body
+    async def post(
+        self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None, at_once: bool = False
+    ) -> bytes:
+        """As ``post_json``; with ``at_once``, the request does not wait for the answers of other engines."""
+        return (await self._ask("POST", path, body, timeout_s, at_once=at_once)).body
 
     async def lease(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> tuple[bytes, Lease]:
         """As ``open_lease``."""
@@ -139,6 +151,8 @@ class Client:
         body: bytes | None,
         timeout_s: float | Deadline | None,
         lease: list[Lease] | None = None,
+        *,
+        at_once: bool = False,
     ) -> Answer:
         """Sends a request and returns a good answer; with ``lease``, its stream stays open and goes there."""
         if self._closed:
@@ -147,9 +161,11 @@ class Client:
             timeout_s = Deadline(self.timeout_s if timeout_s is None else timeout_s)
         pool = self._pool
         if pool is None or pool.loop is not asyncio.get_running_loop():  # none yet, or that of a parent process
-            pool = self._pool = Pool(self._host, self._port, self._trust, max_connections=self._max_connections)
+            pool = self._pool = Pool(
+                self._host, self._port, self._trust, max_connections=self._max_connections, limit=self._limit
+            )
         try:
-            connection = await pool.take(timeout_s, connect_within=timeout_s.at_most(_CONNECT_S))
+            connection = await pool.take(timeout_s, connect_s=_CONNECT_S, at_once=at_once)
             answer = Answer(stream=lease is not None, max_bytes=_MAX_REPLY_BYTES, max_frame_bytes=_MAX_FRAME_BYTES)
             kept = False
             try:
@@ -157,6 +173,7 @@ class Client:
                 self._check(answer, method, path)
                 if lease is not None:
                     connection.pause()
+                    pool.lend(connection)
                     lease.append(Lease(pool, connection))
                     kept = True
             finally:
@@ -215,8 +232,15 @@ class Client:
         if isinstance(error, CannotConnect):
             hint = "check host and port and that the engine is up; try `weightcast doctor`"
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EMFILE, errno.ENFILE):
-                hint = "raise this process's limit of open files (`ulimit -n`): an update keeps 2 or 3 for each engine"
+                hint = "raise this process's limit of open files (`ulimit -n`): an update needs 2 or 3 for each engine"
             return TargetUnreachable(f"{url}: cannot connect: {error}", url=url, hint=hint)
+        if isinstance(error, NoRoom):
+            return DeadlineExceeded(
+                who=url,
+                waiting_for=f"a free connection for {method} {path}: {error}",
+                timeout_s=deadline.limit_s,
+                hint="other engines have not answered; raise max_connections",
+            )
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(who=url, waiting_for=f"the answer to {method} {path}", timeout_s=deadline.limit_s)
         hint = None

@@ -8,6 +8,7 @@ from collections import deque
 
 from weightcast.comm import event_loop
 from weightcast.comm.http_connections import Connection, connect
+from weightcast.comm.http_limit import ConnectionLimit
 from weightcast.runtime.deadline import Deadline
 
 # Shorter than servers keep a connection (uvicorn: 5 s).  A request on a connection that the server is closing is lost.
@@ -25,7 +26,9 @@ class Pool:
         loop: The loop that the connections belong to.
     """
 
-    def __init__(self, host: str, port: int, trust: ssl.SSLContext | None, *, max_connections: int) -> None:
+    def __init__(
+        self, host: str, port: int, trust: ssl.SSLContext | None, *, max_connections: int, limit: ConnectionLimit
+    ) -> None:
         """Opens nothing.
 
         Args:
@@ -33,25 +36,29 @@ class Pool:
             port: TCP port.
             trust: TLS settings; None for plain HTTP.
             max_connections: Connections that may be open at the same time.
+            limit: The limit of this pool and others together.
         """
         self.loop = asyncio.get_running_loop()
         self._host, self._port, self._trust = host, port, trust
         self._room = max_connections
+        self._limit = limit
+        self._lent: set[Connection] = set()
         self._open: set[Connection] = set()
         self._idle: deque[tuple[float, Connection]] = deque()  # the one used last is at the right
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._sweep: asyncio.TimerHandle | None = None
 
-    async def take(self, deadline: Deadline, *, connect_within: Deadline) -> Connection:
+    async def take(self, deadline: Deadline, *, connect_s: float, at_once: bool = False) -> Connection:
         """Returns a connection that carries no request.  The caller gives it back or discards it.
 
         Args:
             deadline: Limit of the wait for room.
-            connect_within: Limit of name resolution, connecting and TLS together.
+            connect_s: Limit of name resolution, connecting and TLS together, in seconds.
+            at_once: True for a request that must not wait for the answers of other engines.
 
         Raises:
             CannotConnect: No connection could be opened; the cause says why.
-            TimeoutError: All connections have been busy until the deadline.
+            TimeoutError: All connections have been busy until the deadline; ``NoRoom`` if other engines had them.
         """
         while True:
             connection = self._take_idle()
@@ -71,12 +78,17 @@ class Pool:
                 raise
         self._room -= 1
         try:
-            connection = await connect(self._host, self._port, self._trust, connect_within)
-        except BaseException as error:
+            await self._limit.enter(deadline, at_once=at_once)
+            try:
+                connection = await connect(self._host, self._port, self._trust, deadline.at_most(connect_s))
+            except BaseException as error:
+                self._limit.leave()
+                if isinstance(error, OSError):  # a TimeoutError is one
+                    raise CannotConnect(str(error)) from error
+                raise
+        except BaseException:
             self._room += 1
             self._wake()
-            if isinstance(error, OSError):  # a TimeoutError is one
-                raise CannotConnect(str(error)) from error
             raise
         self._open.add(connection)
         return connection
@@ -91,12 +103,23 @@ class Pool:
         if self._sweep is None:
             self._sweep = self.loop.call_later(_KEEP_ALIVE_S, self._close_idle)
         self._wake()
+        self._limit.rest(connection, self.discard)
+
+    def lend(self, connection: Connection) -> None:
+        """Leaves a connection to a stream that stays open until ``discard``; it no longer counts in the limit."""
+        self._lent.add(connection)
+        self._limit.leave()
 
     def discard(self, connection: Connection) -> None:
         """Closes a connection; safe to call twice."""
         connection.close()
         if connection in self._open:
             self._open.discard(connection)
+            self._limit.resume(connection)
+            if connection in self._lent:
+                self._lent.discard(connection)
+            else:
+                self._limit.leave()
             self._room += 1
             self._wake()
 
@@ -113,6 +136,7 @@ class Pool:
         while self._idle:
             since, connection = self._idle.pop()
             if connection.idle and self.loop.time() - since < _KEEP_ALIVE_S:
+                self._limit.resume(connection)
                 return connection
             self.discard(connection)
         return None

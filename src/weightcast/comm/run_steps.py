@@ -114,8 +114,8 @@ def _requests(
         steps.close()
 
 
-async def send_plain(client: Client, request: EngineRequest, limit: Deadline) -> bytes:
-    """Sends one request and returns the body of its answer."""
+async def send_plain(client: Client, request: EngineRequest, limit: Deadline, *, at_once: bool = False) -> bytes:
+    """Sends one request and returns the body of its answer; ``at_once`` is that of ``Client.post``."""
     if request.method == "GET":
         return await client.get(request.path, timeout_s=limit)
-    return await client.post(request.path, request.body, timeout_s=limit)
+    return await client.post(request.path, request.body, timeout_s=limit, at_once=at_once)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client
+from weightcast.comm.http_limit import ConnectionLimit
 from weightcast.config import Target
 from weightcast.errors import TargetUnreachable, WeightcastError
 from weightcast.fleet.background_probe import BackgroundProbe, is_silence
@@ -43,12 +44,19 @@ class Roster:
         targets: The members.
         timeout_s: Deadline of a probe of a target that is not known to be silent, in seconds.
         recognise: Probes one engine, on the event loop.
+        max_connections: As ``UpdateConfig.max_connections``.
     """
 
     def __init__(
-        self, targets: Iterable[Target], *, timeout_s: float, recognise: Callable[[Client], Awaitable[EngineInfo]]
+        self,
+        targets: Iterable[Target],
+        *,
+        timeout_s: float,
+        recognise: Callable[[Client], Awaitable[EngineInfo]],
+        max_connections: int | None = None,
     ) -> None:
         self._timeout_s = timeout_s
+        self._connections = ConnectionLimit(max_connections)
         self._silent_wait_s = min(_SILENT_WAIT_S, timeout_s / 2)
         self._clients: dict[Target, Client] = {}
         self._members: dict[str, Target] = {}
@@ -82,7 +90,10 @@ class Roster:
         members = {target.url: target for target in (*leaving, *targets)}
         kept = {*leaving, *targets}
         with self._lock:
-            new = {target: Client(target, timeout_s=self._timeout_s) for target in kept - self._clients.keys()}
+            new = {
+                target: Client(target, timeout_s=self._timeout_s, limit=self._connections)
+                for target in kept - self._clients.keys()
+            }
             for url, target in self._members.items():
                 if members.get(url) != target:
                     self._probes.forget(url)

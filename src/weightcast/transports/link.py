@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -30,6 +31,8 @@ _ABORT_S = 30.0
 _LEAVE_S = 5.0
 _SILENT_S = 0.5
 _MARGIN_S = 5.0
+# Engines may answer these only when others have them too, or at the end of the update.
+_AT_ONCE = frozenset(("join", "bucket", "handles"))
 
 
 def margin_s(timeout_s: float) -> float:
@@ -281,8 +284,9 @@ class Link:
 
     async def _converse(self, kind: str, steps: Steps, limit: float | Deadline, bucket: int | None = None) -> Ack:
         began = time.monotonic()
+        send = partial(self._send, at_once=kind in _AT_ONCE)
         try:
-            ack = await converse_on_loop(self.client, steps, timeout_s=limit, send=self._send)
+            ack = await converse_on_loop(self.client, steps, timeout_s=limit, send=send)
         except WireError as error:
             self._asked(kind, bucket, began, error=str(error))
             raise TargetError(f"{self.url}: {error}", url=self.url, half_updated=self.sent > 0) from error
@@ -313,9 +317,9 @@ class Link:
             )
         )
 
-    async def _send(self, request: EngineRequest, limit: Deadline) -> bytes:
+    async def _send(self, request: EngineRequest, limit: Deadline, *, at_once: bool) -> bytes:
         if not request.lease:
-            return await send_plain(self.client, request, limit)
+            return await send_plain(self.client, request, limit, at_once=at_once)
         reply, self._lease = await self.client.lease(request.path, request.body, timeout_s=limit)
         return reply
 

@@ -116,6 +116,7 @@ class WeightUpdater:
         transport: TransportName = "auto",
         bucket_bytes: int | str = 512 << 20,
         max_extra_bytes: int | str | None = None,
+        max_connections: int | None = None,
         pause: PauseMode = "abort",
         verify: VerifyLevel = "resident",
         digest: DigestKind = "fast",
@@ -166,6 +167,7 @@ class WeightUpdater:
             transport=transport,
             bucket_bytes=bytes_of("bucket_bytes", bucket_bytes),
             max_extra_bytes=None if max_extra_bytes is None else bytes_of("max_extra_bytes", max_extra_bytes),
+            max_connections=max_connections,
             pause=pause,
             verify=verify,
             digest=digest,
@@ -369,7 +371,12 @@ class WeightUpdater:
             where = [place.decode() for place in places]
             try:
                 if self._roster is None:
-                    self._roster = Roster(self._targets, timeout_s=self._config.timeout_s, recognise=self._recognise)
+                    self._roster = Roster(
+                        self._targets,
+                        timeout_s=self._config.timeout_s,
+                        recognise=self._recognise,
+                        max_connections=self._config.max_connections,
+                    )
                 else:
                     self._roster.set_members(self._targets, leaving=leaving)
                 head = Head(
