@@ -182,31 +182,37 @@ def test_disaggregated_with_sglang(servable, tmp_path):
     check_three_updates(metrics(tmp_path))
 
 
-def test_disaggregated_with_lmdeploy_and_our_receiver(tmp_path):
-    folder = tmp_path / "model"
+def run_with_lmdeploy(out: Path, *options: str, receiver: bool) -> list[dict[str, Any]]:
+    """Three steps with LMDeploy on this CPU; returns the records of the steps."""
+    folder = out / "model"
     tiny_model(folder, max_position_embeddings=1024, pad_token_id=None, **SIZES)  # LMDeploy treats a padding row apart
     tiny_tokenizer(folder)
-    (python, *_), environment = lmdeploy_command(folder, (), 0)
+    (python, *_), environment = lmdeploy_command(folder, (), 0, receiver=receiver)
     settings = ("PYTHONPATH", "WEIGHTS_FROM_HOST", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE", "TMPDIR")
-    program = [
-        "env",
-        *(f"{name}={environment[name]}" for name in settings),
-        python,
-        "-m",
-        "weightcast.plugins.lmdeploy",
-    ]
+    program = ["env", *(f"{name}={environment[name]}" for name in settings), python, "-m"]
+    program += ["weightcast.plugins.lmdeploy" if receiver else "lmdeploy"]
     flags = "--session-len=1024 --eager-mode --num-gpu-blocks=256 --max-batch-size=8 --max-prefill-token-num=256 "
     flags += "--disable-metrics"
     run(
         "rl_disaggregated",
-        tmp_path,
-        *(f"--model={folder}", "--engine=lmdeploy", *SHORT, "--verify=resident", "--via=broadcast"),
+        out,
+        *(f"--model={folder}", "--engine=lmdeploy", *SHORT, *options),
         *(f"--engine-program={shlex.join(program)}", f"--engine-args={flags}", "--start-timeout=1200"),
         timeout_s=1400,
     )
-    rows = metrics(tmp_path)
+    rows = metrics(out)
     check_three_updates(rows)
+    return rows
+
+
+def test_disaggregated_with_lmdeploy_and_our_receiver(tmp_path):
+    rows = run_with_lmdeploy(tmp_path, "--verify=resident", "--via=broadcast", receiver=True)
     assert all(row["proof"] == ["resident"] for row in rows)
+
+
+def test_disaggregated_with_lmdeploy_by_its_own_routes(tmp_path):
+    rows = run_with_lmdeploy(tmp_path, "--verify=behaviour", "--via=checkpoint-engine", receiver=False)
+    assert all(row["proof"] == ["behaviour"] for row in rows)
 
 
 @pytest.mark.parametrize(("temperature", "count"), [(1.0, 3), (0.0, 1)])

@@ -235,8 +235,8 @@ def test_torch_keeps_no_notes_that_would_look_like_a_leak(tmp_path):
         reaper.close()
 
 
-def test_every_kind_of_trouble_spoils_the_result():
-    good = Result(
+def good_result() -> Result:
+    return Result(
         updates=1,
         attempts=1,
         seconds=1.0,
@@ -260,11 +260,21 @@ def test_every_kind_of_trouble_spoils_the_result():
         growing=[],
         details=[],
     )
+
+
+def test_every_kind_of_trouble_spoils_the_result():
+    good = good_result()
     assert good.ok
     for name in ("hangs", "mixed", "failures", "leaked_processes", "leaked_segments", "leaked_buffers"):
         assert not msgspec.structs.replace(good, **{name: 1}).ok
     assert not msgspec.structs.replace(good, growing=["p"]).ok
     assert not msgspec.structs.replace(good, answers_checked=0).ok
+
+
+def test_what_did_not_happen_is_none_or_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_soak._show(good_result())
+    rows = {line[:24].strip(): line[24:].strip() for line in capsys.readouterr().out.splitlines()}
+    assert (rows["faults"], rows["transports"], rows["growing"], rows["hangs"]) == ("none", "none", "none", "0")
 
 
 def test_orders_survive_the_pipe():

@@ -139,6 +139,6 @@ def _show(result: Result) -> None:
     for name, value in _fields(result).items():
         if name != "details":
             shown = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
-            say(f"{name.replace('_', ' '):24} {shown if shown != [] else 'none'}")
+            say(f"{name.replace('_', ' '):24} {shown if shown not in ('', []) else 'none'}")
     for words in result.details:
         note(f"error: {words}")
