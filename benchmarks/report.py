@@ -71,6 +71,8 @@ def _kind(result: Result) -> str:
         return "updates"
     if result.get("what") in ("limits", "loader", "direct", "revisions"):
         return str(result["what"])
+    if str(result.get("what", "")).endswith("on two GPUs"):
+        return "pairs"
     if "tests" in result:
         return "engine"
     if "spent_ms" in result:
@@ -325,6 +327,56 @@ def _direct(result: Result) -> str:
     return f"{lines}\n{_machine(result)}\n{table(header, rows)}"
 
 
+def _pairs(result: Result) -> str:
+    """Makes a table for each case: medians of the updates after the first of each way."""
+    checks = [step for step in result["steps"] if "check" in step]
+    good = sum(check["ok"] for check in checks)
+    parts = [
+        wrapped(
+            f"{result['what']}: servers with the options `{result['options']}` and `{result['flags']}`. {good} of "
+            f"{len(checks)} checks of proofs, answers and streams are good."
+        ),
+        "",
+        _machine(result),
+    ]
+    sets: list[tuple[str, list[Result]]] = []  # a case has several where the trainer changes
+    for step in result["steps"]:
+        if step.get("step") == "trainer":
+            sets.append((f"{step['case']}, {step['ranks']} trainer rank{'' if step['ranks'] == 1 else 's'}", []))
+        elif "step" in step and sets:
+            sets[-1][1].append(step)
+    header = ["way, load, pause", "updates", "update, ms", "stall, ms", "longest gap, ms", "without, ms", "step, ms"]
+    for title, steps in sets:
+        parts += [f"### {title}\n", table(header, _pair_rows(steps))]
+    parts += [wrapped(f"- Not finished: {line}.") for line in result["failed"]]
+    parts += [f"- Not run: {name}." for name in result["skipped"]]
+    return "\n".join(parts) + "\n"
+
+
+def _pair_rows(steps: Sequence[Result]) -> list[list[str]]:
+    gaps = {
+        step["step"].removeprefix("gaps, ").split(", engine")[0]: step for step in steps if "longest_s" in step
+    }  # of two engines, the last
+    found: dict[str, list[Result]] = {}
+    for step in steps:
+        if "update_s" in step and not step["step"].startswith(("first update", "update with")):
+            found.setdefault(step["step"], []).append(step)
+    rows = []
+    for name, updates in found.items():
+        if isinstance(updates[0]["update_s"], list):  # the engine's own sender
+            took, stalls = updates[0]["update_s"], updates[0]["paused_s"]
+        else:
+            took = [update["update_s"] for update in updates[1:]]
+            stalls = [max(row["stall_s"] for row in update["targets"]) for update in updates[1:]]
+        seen = gaps.get(name.replace(" 32 streams,", "").removesuffix(", 32 streams")) if "streams" in name else None
+        told = ("longest_s", "longest_without_an_update_s")
+        clients = [_ms(statistics.median(seen[key])) for key in told] if seen else ["", ""]
+        step_ms = _ms(seen["step_s"]) if seen else ""
+        times = [_ms(statistics.median(took)), _ms(statistics.median(stalls))]
+        rows.append([name, str(len(took)), *times, *clients, step_ms])
+    return rows
+
+
 def _revisions(result: Result) -> str:
     """Makes a row for each case and method: medians over the rounds at both revisions."""
     found: dict[tuple[str, str], dict[str, list[Result]]] = {}
@@ -403,6 +455,7 @@ _SHOW: dict[str, Callable[[Result], str]] = {
     "digest": _digest,
     "gather": _gather,
     "direct": _direct,
+    "pairs": _pairs,
     "revisions": _revisions,
     "watching": _watching,
 }
