@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from tests.clock import PATIENCE_S, Clock, wait_until
+from weightcast.comm import event_loop
 from weightcast.comm.http import Client
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import Target
-from weightcast.errors import TargetLost
+from weightcast.errors import DeadlineExceeded, TargetLost
 from weightcast.runtime import deadline as module
 from weightcast.runtime.deadline import Deadline
 from weightcast.transports import link as link_module
@@ -156,3 +157,22 @@ def test_silent_engine_costs_one_deadline_and_not_one_for_each_bucket(
             one.result(PATIENCE_S)
     transport.settle()
     assert link.silent
+
+
+def test_engine_that_was_silent_to_the_end_of_its_session_is_not_waited_for_again(monkeypatch) -> None:
+    limits: list[tuple[str, float]] = []
+
+    async def never(client: Client, steps: str, *, timeout_s: float, send: object) -> Ack:
+        limits.append((steps, timeout_s))
+        raise DeadlineExceeded(who="engine", waiting_for=steps, timeout_s=timeout_s)
+
+    monkeypatch.setattr(link_module, "converse_on_loop", never)
+    adapter: Any = SimpleNamespace(leased=True, abort=lambda *_: "abort", leave=lambda *_: "leave")
+    info: Any = SimpleNamespace(staging="device")
+    link = Link(client=Client(Target("http://127.0.0.1:9"), timeout_s=1.0), adapter=adapter, info=info, session="s")
+    link.silent = True
+    for one in (link.abort("lost"), link.leave("group"), link.leave(None)):
+        event_loop.run(one)
+    assert [what for what, _ in limits] == ["abort", "leave", "leave"]
+    first_s, *others_s = (limit_s for _, limit_s in limits)
+    assert sum(others_s) < first_s < TIMEOUT_S

@@ -30,6 +30,7 @@ from weightcast.wire.messages import Close, Commit, Open, Revert
 _ABORT_S = 30.0
 _LEAVE_S = 5.0
 _SILENT_S = 0.5
+_SENT_S = 0.05  # enough to hand a message to the engine's host
 _MARGIN_S = 5.0
 # Engines may answer these only when others have them too, or at the end of the update.
 _AT_ONCE = frozenset(("join", "bucket", "handles"))
@@ -90,6 +91,7 @@ class Link:
     notes: list[str] = field(default_factory=list[str])
     events: Events = field(default_factory=Events, repr=False)
     _limit_s: float = _ABORT_S
+    _deaf: bool = False  # it is silent, and has not answered a message that ends something either
     _lease: Lease | None = field(default=None, repr=False)
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _answered_at: dict[int, float] = field(default_factory=dict, repr=False)  # by bucket, ``time.monotonic``
@@ -120,7 +122,7 @@ class Link:
         """Starts a session.  A leased engine ends it by itself when this process ends."""
         self.load_s = self.verify_s = 0.0
         self.peak_extra_bytes = self.sent = 0
-        self.silent = False
+        self.silent = self._deaf = False
         self._answered_at.clear()
         self.opened = self.closed = self.committed = self.asked = None
         self._check_version(message)
@@ -261,9 +263,15 @@ class Link:
     async def _send_end(self, kind: str, steps: Steps, limit_s: float) -> Ack:
         """Sends a step that ends a session or a membership.
 
-        A silent engine gets the request, and its answer is hardly waited for.
+        A silent engine gets the request, and its answer is hardly waited for: half a second once, then no more.
         """
-        return await self._converse(kind, steps, min(limit_s, _SILENT_S) if self.silent else limit_s)
+        if self.silent:
+            limit_s = min(limit_s, _SENT_S if self._deaf else _SILENT_S)
+        try:
+            return await self._converse(kind, steps, limit_s)
+        except DeadlineExceeded:
+            self._deaf = self.silent
+            raise
 
     def _check_version(self, message: Open) -> None:
         """Refuses an older version in the place of a stock engine, which would accept any version."""
