@@ -206,7 +206,8 @@ class Endpoints:
             raise HTTPException(503, "vLLM is still starting")
         return self._engine
 
-    def _check_key(self, request: Request) -> None:
+    async def _check_key(self, request: Request) -> None:
+        """Refuses requests without a key.  The function is async because FastAPI runs a plain one in a thread."""
         if not self._keys.admit(request.headers.get("Authorization", "").encode()):
             raise HTTPException(401, "the request needs a valid API key as Authorization: Bearer")
 
