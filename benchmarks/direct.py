@@ -42,6 +42,7 @@ from weightcast.lab.bench.synthetic import Pattern, key_of, nested
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import MpExecutor
+from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.version import __version__
@@ -197,7 +198,9 @@ def serve(number: int, arguments: argparse.Namespace, times: str, url: Any) -> N
         reads_remote=not nixl.missing(),
     )
     app = FastAPI()
-    app.include_router(weight_routes(SessionHandler(executor, NoRequests(), told)))
+    engine = SessionHandler(executor, NoRequests(), told)
+    app.include_router(weight_routes(engine))
+    app.include_router(peer_routes(lambda: engine))
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
     url.send(f"http://127.0.0.1:{listening.getsockname()[1]}")

@@ -26,6 +26,7 @@ from weightcast.config import PauseMode
 from weightcast.receiver import WeightReceiver, lost_ranks
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.executor import LocalExecutor, MpExecutor
+from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.answers import RankAck
@@ -209,7 +210,9 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[int], None] | No
         specs=tuple(TensorSpec.of(n, t, dtype=getattr(torch, args.dtype)) for n, t in weights.items()),
     )
     app = FastAPI()
-    app.include_router(weight_routes(SessionHandler(executor, Clockwork(), facts)))
+    handler = SessionHandler(executor, Clockwork(), facts)
+    app.include_router(weight_routes(handler))
+    app.include_router(peer_routes(lambda: handler))
 
     @app.post("/fault/{rank}/{times}")
     def fault(rank: int, times: int) -> None:

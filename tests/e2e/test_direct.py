@@ -38,6 +38,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import TrainerRankFailed, WeightcastError
+from weightcast.update import bucket_stream
 from weightcast.update.bucket_stream import BucketStream
 from weightcast.update.exchange import Exchange
 
@@ -143,6 +144,20 @@ def flip_in_the_buffer() -> Callable[[], None]:
     return lambda: setattr(SharedSlot, "share", share)
 
 
+def flip_in_a_pack() -> Callable[[], None]:
+    """The first run that rank 1 has packed for an engine rank."""
+    packing = bucket_stream.pack
+
+    def flipping(bucket, plan, out):
+        packing(bucket, plan, out)
+        assert plan.packed_bytes
+        if dist.get_rank() == 1:
+            out[0] ^= 1
+
+    bucket_stream.pack = flipping
+    return lambda: setattr(bucket_stream, "pack", packing)
+
+
 def flip_before_sending() -> Callable[[], None]:
     """The last rows of rank 1's buffer, after they were summed."""
     send = Exchange.send
@@ -200,9 +215,9 @@ def update_with_a_flipped_bit(url: str, version: int, options: dict, flip: Calla
         (MESSAGES, flip_before_sending, "layers.2.norm.weight"),
         (MESSAGES, flip_on_the_way, ""),
         (SHARDS, flip_in_mapped_memory, "embed.weight"),
-        pytest.param(RDMA, flip_in_the_buffer, "layers.2.norm.weight", marks=needs_nixl),
+        pytest.param(RDMA, flip_in_a_pack, "embed.weight", marks=needs_nixl),
     ],
-    ids=["buffer", "before messages", "message", "shards", "remote buffer"],
+    ids=["buffer", "before messages", "message", "shards", "pack"],
 )
 def test_a_bit_that_flips_on_any_leg_is_found_before_the_commit(fresh, jobs, options, flip, name):
     engine, version = fresh("--tp", "2"), next_version()

@@ -55,6 +55,36 @@ def test_seconds_follow_from_the_bandwidth():
     assert found.seconds == pytest.approx(total_bytes(SPECS) / 1e6)
 
 
+def test_direct_is_planned_by_link():
+    specs = [spec("matrix", 100, 40), spec("vector", 30)]
+    found = make_plan(
+        specs,
+        model="m",
+        engine="native",
+        packing=Packing(),
+        bucket_bytes=1 << 20,
+        engine_ranks=6,
+        tp=2,
+        trainer_ranks=4,
+        link_gb_per_s=1e-6,
+    ).direct
+    assert found.into_engine_rank_bytes == 100 * 40 * 4 // 2 + 30 * 4
+    assert found.out_of_trainer_rank_bytes == 6 * found.into_engine_rank_bytes // 4
+    assert (found.busiest, found.refused, found.computed) == ("trainer rank", "", ())
+    assert found.seconds == pytest.approx(found.out_of_trainer_rank_bytes / 1e3)
+
+
+def test_plan_says_what_cannot_go_direct_and_why(tmp_path):
+    save_file({"layers.0.mlp.up_proj.weight": torch.ones(256, 128)}, tmp_path / "model.safetensors")
+    done = run("plan", tmp_path / "model.safetensors", "--trainer-ranks", "8", "--tp", "2")
+    assert "the busiest link is that of an engine rank" in done.output
+    assert "by shards" not in done.output
+    done = run("plan", tmp_path / "model.safetensors", "--quantise", "fp8")
+    assert "2 tensors by bucket, because their values are computed when they are sent" in done.output
+    done = run("plan", tmp_path / "model.safetensors", "--engine", "sglang")
+    assert "direct: not possible, because sglang without our receiver" in done.output
+
+
 def test_plan_of_a_checkpoint(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(1000, 100), "n": torch.zeros(100)}, path)

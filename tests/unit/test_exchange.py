@@ -247,6 +247,20 @@ def test_a_large_run_of_the_bucket_travels_by_itself_and_the_rest_in_one_message
     assert few.runs == [(0, 8 * 1024)]
 
 
+def test_an_engine_rank_that_reads_by_itself_finds_short_runs_in_one_pack_and_long_ones_in_the_bucket():
+    half = pieces.RUN_BYTES // 2
+    layout = slot_layout((8, 2 * half))
+    left = decode_wanted(encode_wanted({"w": (pieces.WantedBox((0, 0), (8, half)),)}))
+    whole = [(0, Box(offset=(0, 0), shape=(8, 2 * half)))]
+    assert [(piece.straight, piece.size_bytes) for piece in plan_message(layout, whole, left, read=True).pieces] == [
+        (True, 8 * half * 2)  # eight runs of RUN_BYTES
+    ]
+    less = decode_wanted(encode_wanted({"w": (pieces.WantedBox((0, 0), (8, half - 1)),)}))
+    short = plan_message(layout, whole, less, read=True)
+    assert [piece.straight for piece in short.pieces] == [False]
+    assert short.packed_bytes == 8 * (half - 1) * 2 + -(8 * (half - 1) * 2) % 16
+
+
 def test_a_share_of_many_small_tensors_costs_few_bytes_beside_it():
     specs = [TensorSpec(name=f"w{n}", dtype="bfloat16", shape=(4, 130)) for n in range(200)]
     [layout] = plan_buckets(specs, bucket_bytes=1 << 24, packing=ALIGNED)
@@ -254,6 +268,12 @@ def test_a_share_of_many_small_tensors_costs_few_bytes_beside_it():
     parts = [(n, Box(offset=(0, 0), shape=(4, 130))) for n in range(200)]
     message = plan_message(layout, parts, wanted)
     assert message.size_bytes <= 1.05 * 200 * 2 * 130 * 2
+
+
+@pytest.mark.parametrize("words", [b"", b"[]", b'{"kinds": 1}', b'{"kinds": ["%"]}'])
+def test_what_is_no_answer_of_an_engine_about_boxes_is_refused(words):
+    with pytest.raises(WireError, match="not the boxes that an engine wants"):
+        pieces.decode_boxes(words)
 
 
 @pytest.mark.parametrize("words", [b"", b"[]", b'{"w": [[1]]}', b'{"w": [[[-1], [2]]]}', b'{"w": [[[1], ["x"]]]}'])

@@ -37,6 +37,7 @@ from weightcast.wire.messages import (
     Readback,
     ReadChunk,
     Revert,
+    TellBoxes,
 )
 
 SESSION = "0123456789abcdef" * 2
@@ -91,6 +92,7 @@ EXAMPLES = {
         session=SESSION, index=3, peer=PeerEngine(url="http://peer:1", api_key="k"), version=7, digest="f" * 16
     ),
     "chunk": ReadChunk(rank=1, index=3, layout="0" * 32, version=7, digest="f" * 16),
+    "boxes": TellBoxes(),
 }
 
 

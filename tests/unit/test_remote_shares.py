@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.unit.test_exchange import exchanges, play, values_of
 from weightcast.comm import nixl
@@ -17,9 +18,11 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums
 from weightcast.receiver.rank_answers import fold_resident
 from weightcast.receiver.sources.remote import RemoteMemorySource
+from weightcast.update.packs import Packs, pack
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import Part, RemoteBuffer
+from weightcast.wire.bucket_sources import Pack, Part, RemoteBuffer
+from weightcast.wire.pieces import decode_wanted, encode_wanted, name_of
 
 pytestmark = [pytest.mark.wide, pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())]
 CPU = torch.device("cpu")
@@ -43,9 +46,11 @@ def arenas() -> Iterator[list[Arena]]:
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(case=exchanges())
-def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case):
+@given(case=exchanges(), packed=st.sampled_from(["none", "some", "all"]))
+def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed):
     trainers, loaders, models, layouts, specs = play(case | {"bucket_bytes": 4096})
+    wanted = [encode_wanted(loader.scattered.wanted) for loader in loaders]
+    kinds = list(dict.fromkeys(wanted))[: {"none": 0, "some": 1, "all": None}[packed]]
     while len(arenas) < len(trainers):
         arenas.append(Arena(2, BUFFER_BYTES, CPU))
     sources = [RemoteMemorySource() for _ in loaders]
@@ -69,14 +74,29 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case):
                     )
                     served = trainer.gatherer.serves(layout, trainer.group)
                     parts = tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
-                    told = msgspec.json.encode(RemoteBuffer(memory=arena.memory(layout.index % 2), parts=parts))
+                    plan = Packs([decode_wanted(kind) for kind in kinds], read=True).plan(layout, served)
+                    first = -(-layout.size_bytes // 16) * 16
+                    pack(Bucket(layout, slot), plan, slot[first : first + plan.packed_bytes])
+                    places = tuple(
+                        Pack(wanted=name_of(kind), first_byte=first + start)
+                        for kind, start in zip(kinds, plan.starts, strict=True)
+                    )
+                    told = msgspec.json.encode(
+                        RemoteBuffer(memory=arena.memory(layout.index % 2), parts=parts, packs=places)
+                    )
                     buffers.append(msgspec.json.decode(told, type=RemoteBuffer))
-                for loader, source in zip(loaders, sources, strict=True):
-                    plan = loader.scattered.plan_exchange(layout, tuple(buffer.parts for buffer in buffers))
-                    received = source.read(layout, buffers, plan, timeout_s=LONG_S, interrupted=lambda: False)
+                for loader, source, own, counts in zip(loaders, sources, wanted, asked, strict=True):
+                    plan = loader.scattered.plan_exchange(layout, tuple(buffer.parts for buffer in buffers), read=True)
+                    before = len(counts)
+                    received = source.read(
+                        layout, buffers, plan, wanted=name_of(own), timeout_s=LONG_S, interrupted=lambda: False
+                    )
+                    if own in kinds:  # runs are short here, so all of them are in one pack
+                        assert len(counts) - before <= len(buffers)
                     loader.load_messages(received, plan)
-            for counts, loader in zip(asked, loaders, strict=True):
-                assert sum(counts) <= loader.scattered.read_bytes
+            for counts, loader, own in zip(asked, loaders, wanted, strict=True):
+                gaps = 16 * sum(len(boxes) for boxes in decode_wanted(own).values()) * len(trainers) * len(layouts)
+                assert sum(counts) <= loader.scattered.read_bytes + (gaps if own in kinds else 0)
             written = [RankAck(rank=rank, ok=True, held=loader.written()) for rank, loader in enumerate(loaders)]
             for model, loader in zip(models, loaders, strict=True):
                 assert loader.missing(specs) == []

@@ -58,7 +58,9 @@ def announce_of(
     if any(item.mapped for item in shared):
         return Announce(session=session, layout=layout, source=_mapped(shared), plan=plan)
     remote = tuple(
-        RemoteBuffer(memory=item.remote, parts=item.parts) for item in shared if item.remote is not None and item.parts
+        RemoteBuffer(memory=item.remote, parts=item.parts, packs=item.packs)
+        for item in shared
+        if item.remote is not None and item.parts
     )
     if remote:
         return Announce(session=session, layout=layout, source=RemoteSource(buffers=remote), plan=plan)

@@ -98,6 +98,7 @@ def plan(
         link_gb_per_s=link_gb_per_s,
         trainer_ranks=trainer_ranks,
         computed=quantise is not None,
+        tp=tp,
         family=asked.family,
         not_covered=asked.not_covered,
     )
@@ -142,6 +143,7 @@ def _show(result: Plan) -> None:
         f"wire: {format_bytes(result.link_bytes)} into {of_each}{result.engine_ranks} engine "
         f"{_plural(result.engine_ranks, 'rank')}, {format_bytes(result.all_links_bytes)} in all"
     )
+    _show_direct(result)
     for other in result.others:
         if other.engine != result.engine:
             takes = (
@@ -151,8 +153,31 @@ def _show(result: Plan) -> None:
             )
             say(f"{other.engine}: {takes}")
     if result.seconds is not None:
-        time = f"{result.seconds:.2f} s" if result.seconds >= 1 else f"{result.seconds * 1e3:.3g} ms"
-        say(f"time: {time} on the wire at {result.link_gb_per_s:g} GB/s per link, nothing else counted")
+        say(
+            f"time: {_time(result.seconds)} on the wire at {result.link_gb_per_s:g} GB/s per link, nothing else counted"
+        )
+
+
+def _show_direct(result: Plan) -> None:
+    direct = result.direct
+    if direct.refused:
+        say(f"direct: not possible, because {direct.refused}")
+        return
+    takes = "" if direct.seconds is None else f", {_time(direct.seconds)} at {result.link_gb_per_s:g} GB/s"
+    say(
+        f"direct: {format_bytes(direct.into_engine_rank_bytes)} into each engine rank, "
+        f"{format_bytes(direct.out_of_trainer_rank_bytes)} out of each trainer rank, if all hold equal parts; "
+        f"the busiest link is that of {'a' if direct.busiest[0] == 't' else 'an'} {direct.busiest}{takes}"
+    )
+    if direct.computed:
+        say(
+            f"direct by shards: {len(direct.computed)} {_plural(len(direct.computed), 'tensor')} by bucket, because "
+            f"their values are computed when they are sent: {names(direct.computed)}"
+        )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _plural(count: int, word: str) -> str:

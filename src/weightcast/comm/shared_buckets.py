@@ -20,7 +20,7 @@ import torch
 from weightcast.comm.ipc import SharedBuffer, device_uuid
 from weightcast.comm.remote_memory import Arena
 from weightcast.errors import ConfigError
-from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Part, RemoteMemory
+from weightcast.wire.bucket_sources import MappedPart, MemoryHandle, Pack, Part, RemoteMemory
 
 _ALIGNMENT_BYTES = 512  # as torch's own allocator; more than any dtype needs
 _LAST_READ_S = 5.0
@@ -68,6 +68,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
         torch: Handles for stock engines, one for each process that will open it.
         ring: Handles to the storage that holds every buffer, for stock engines that keep it mapped.
         parts: The parts of the bucket that engines read from this buffer; empty if it has the whole bucket.
+        packs: Places in the buffer at which short runs are put together for ranks that read it through NIXL.
         memories: Handles to the rank's own memory, if there is no buffer.
         mapped: The parts that lie there.
         host: Id of the host whose engines read the buffer; empty if all engines may.
@@ -76,6 +77,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryHandle | None = None
     remote: RemoteMemory | None = None
     parts: tuple[Part, ...] = ()
+    packs: tuple[Pack, ...] = ()
     memories: tuple[MemoryHandle, ...] = ()
     mapped: tuple[MappedPart, ...] = ()
     torch: tuple[TorchMemory, ...] = ()

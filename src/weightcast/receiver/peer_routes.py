@@ -1,4 +1,4 @@
-"""The HTTP route by which another engine copies this engine's live weights, chunk by chunk."""
+"""HTTP routes for what engine ranks keep: chunks of live weights for another engine, and boxes for trainer ranks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from starlette.concurrency import run_in_threadpool
 from weightcast.errors import Refused, WeightcastError, WireError
 from weightcast.receiver.engine_state import error_words
 from weightcast.receiver.schemas import json_content
-from weightcast.receiver.server import NOT_FOR_YOU, Refusal, no_browsers, read_body, refusal
+from weightcast.receiver.server import NOT_FOR_YOU, Refusal, no_browsers, read_body, refusal, reply
 from weightcast.wire.codec import decode
 from weightcast.wire.messages import ReadChunk
-from weightcast.wire.peer_routes import CHUNK
+from weightcast.wire.peer_routes import BOXES, CHUNK
+from weightcast.wire.pieces import WantedBoxes
 
 _MAX_REQUEST_BYTES = 4096
 
 
 class GivesChunks(Protocol):
-    """The part of ``SessionHandler`` that the route needs."""
+    """The part of ``SessionHandler`` that the routes need."""
 
     def read_chunk(self, message: ReadChunk) -> bytes:
         """As ``SessionHandler.read_chunk``."""
         ...
 
+    def boxes(self) -> WantedBoxes:
+        """As ``SessionHandler.boxes``."""
+        ...
+
 
 def peer_routes(engine: Callable[[], GivesChunks]) -> APIRouter:
-    """Returns the route.
+    """Returns the routes.
 
     Args:
         engine: Returns the session handler of the engine whose weights are read.
@@ -59,6 +64,20 @@ def peer_routes(engine: Callable[[], GivesChunks]) -> APIRouter:
         except WeightcastError as error:
             return refusal(500, error_words(error))
         return Response(data, media_type="application/octet-stream")
+
+    @router.get(
+        BOXES,
+        summary="The boxes of the source tensors that ranks want, so that trainer ranks can pack them",
+        response_class=Response,
+        responses={200: json_content("The boxes", WantedBoxes), 409: _REFUSED, 500: _REFUSED},
+    )
+    async def boxes() -> Response:
+        try:
+            return reply(await run_in_threadpool(engine().boxes))
+        except Refused as error:
+            return refusal(409, error_words(error))
+        except WeightcastError as error:
+            return refusal(500, error_words(error))
 
     return router
 

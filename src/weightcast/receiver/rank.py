@@ -53,6 +53,7 @@ from weightcast.wire.messages import (
     Readback,
     ReadChunk,
     Revert,
+    TellBoxes,
 )
 
 StagingChoice = Literal["auto", "device", "host", "none"]
@@ -244,6 +245,8 @@ class WeightReceiver:
                 return self._fetch(message)
             case ReadChunk():
                 return self._read_chunk(message)
+            case TellBoxes():
+                return self._ack(part=self._shares.wanted())
             case _:
                 assert_never(message)
 

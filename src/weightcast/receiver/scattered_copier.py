@@ -59,7 +59,7 @@ class ScatteredCopier:
         self._num_routes = sum(map(len, routes.values()))
         self._plans: dict[int, ScatteredPlan] = {}
         self._mapped: dict[int, ScatteredPlan] = {}
-        self._exchanges: dict[int, ExchangePlan] = {}
+        self._exchanges: dict[tuple[int, bool], ExchangePlan] = {}
         self._transfers = RepeatedTransfers()
         self._rests: dict[object, list[tuple[int, ShareCopy]]] = {}  # copies that are no transfers
         self._sums: torch.Tensor | None = None
@@ -99,12 +99,18 @@ class ScatteredCopier:
             self._forget()
         return plan
 
-    def plan_exchange(self, layout: BucketLayout, parts: Parts) -> ExchangePlan:
-        """The messages that bring this rank's share of a bucket; arguments and errors are those of ``plan``."""
-        plan = self._exchanges.get(layout.index)
+    def plan_exchange(self, layout: BucketLayout, parts: Parts, *, read: bool = False) -> ExchangePlan:
+        """The messages that bring this rank's share of a bucket; errors are those of ``plan``.
+
+        Args:
+            layout: The bucket's table of contents.
+            parts: The parts of each trainer rank.
+            read: As for ``plan_message``.
+        """
+        plan = self._exchanges.get((layout.index, read))
         if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
-            plan = plan_exchange(layout, parts, self.wanted, self._routes)
-            self._exchanges[layout.index] = plan
+            plan = plan_exchange(layout, parts, self.wanted, self._routes, read=read)
+            self._exchanges[layout.index, read] = plan
             self._forget()
         return plan
 

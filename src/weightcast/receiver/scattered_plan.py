@@ -167,6 +167,8 @@ def plan_exchange(
     parts: Parts,
     wanted: Wanted,
     routes: ShareRoutes,
+    *,
+    read: bool = False,
 ) -> ExchangePlan:
     """Works out the messages that bring this rank's share of a bucket, and the copies out of them.
 
@@ -175,6 +177,7 @@ def plan_exchange(
         parts: The parts of each trainer rank.
         wanted: As ``wanted_of``.
         routes: This rank's routes.
+        read: As for ``plan_message``.
 
     Raises:
         Refused: As ``plan_scattered``.
@@ -186,7 +189,7 @@ def plan_exchange(
     sources: dict[int, list[Source]] = {}
     for own in parts:
         boxes = [(part.slot, Box(offset=part.offset, shape=part.shape)) for part in own]
-        message = plan_message(layout, boxes, wanted)
+        message = plan_message(layout, boxes, wanted, read=read)
         messages.append(message)
         starts.append(end)
         for piece in message.pieces:

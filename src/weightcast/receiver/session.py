@@ -44,7 +44,9 @@ from weightcast.wire.messages import (
     Readback,
     ReadChunk,
     Revert,
+    TellBoxes,
 )
+from weightcast.wire.pieces import WantedBoxes
 from weightcast.wire.status import EngineStatus
 
 log = logging.getLogger("weightcast.receiver")
@@ -202,6 +204,20 @@ class SessionHandler:
             raise Refused(error)
         return acks[message.rank].part
 
+    def boxes(self) -> WantedBoxes:
+        """The boxes of the source tensors that ranks want.
+
+        Raises:
+            Refused: A rank cannot say.
+            EngineFailure: A rank is gone.
+        """
+        with self._busy:
+            acks = self._executor.apply(TellBoxes(), timeout_s=_READ_CHUNK_S)
+        ranks, error = failures(acks)
+        if ranks:
+            raise Refused(error)
+        return WantedBoxes(kinds=tuple(dict.fromkeys(ack.part for ack in acks)))
+
     def lease_lost(self, session: str) -> None:
         """Ends the session of a trainer whose connection is gone; the old version is kept or restored."""
         self._end_if_current(session, "the trainer's connection was lost")
@@ -238,6 +254,8 @@ class SessionHandler:
                 return self._fetch(message)
             case ReadChunk():
                 raise Refused("chunks are read from /weightcast/chunk")
+            case TellBoxes():
+                raise Refused("boxes are read from /weightcast/boxes")
             case _:
                 assert_never(message)
 

@@ -17,7 +17,7 @@ from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
 from weightcast.wire.bucket_sources import ExchangeSource, MappedSource, RemoteSource, ScatteredSource
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.pieces import encode_wanted
+from weightcast.wire.pieces import Wanted, encode_wanted, name_of
 
 ShareSource = ScatteredSource | RemoteSource | ExchangeSource | MappedSource
 
@@ -40,6 +40,7 @@ class Shares:
     device: torch.device
     remote: RemoteMemorySource = field(default_factory=RemoteMemorySource)
     _buffer: torch.Tensor | None = None
+    _named: tuple[Wanted, str] | None = None
 
     def wanted(self) -> bytes:
         """The boxes that this rank must get, for the trainer ranks."""
@@ -98,8 +99,12 @@ class Shares:
             wait_for_streams(self.device, *(memory.device for memory in memories))
             return arrived
         if isinstance(source, RemoteSource):
-            plan = self.loader.scattered.plan_exchange(layout, tuple(buffer.parts for buffer in source.buffers))
-            received = self.remote.read(layout, source.buffers, plan, timeout_s=timeout_s, interrupted=interrupted)
+            plan = self.loader.scattered.plan_exchange(
+                layout, tuple(buffer.parts for buffer in source.buffers), read=True
+            )
+            received = self.remote.read(
+                layout, source.buffers, plan, wanted=self._name(), timeout_s=timeout_s, interrupted=interrupted
+            )
             arrived = time.monotonic()
             self.loader.load_messages(received, plan, summed=summed)
             return arrived
@@ -125,6 +130,13 @@ class Shares:
         """Lets go of the trainer ranks' memory."""
         self.memory.close()
         self.remote.close()
+
+    def _name(self) -> str:
+        """Name of the boxes that this rank wants."""
+        wanted = self.loader.scattered.wanted
+        if self._named is None or self._named[0] is not wanted:
+            self._named = wanted, name_of(encode_wanted(wanted))
+        return self._named[1]
 
     def _room(self, size_bytes: int) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < size_bytes:

@@ -84,7 +84,11 @@ class Attempts:
                 filling = stream.start()
                 if head is not None:
                     result = head.open(version, filling.plan)
+                    if result.boxes == stream.boxes:
+                        result = msgspec.structs.replace(result, boxes=None)
                 result = self._ranks.hear(result)
+                if result.boxes is not None:
+                    stream.use_boxes(result.boxes)
                 if result.invited is not None:
                     result = self._meet(result, head, stream)
                 if result.failure is not None or result.again:

@@ -31,10 +31,12 @@ from weightcast.update.head import Head
 from weightcast.update.mapped import MappedShares
 from weightcast.update.memory_limit import planned_bytes
 from weightcast.update.messages import Choice
+from weightcast.update.packs import Packs, pack
 from weightcast.watch.listeners import Events
 from weightcast.wire.bucket import Bucket, run_sizes
-from weightcast.wire.bucket_sources import Part
+from weightcast.wire.bucket_sources import Pack, Part
 from weightcast.wire.layout import BucketLayout
+from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted, name_of
 from weightcast.wire.plans import UpdatePlan
 
 Progress = Callable[[int, int], None]
@@ -112,11 +114,17 @@ class BucketStream:
             rank=group.rank, num_trainers=group.world_size, device=exporter.device, timeout_s=timeout_s
         )
         self._mapped = MappedShares(exporter, group)
+        self._boxes: tuple[bytes, ...] = ()
+        self._names: tuple[str, ...] = ()
+        self._packs = Packs(())
 
     @property
     def planned_bytes(self) -> int:
         """Extra memory of this rank at its peak, in bytes, as planned; 0 if that is not known."""
-        return planned_bytes(self._exporter, self._layouts[self._num_mapped :], world_size=self._group.world_size)
+        layouts = self._layouts[self._num_mapped :]
+        planned = planned_bytes(self._exporter, layouts, world_size=self._group.world_size)
+        packs = max((self._pack_bytes(layout) for layout in layouts), default=0)
+        return planned + packs * min(_NUM_SLOTS, len(layouts)) if planned else 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -132,7 +140,8 @@ class BucketStream:
         # With one trainer rank, buckets fill while the engines open their sessions: one on the host, and as many as
         # there are slots on a GPU, which works asynchronously.
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
-        ahead = ahead if self._group.world_size == 1 and not self._num_mapped else 0
+        # Buffers that are read through NIXL are as large as what their readers want.
+        ahead = ahead if self._group.world_size == 1 and not self._num_mapped and not self._is_remote else 0
         first = list(islice(buckets, ahead))
         if self._plan is None or self._plan.bucket_runs != runs:
             self._plan = UpdatePlan(tuple(self._exporter.specs()), self._layouts, runs)
@@ -163,6 +172,28 @@ class BucketStream:
             return str(error)
         return ""
 
+    @property
+    def boxes(self) -> tuple[bytes, ...]:
+        """As for ``use_boxes``."""
+        return self._boxes
+
+    def use_boxes(self, boxes: Sequence[bytes]) -> None:
+        """Packs short runs from now on for engine ranks that read this rank's buffers.
+
+        Args:
+            boxes: ``encode_wanted`` of each kind of engine rank.
+        """
+        self._boxes = tuple(boxes)
+        self._names = tuple(map(name_of, boxes))
+        self._packs = Packs([decode_wanted(one) for one in boxes], read=True)
+        for slot in self._slots:  # other packs may need larger buffers
+            slot.close()
+        self._slots.clear()
+
+    @property
+    def _is_remote(self) -> bool:
+        return "remote" in self._choice.ways
+
     def release(self) -> None:
         """Forgets the handles to this rank's own memory."""
         self._mapped.forget()
@@ -192,7 +223,7 @@ class BucketStream:
         layouts = self._layouts[self._num_mapped :]
         receives = self._group.rank in self._group.receivers
         if receives and layouts and not self._slots:
-            size = max(layout.size_bytes for layout in layouts)
+            size = max(layout.size_bytes + self._pack_bytes(layout) for layout in layouts)
             count = min(_NUM_SLOTS, len(layouts))
             self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.ways)
         slots = [slot.data for slot in self._slots] if receives else None
@@ -243,7 +274,7 @@ class BucketStream:
                 parts, shared = (), self._gather_mapped(layout)
             else:
                 parts = self._own_parts(bucket) if self._choice.scattered and bucket is not None else ()
-                shared = self._gather_shared(slot, parts)
+                shared = self._gather_shared(slot, parts, self._pack(bucket, slot, parts))
             if head is not None and not head.failed:
                 assert bucket is not None
                 head.send(bucket, shared)
@@ -293,7 +324,28 @@ class BucketStream:
             return (), {}
         return sum_messages.decode(self._exporter, self._layouts, self._group, messages)
 
-    def _gather_shared(self, slot: SharedSlot | None, parts: tuple[Part, ...]) -> list[Shared]:
+    def _pack_bytes(self, layout: BucketLayout) -> int:
+        """Bytes of a bucket's packs, and of the gap before them."""
+        if not self._boxes:
+            return 0
+        served = cast(Scattering, self._exporter).serves(layout, self._group)
+        return ALIGNMENT_BYTES + self._packs.plan(layout, served).packed_bytes
+
+    def _pack(self, bucket: Bucket | None, slot: SharedSlot | None, parts: tuple[Part, ...]) -> tuple[Pack, ...]:
+        """Puts short runs together behind the bucket, for engine ranks that read this rank's buffer."""
+        if not self._boxes or bucket is None or slot is None or not parts:
+            return ()
+        layout = bucket.layout
+        plan = self._packs.plan(layout, cast(Scattering, self._exporter).serves(layout, self._group))
+        first = -(-layout.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        pack(bucket, plan, slot.data[first : first + plan.packed_bytes])
+        return tuple(
+            Pack(wanted=name, first_byte=first + start) for name, start in zip(self._names, plan.starts, strict=True)
+        )
+
+    def _gather_shared(
+        self, slot: SharedSlot | None, parts: tuple[Part, ...], packs: tuple[Pack, ...] = ()
+    ) -> list[Shared]:
         """Gathers the handles of all filled buffers on the head, and the parts that each has if it has not all."""
         choice = self._choice
         if choice.exchanges:
@@ -305,7 +357,7 @@ class BucketStream:
             mine = b""
         else:
             shared = slot.share(opens=choice.opens, ring_opens=choice.ring_opens)
-            mine = msgspec.json.encode(msgspec.structs.replace(shared, parts=parts))
+            mine = msgspec.json.encode(msgspec.structs.replace(shared, parts=parts, packs=packs))
         return self._shared_by(self._group.gather_bytes(mine) or [])
 
     def _gather_mapped(self, layout: BucketLayout) -> list[Shared]:

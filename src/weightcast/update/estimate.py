@@ -26,6 +26,28 @@ class EnginePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DirectPlan:
+    """The update over ``direct``, if trainer ranks hold equal parts and engine ranks cut every matrix evenly.
+
+    Attributes:
+        refused: The reason why it cannot go over ``direct`` at all; empty if it can.
+        into_engine_rank_bytes: Bytes that each engine rank receives.
+        out_of_trainer_rank_bytes: Bytes that each trainer rank sends, or that engine ranks read from it.
+        busiest: The link with most bytes: ``trainer rank`` or ``engine rank``.
+        seconds: Transfer time on the busiest link alone; None without a bandwidth.
+        computed: Names of the tensors whose values are computed when they are sent.  They cannot be read where they lie
+            (``direct_by="shards"``) and go by bucket.
+    """
+
+    refused: str = ""
+    into_engine_rank_bytes: int = 0
+    out_of_trainer_rank_bytes: int = 0
+    busiest: str = ""
+    seconds: float | None = None
+    computed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Estimate of one update.
 
@@ -53,6 +75,7 @@ class Plan:
         all_links_bytes: Bytes that all engine ranks receive.
         link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
         seconds: Transfer time alone at that bandwidth, with every link busy at once.
+        direct: The same over ``direct``.
     """
 
     model: str
@@ -77,6 +100,7 @@ class Plan:
     all_links_bytes: int
     link_gb_per_s: float | None
     seconds: float | None
+    direct: DirectPlan
 
 
 def packings_of_engines() -> dict[str, Packing]:
@@ -105,6 +129,7 @@ def make_plan(
     link_gb_per_s: float | None = None,
     trainer_ranks: int = 1,
     computed: bool = False,
+    tp: int = 1,
     family: str | None = None,
     not_covered: tuple[str, ...] = (),
 ) -> Plan:
@@ -113,6 +138,7 @@ def make_plan(
     Args:
         specs: Tensors that are sent.
         computed: True if values are computed on the way, such as by quantising.
+        tp: Ranks of each engine.
 
     Raises:
         ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
@@ -157,7 +183,47 @@ def make_plan(
         all_links_bytes=size_bytes * engine_ranks,
         link_gb_per_s=link_gb_per_s,
         seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
+        direct=_direct(
+            specs,
+            engine=engine,
+            engine_ranks=engine_ranks,
+            tp=tp,
+            trainer_ranks=trainer_ranks,
+            link_gb_per_s=link_gb_per_s,
+            computed=computed,
+        ),
     )
+
+
+def _direct(
+    specs: Sequence[TensorSpec],
+    *,
+    engine: str,
+    engine_ranks: int,
+    tp: int,
+    trainer_ranks: int,
+    link_gb_per_s: float | None,
+    computed: bool,
+) -> DirectPlan:
+    if engine != "native":
+        return DirectPlan(refused=f"{engine} without our receiver takes gathered buckets only")
+    into = sum(-(-spec.size_bytes // tp) if len(spec.shape) > 1 else spec.size_bytes for spec in specs)
+    out = -(-into * engine_ranks // trainer_ranks)
+    most = max(into, out)
+    return DirectPlan(
+        into_engine_rank_bytes=into,
+        out_of_trainer_rank_bytes=out,
+        busiest="trainer rank" if out >= into else "engine rank",
+        seconds=None if link_gb_per_s is None else most / (link_gb_per_s * 1e9),
+        computed=_quantised(specs) if computed else (),
+    )
+
+
+def _quantised(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
+    """Names of the 8-bit tensors, and of the scales beside them."""
+    from weightcast.exporters.quantise import SCALE_SUFFIX
+
+    return tuple(spec.name for spec in specs if "float8" in spec.dtype or spec.name.endswith(SCALE_SUFFIX))
 
 
 def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucket_bytes: int) -> EnginePlan:

@@ -7,8 +7,6 @@ from where they lie.  The messages of one bucket are on their way while the next
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,27 +14,13 @@ import torch
 from weightcast.comm.group_moves import Move
 from weightcast.comm.invited import Invited
 from weightcast.comm.update_group import UpdateGroup
-from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.errors import WeightcastError
 from weightcast.exporters.held_parts import region
-from weightcast.wire.box import Box, contiguous_strides
+from weightcast.update.packs import PackPlan, Packs, Parts, pack
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout
-from weightcast.wire.pieces import PieceMessage, Wanted, decode_wanted, plan_message
+from weightcast.wire.pieces import decode_wanted
 
 _BUFFERS = 2
-_Parts = Sequence[tuple[int, Box]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The messages of one bucket to each kind of engine rank; ``starts`` are their places in the pack buffer."""
-
-    layout: BucketLayout
-    parts: _Parts
-    messages: Sequence[PieceMessage]
-    starts: Sequence[int]
-    packed_bytes: int
 
 
 class Exchange:
@@ -59,9 +43,8 @@ class Exchange:
         self._device = device
         self._timeout_s = timeout_s
         self._group: UpdateGroup | None = None
-        self._wanted: list[Wanted] = []  # of each kind of engine rank
+        self._packs = Packs(())
         self._kinds: list[int] = []  # of each engine rank
-        self._plans: dict[int, _Plan] = {}
         self._buffers: list[torch.Tensor] = []
         self._under_way: deque[tuple[str, list[Any]]] = deque()
         self.failed: WeightcastError | None = None
@@ -98,16 +81,15 @@ class Exchange:
         self._group = group
         told = group.told(range(self._num_trainers, group.world_size))
         kinds = {words: number for number, words in enumerate(dict.fromkeys(told))}
-        self._wanted = [decode_wanted(words) for words in kinds]
+        self._packs = Packs([decode_wanted(words) for words in kinds])
         self._kinds = [kinds[words] for words in told]
-        self._plans.clear()
 
     def begin(self) -> None:
         """Forgets a failure of the attempt before."""
         self.failed = None
         self.sent_bytes = 0
 
-    def send(self, bucket: Bucket, parts: _Parts) -> None:
+    def send(self, bucket: Bucket, parts: Parts) -> None:
         """Starts to send this rank's parts of a bucket, then waits for the bucket before.
 
         Args:
@@ -118,7 +100,7 @@ class Exchange:
             return
         try:
             assert self._group is not None
-            sends = self._sends(bucket, self._plan(bucket.layout, parts))
+            sends = self._sends(bucket, self._packs.plan(bucket.layout, parts))
             self._under_way.append((f"bucket {bucket.layout.index}", self._group.start_moves(sends)))
             self.sent_bytes += sum(move.data.numel() for move in sends)
         except WeightcastError as error:
@@ -154,19 +136,9 @@ class Exchange:
         self._buffers.clear()
         self._under_way.clear()
 
-    def _plan(self, layout: BucketLayout, parts: _Parts) -> _Plan:
-        plan = self._plans.get(layout.index)
-        if plan is None or plan.layout != layout or plan.parts != parts:
-            messages = [plan_message(layout, parts, wanted) for wanted in self._wanted]
-            starts, end = list[int](), 0
-            for message in messages:
-                starts.append(end)
-                end += message.packed_bytes
-            plan = self._plans[layout.index] = _Plan(layout, parts, messages, starts, end)
-        return plan
-
-    def _sends(self, bucket: Bucket, plan: _Plan) -> list[Move]:
-        packed = self._pack(bucket, plan)
+    def _sends(self, bucket: Bucket, plan: PackPlan) -> list[Move]:
+        packed = self._room(bucket.layout.index, plan.packed_bytes)
+        pack(bucket, plan, packed)
         sends: list[Move] = []
         for number, kind in enumerate(self._kinds):
             message, start = plan.messages[kind], plan.starts[kind]
@@ -179,29 +151,6 @@ class Exchange:
                     first = view.data_ptr() - bucket.data.data_ptr()
                     sends.append(Move(peer, bucket.data[first : first + piece.size_bytes]))
         return sends
-
-    def _pack(self, bucket: Bucket, plan: _Plan) -> torch.Tensor:
-        buffer = self._room(bucket.layout.index, plan.packed_bytes)
-        flat = Flat(buffer)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for message, start in zip(plan.messages, plan.starts, strict=True):
-            for piece in message.pieces:
-                if not piece.straight:
-                    slot = bucket.layout.slots[piece.slot]
-                    raw = region(bucket, slot, piece.box)
-                    sources.append(raw)
-                    targets.append(
-                        flat.region(
-                            slot.spec.torch_dtype,
-                            raw.shape,
-                            contiguous_strides(piece.box.shape),
-                            (start + piece.offset_bytes) // slot.spec.torch_dtype.itemsize,
-                            as_bits=False,
-                        )
-                    )
-        copy_all([bits(one) for one in targets], [bits(one) for one in sources])
-        return buffer
 
     def _room(self, index: int, size_bytes: int) -> torch.Tensor:
         """One of two pack buffers, used in turn."""

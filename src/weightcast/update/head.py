@@ -170,7 +170,9 @@ class Head:
             except WeightcastError as error:
                 return self._fail(error)
         sums_buckets = self._verifier.open(plan.specs, self._sessions.links)
-        return AttemptResult(sums_buckets=sums_buckets, invited=self._sessions.invited)
+        return AttemptResult(
+            sums_buckets=sums_buckets, invited=self._sessions.invited, boxes=self._sessions.wanted_boxes()
+        )
 
     def meet(self, exchange: Exchange) -> None:
         """Joins the group of all trainer ranks and engine ranks; ``after_meeting`` reports a failure."""

@@ -103,6 +103,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         score: True if the head needs the trainer's forward pass next.
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
         invited: The group that every trainer rank joins next; None if there is none to join.
+        boxes: The boxes that engine ranks want, which trainer ranks pack for them; None if they are as before.
         waiting: True if the head is still at work, and another message follows.
     """
 
@@ -113,4 +114,5 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     score: bool = False
     sums_buckets: bool = False
     invited: Invited | None = None
+    boxes: tuple[bytes, ...] | None = None
     waiting: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -12,7 +13,7 @@ from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.config import UpdateConfig
-from weightcast.errors import TargetRejected, WeightcastError
+from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exchanging, Transport
 from weightcast.transports.blame import run_each
@@ -23,7 +24,11 @@ from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Open, Owner
+from weightcast.wire.peer_routes import BOXES
+from weightcast.wire.pieces import decode_boxes, decode_wanted
 from weightcast.wire.plans import UpdatePlan
+
+log = logging.getLogger("weightcast.update.sessions")
 
 LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
 
@@ -49,6 +54,7 @@ class Sessions:
         self._config = config
         self._transport: Transport | None = None
         self._signature: tuple[object, ...] = ()
+        self._boxes: dict[str, tuple[object, tuple[bytes, ...]]] = {}  # of each target, with its incarnation
 
     def begin(self) -> None:
         """Starts an attempt, which has no targets yet."""
@@ -93,6 +99,31 @@ class Sessions:
                 self.invited = transport.invite()
             else:
                 transport.connect()
+
+    def wanted_boxes(self) -> tuple[bytes, ...] | None:
+        """The boxes that engine ranks want which read trainer ranks' buffers through NIXL; None if no engine does.
+
+        An engine is asked once for each of its starts.  Without an answer its ranks read each run by itself.
+        """
+        readers = [link for link in self.links if link.sharing == "remote" and self._config.max_extra_bytes is None]
+        if not readers:
+            return None
+
+        async def ask(link: Link) -> None:
+            known = self._boxes.get(link.url)
+            if known is None or known[0] != link.info.incarnation:
+                try:
+                    answer = await link.client.get(BOXES, timeout_s=self._config.timeout_s)
+                    kinds = decode_boxes(answer).kinds
+                    for one in kinds:
+                        decode_wanted(one)
+                except (TargetRejected, WireError) as error:
+                    log.info("%s does not say which boxes its ranks want: %s", link.url, error)
+                    kinds = ()
+                self._boxes[link.url] = link.info.incarnation, kinds
+
+        run_each(ask, readers)
+        return tuple(dict.fromkeys(one for link in readers for one in self._boxes[link.url][1]))
 
     def connect(self) -> UpdateGroup:
         """Makes the group of all trainer ranks and engine ranks, to which the others are ``invited``.

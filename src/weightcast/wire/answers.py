@@ -34,7 +34,7 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         received: Digest by name of each tensor that arrived; after a Close that asks for it.
         held: Sums of the parts of the source tensors that this rank keeps.
         unproven: Names of source tensors whose place in the model cannot be read back.
-        part: After ReadChunk: bytes of the chunk, from the rank that was asked.
+        part: After ReadChunk: bytes of the chunk, from the rank that was asked.  After TellBoxes: the boxes, encoded.
         chunks: After Fetch: number of chunks that this rank fetches in all.
         load_s: Seconds spent on copies since the last answer.
         verify_s: Seconds spent on digests since the last answer.

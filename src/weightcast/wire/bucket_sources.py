@@ -109,11 +109,27 @@ class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     owner: Label
 
 
-class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The remote buffer of one trainer rank, which has some parts of a bucket; its other bytes mean nothing."""
+class Pack(msgspec.Struct, frozen=True, array_like=True):
+    """The place at which a trainer rank has put together short runs for the engine ranks that want the same boxes.
+
+    Attributes:
+        wanted: Name of these boxes (``pieces.name_of``).
+        first_byte: First byte in the buffer.
+    """
+
+    wanted: Annotated[str, Meta(max_length=64)]
+    first_byte: Size
+
+
+class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The remote buffer of one trainer rank, which has some parts of a bucket; its other bytes mean nothing.
+
+    An engine rank whose boxes have no pack reads every run from its place in the bucket.
+    """
 
     memory: RemoteMemory
     parts: Annotated[tuple[Part, ...], Meta(max_length=1 << 22)]
+    packs: Annotated[tuple[Pack, ...], Meta(max_length=1 << 16)] = ()
 
 
 class RemoteSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remote"):

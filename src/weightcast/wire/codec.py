@@ -31,6 +31,7 @@ from weightcast.wire.messages import (
     Readback,
     ReadChunk,
     Revert,
+    TellBoxes,
 )
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Tables, hash_of, kept_plan, take_plan
 
@@ -66,7 +67,18 @@ ANNOUNCE_SCHEMA = _AnnounceForm
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
 _decoder = msgspec.json.Decoder(
-    _OpenForm | _AnnounceForm | Join | Leave | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk
+    _OpenForm
+    | _AnnounceForm
+    | Join
+    | Leave
+    | Close
+    | Commit
+    | Revert
+    | Abort
+    | Readback
+    | Fetch
+    | ReadChunk
+    | TellBoxes
 )
 _infos = msgspec.json.Decoder(_InfoForm)
 _acks = msgspec.json.Decoder(Ack)

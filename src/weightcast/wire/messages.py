@@ -271,4 +271,8 @@ class ReadChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     digest: Annotated[str, Meta(min_length=1, max_length=80)]
 
 
-Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk
+class TellBoxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="boxes"):
+    """Asks each rank which boxes of the source tensors it wants.  Changes nothing."""
+
+
+Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk | TellBoxes

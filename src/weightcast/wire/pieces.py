@@ -6,6 +6,7 @@ that the engine rank wants.  So a message has no table of contents.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, BucketLayout, Size, Te
 ALIGNMENT_BYTES = 16  # more than any dtype needs
 # Sending a piece by itself costs more than packing it below this size, and packing costs more above it.
 STRAIGHT_BYTES = 64 << 10
+# Reading a run of bytes by itself costs more than reading it with others, out of a pack, below this size.
+RUN_BYTES = 16 << 10
 _MAX_ROUTES = 1 << 22
 _Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
@@ -67,6 +70,36 @@ def decode_wanted(data: bytes) -> Wanted:
         raise WireError(f"not the boxes that an engine rank wants: {error}") from None
 
 
+class WantedBoxes(msgspec.Struct, frozen=True, kw_only=True):
+    """The boxes that an engine's ranks want.
+
+    Attributes:
+        kinds: ``encode_wanted`` of each distinct rank.
+    """
+
+    kinds: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)]
+
+
+_boxes = msgspec.json.Decoder(WantedBoxes)
+
+
+def decode_boxes(data: bytes) -> WantedBoxes:
+    """Decodes the boxes that an engine's ranks want.
+
+    Raises:
+        WireError: The bytes are no such answer.
+    """
+    try:
+        return _boxes.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not the boxes that an engine wants: {error}") from None
+
+
+def name_of(wanted: bytes) -> str:
+    """Hash of ``encode_wanted``, by which both ends name it."""
+    return hashlib.blake2b(wanted, digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of one slot on its way from one rank to another.
@@ -77,7 +110,7 @@ class Piece:
         box: The box, a part of the wanted one.
         offset_bytes: First byte in the message.
         size_bytes: Size.
-        straight: True if it is one run of the sender's bucket and is sent from there; else it is packed.
+        straight: True if it is taken from the sender's bucket; else it is packed.
     """
 
     slot: int
@@ -109,13 +142,16 @@ class PieceMessage:
         return first + [(piece.offset_bytes, piece.size_bytes) for piece in self.pieces if piece.straight]
 
 
-def plan_message(layout: BucketLayout, parts: Sequence[tuple[int, Box]], wanted: Wanted) -> PieceMessage:
+def plan_message(
+    layout: BucketLayout, parts: Sequence[tuple[int, Box]], wanted: Wanted, *, read: bool = False
+) -> PieceMessage:
     """Works out a message, the same at both ends.
 
     Args:
         layout: The bucket's table of contents.
         parts: Number of the slot and box of each part that the trainer rank has.
         wanted: The boxes that the engine rank wants.
+        read: True if the engine rank reads the pieces by itself, in any number of runs; only short runs are packed.
     """
     packed: list[tuple[int, int, Box, int]] = []
     straight: list[tuple[int, int, Box, int]] = []
@@ -127,7 +163,10 @@ def plan_message(layout: BucketLayout, parts: Sequence[tuple[int, Box]], wanted:
             if box is None:
                 continue
             size_bytes = box.numel * itemsize
-            alone = size_bytes >= STRAIGHT_BYTES and is_one_run(box.shape, slot.shape)
+            if read:
+                alone = math.prod(box.shape[_run_dim(slot, box) :]) * itemsize >= RUN_BYTES
+            else:
+                alone = size_bytes >= STRAIGHT_BYTES and is_one_run(box.shape, slot.shape)
             (straight if alone else packed).append((number, index, box, size_bytes))
     pieces: list[Piece] = []
     end = packed_bytes = 0
@@ -166,10 +205,7 @@ def runs_of(slot: TensorSlot, box: Box) -> list[Runs]:
         return []
     itemsize, strides = slot.spec.torch_dtype.itemsize, contiguous_strides(slot.shape)
     origin = (slot.first_row, *(0 for _ in slot.shape[1:]))[: len(slot.shape)]
-    dim = len(slot.shape)  # dimensions from here on are whole, so they are one run with the dimension before
-    while dim and box.shape[dim - 1] == slot.shape[dim - 1]:
-        dim -= 1
-    dim = max(dim - 1, 0)
+    dim = _run_dim(slot, box)
     size_bytes = math.prod(box.shape[dim:]) * itemsize
     count, stride_bytes, outer = 1, size_bytes, dim
     if dim:
@@ -186,3 +222,11 @@ def runs_of(slot: TensorSlot, box: Box) -> list[Runs]:
         )
         for place in places
     ]
+
+
+def _run_dim(slot: TensorSlot, box: Box) -> int:
+    """The first dimension of one run of a box: those after it are whole, so they are one run with it."""
+    dim = len(slot.shape)
+    while dim and box.shape[dim - 1] == slot.shape[dim - 1]:
+        dim -= 1
+    return max(dim - 1, 0)

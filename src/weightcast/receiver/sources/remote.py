@@ -19,7 +19,7 @@ class RemoteMemorySource:
     def __init__(self) -> None:
         """Nothing is allocated yet."""
         self.reader = RemoteReader()
-        self._runs: dict[int, tuple[ExchangePlan, list[list[tuple[int, Runs]]]]] = {}
+        self._runs: dict[int, tuple[ExchangePlan, tuple[int | None, ...], list[list[tuple[int, Runs]]]]] = {}
 
     def read(
         self,
@@ -27,6 +27,7 @@ class RemoteMemorySource:
         buffers: Sequence[RemoteBuffer],
         plan: ExchangePlan,
         *,
+        wanted: str,
         timeout_s: float,
         interrupted: Callable[[], bool],
     ) -> torch.Tensor:
@@ -36,6 +37,7 @@ class RemoteMemorySource:
             layout: The bucket's table of contents.
             buffers: The buffers, in the order of the plan's messages.
             plan: The pieces of each buffer.
+            wanted: Name of the boxes that this rank wants, by which it finds its packs.
             timeout_s: Deadline, in seconds.
             interrupted: True once the update is over.
 
@@ -43,19 +45,28 @@ class RemoteMemorySource:
             Refused: The update is over.
             RemoteReadFailed: A buffer is too small or cannot be read.
         """
-        for buffer in buffers:
+        packs = tuple(_pack_in(buffer, wanted) for buffer in buffers)
+        for buffer, message, pack in zip(buffers, plan.messages, packs, strict=True):
+            if pack is not None and pack + message.packed_bytes > buffer.memory.size_bytes:
+                raise RemoteReadFailed(
+                    f"bucket {layout.index} has a pack of {message.packed_bytes} bytes at {pack}, and the buffer of "
+                    f"{buffer.memory.owner} has {buffer.memory.size_bytes}"
+                )
             if layout.size_bytes > buffer.memory.size_bytes:
                 raise RemoteReadFailed(
                     f"bucket {layout.index} has {layout.size_bytes} bytes, and the buffer of {buffer.memory.owner} "
                     f"has {buffer.memory.size_bytes}"
                 )
         known = self._runs.get(layout.index)
-        if known is None or known[0] is not plan:
-            runs = [_runs_of(layout, message, start) for message, start in zip(plan.messages, plan.starts, strict=True)]
-            known = self._runs[layout.index] = plan, runs
+        if known is None or known[0] is not plan or known[1] != packs:
+            runs = [
+                _runs_of(layout, message, start, pack)
+                for message, start, pack in zip(plan.messages, plan.starts, packs, strict=True)
+            ]
+            known = self._runs[layout.index] = plan, packs, runs
         pulls = [
             Pull((layout.index, number), buffer.memory, runs)
-            for number, (buffer, runs) in enumerate(zip(buffers, known[1], strict=True))
+            for number, (buffer, runs) in enumerate(zip(buffers, known[2], strict=True))
             if runs
         ]
         return self.reader.read(
@@ -68,10 +79,19 @@ class RemoteMemorySource:
         self.reader.close()
 
 
-def _runs_of(layout: BucketLayout, message: PieceMessage, start: int) -> list[tuple[int, Runs]]:
-    """The runs in a trainer rank's bucket, and the place of each in the memory that they are read into."""
+def _pack_in(buffer: RemoteBuffer, wanted: str) -> int | None:
+    """First byte of the pack with this rank's pieces in a buffer; None if there is none."""
+    return next((pack.first_byte for pack in buffer.packs if pack.wanted == wanted), None)
+
+
+def _runs_of(layout: BucketLayout, message: PieceMessage, start: int, pack: int | None) -> list[tuple[int, Runs]]:
+    """The runs in a trainer rank's buffer, and the place of each in the memory that they are read into."""
     found: list[tuple[int, Runs]] = []
+    if pack is not None and message.packed_bytes:
+        found.append((start, Runs(pack, message.packed_bytes, message.packed_bytes, 1)))
     for piece in message.pieces:
+        if pack is not None and not piece.straight:
+            continue
         first = start + piece.offset_bytes
         for runs in runs_of(layout.slots[piece.slot], piece.box):
             found.append((first, runs))
