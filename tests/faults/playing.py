@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import traceback
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -29,10 +30,15 @@ def play(cases: Iterable[Case], *, deadline_s: float | None, patience_s: float =
     try:
         for case in cases:
             started = time.monotonic()
-            if world is None or world.kind.name != case.kind:
-                left += _close(world)
-                world = World(case.kind, deadline_s=deadline_s, patience_s=patience_s)
-            result = world.play(case)
+            try:
+                if world is None or world.kind.name != case.kind:
+                    left += _close(world)
+                    world = None
+                    world = World(case.kind, deadline_s=deadline_s, patience_s=patience_s)
+                result = world.play(case)
+            except AssertionError as error:  # an engine did not start, or updates fail although nobody is struck
+                traceback.print_exc()
+                result = _not_played(case, str(error).split("\n", 1)[0] or "an assertion failed")
             yield result, time.monotonic() - started
             if result.wrong:  # its leftovers may spoil the next case
                 left += _close(world)
@@ -72,7 +78,7 @@ def play_side_by_side(
                 except EOFError:
                     dead.append(players.pop(pipe))
                     player.pipe.close()
-                    yield _lost(done), 0.0
+                    yield _not_played(done, PLAYER_DIED), 0.0
                     player = _Player(deadline_s, patience_s)
                     players[player.pipe] = player
                 else:
@@ -151,7 +157,7 @@ def _given(pipe: Connection) -> Iterator[Case]:
             yield pipe.recv()
 
 
-def _lost(case: Case) -> Result:
+def _not_played(case: Case, why: str) -> Result:
     return Result(
         case=case.name,
         kind=case.kind,
@@ -162,7 +168,7 @@ def _lost(case: Case) -> Result:
         outcome="no answer",
         seconds=0.0,
         later_s=0.0,
-        wrong=(PLAYER_DIED,),
+        wrong=(why,),
         words="",
         deadline_s=0.0,
     )

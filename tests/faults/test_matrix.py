@@ -100,6 +100,20 @@ def test_a_case_whose_process_died_is_wrong_and_the_next_one_is_played(monkeypat
     ]
 
 
+def test_an_engine_that_does_not_start_costs_its_case_and_not_the_run(monkeypatch) -> None:
+    class Broken:
+        def __init__(self, kind: str, **_: object) -> None:
+            assert kind != "native", "the engine did not start:\nits log"
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(playing, "World", Broken)
+    chosen = [CASES[name] for name in (*CHOSEN[:2], STOCK[0])]
+    played = playing.play(chosen, deadline_s=None)
+    assert [next(played)[0].wrong for _ in range(2)] == [("the engine did not start:",)] * 2
+    with pytest.raises(KeyboardInterrupt):  # what ends a run still does
+        next(played)
+
+
 def _dies_at_ipc(pipe: Connection, deadline_s: float | None, patience_s: float) -> None:
     case = pipe.recv()
     if case.transport == "ipc":
