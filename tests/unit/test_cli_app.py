@@ -133,6 +133,7 @@ def test_wrong_usage_is_one_line_and_a_hint(args, says):
         (["plan", "x", "--targets", "0"], "at least 1"),
         (["plan", "x", "--link-gb-per-s", "0"], "positive"),
         (["plan", "x"], "x does not exist"),
+        (["trace", "x.json"], "cannot read x.json: No such file or directory"),
         (["demo", "--modes", "sideways"], "sideways"),
         (["demo", "--steps", "0"], "steps=0"),
         (["demo", "--model", "nowhere"], "nowhere"),

@@ -89,10 +89,15 @@ def read_reports(path: Path) -> list[bytes]:
     """Reads the reports of a file, as JSON: one document, or one on each line.
 
     Raises:
-        ConfigError: The file has none.
-        OSError: It cannot be read.
+        ConfigError: The file cannot be read, or has none.
     """
-    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}",
+            hint="pass a file with report.to_json(), or with the output of `weightcast push --json`",
+        ) from error
     found: list[bytes] = []
     for number, text in enumerate(_documents(data), start=1):
         try:
