@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines.environment import engine_python
+from tests.engines.environment import ROOT, engine_python
+from tests.engines.overlays import overlay
 from tests.engines.test_vllm_cpu import SIZES
 from tests.engines.vllm_server import greedy_tokens, vllm
 from tests.integrations.script import run_script
@@ -36,8 +38,14 @@ def test_factory_updates_vllm(tmp_path: Path) -> None:
     assert expected[0] != expected[2]
     with vllm(start, tmp_path) as engine:
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected[0]
+        python = engine_python("vllm-0.32.0-cpu")
         said = run_script(
-            engine_python("vllm-0.32.0-cpu"), "vllm_run", *sent, engine.url, folder=tmp_path, VLLM_TARGET_DEVICE="cpu"
+            python,
+            "vllm_run",
+            *(*sent, engine.url),
+            folder=tmp_path,
+            PYTHONPATH=os.pathsep.join(map(str, (ROOT / "src", overlay(python, "httptools==0.9.0")))),  # for a trainer
+            VLLM_TARGET_DEVICE="cpu",
         )
         assert greedy_tokens(engine, PROMPTS, COUNT) == expected[2]
     assert said["vllm"].startswith("0.32.0")
