@@ -143,7 +143,9 @@ def test_an_engine_that_is_killed_ends_the_demo_with_its_name(model, tmp_path):
         while "4 of 4" not in (line := demo.stdout.readline()):
             assert line, "the demo ended before its first step"
         started = descendants(demo)
-        [engine] = [process for process in started if {"serve", "3"} <= set(process.cmdline())]
+        # Ranks are forked, so that their command line is the server's.
+        serving = {process.pid: process for process in started if {"serve", "3"} <= set(process.cmdline())}
+        [engine] = [process for process in serving.values() if process.ppid() not in serving]
         engine.kill()
         _, stderr = demo.communicate(timeout=PATIENCE_S)
     assert demo.returncode == 1
