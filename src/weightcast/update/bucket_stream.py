@@ -25,6 +25,7 @@ from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.held_parts import region
 from weightcast.protocols import Exporter, Lender, Mappable, Scattering
+from weightcast.transports.link import margin_s
 from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
@@ -102,7 +103,8 @@ class BucketStream:
         self._choice = choice
         self._head = head
         self._verifies = verifies
-        self._wait_s = wait_s
+        # Ranks that send to engine ranks themselves may wait a whole deadline for these before they come.
+        self._wait_s = max(wait_s, timeout_s + margin_s(timeout_s)) if choice.exchanges else wait_s
         self._progress = progress
         self._events = events
         self._checks_finite = choice.scattered and check_finite
