@@ -4,6 +4,9 @@ An engine is told, in one request that it answers only at the end, a ZeroMQ addr
 of its ranks gets a storage to map, then one table of tensors after the other, each answered when it was loaded, and
 then twice nothing: to unmap, and to finish.  The messages are pickles, and are made nowhere but here; the answers are
 text.  Everything goes through memory of this host.
+
+Each engine has a thread here.  A ZeroMQ socket is not a file that the event loop can watch: its descriptor tells of
+changes and not of readiness, and a send or a receive may clear it.  The engines share this host, so they are few.
 """
 
 from __future__ import annotations
