@@ -125,6 +125,10 @@ def test_worker_of_this_version_counts_staging_and_reports_sleep(said: tuple[str
     assert found["left"] == 970
 
 
+def test_core_of_this_version_has_our_methods_before_it_is_forked(said: tuple[str, dict[str, Any]]) -> None:
+    assert of(said, "before_the_core") == {"imported": False, "known": True}
+
+
 def test_core_of_this_version_switches_in_one_call(said: tuple[str, dict[str, Any]]) -> None:
     found = of(said, "one_call")
     assert (found["kind"], found["answer"], found["after"]) == ("alone", ["", False], "UNPAUSED")

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import pickle
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -493,6 +494,20 @@ def around() -> dict[str, Any]:
     return found
 
 
+def before_the_core() -> dict[str, Any]:
+    """Our methods are in a core that is imported after plug-ins are loaded, as in the API server, which then forks."""
+    code = (
+        "import json, sys\n"
+        "from weightcast.plugins.vllm import core_switch\n"
+        "before = core_switch._MODULE in sys.modules\n"
+        "core_switch.install()\n"
+        "from vllm.v1.engine.core import EngineCoreProc\n"
+        "print(json.dumps({'imported': before, 'known': hasattr(EngineCoreProc, core_switch.ASK)}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr}
+
+
 def one_call() -> dict[str, Any]:
     """A core of this version takes our call: its batches in flight end, its running request waits, workers switch."""
     from vllm.v1.core.sched.interface import PauseState
@@ -621,7 +636,7 @@ def sinks_of_float16() -> dict[str, Any]:
 
 CASES: tuple[Callable[[], dict[str, Any]], ...] = (
     *(nccl, ipc, left_open, aborted, refused, by_store, chunks),
-    *(plug_in, around, one_call, sinks, sinks_of_float16),
+    *(plug_in, around, before_the_core, one_call, sinks, sinks_of_float16),
 )
 
 

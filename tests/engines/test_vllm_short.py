@@ -74,6 +74,7 @@ def test_a_real_model_with_tied_embeddings(tmp_path: Path) -> None:
         check_metrics(engine, version=3, updates=3)
         log = tmp_path / "vllm.log"
         wait_for(lambda: re.search(r"INFO .*version 3 serves; stall", log.read_text()), "our line, in vLLM's form")
+        assert "pauses vLLM for each commit" not in log.read_text(), "the switch is no call into the engine core"
 
 
 def test_experts_on_two_ranks(tmp_path: Path) -> None:

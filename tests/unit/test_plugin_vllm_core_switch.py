@@ -124,7 +124,7 @@ def test_no_worker_switches_if_a_cache_stays():
     assert core.scheduler.pause_state == PauseState.UNPAUSED
 
 
-def test_only_processes_with_an_engine_core_get_the_methods(monkeypatch):
+def test_an_engine_core_gets_the_methods_if_there_is_one(monkeypatch):
     module = ModuleType("vllm.v1.engine.core")
     module.EngineCore = type("EngineCore", (Core,), {})  # type: ignore[attr-defined]
     core_switch.install()

@@ -6,7 +6,7 @@ vLLM has no plug-in point in its engine core, so ``install`` adds methods to its
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import Any
 
 from weightcast.plugins.vllm.worker_hooks import SWITCH
@@ -29,8 +29,15 @@ _NEEDED = (
 
 
 def install() -> None:
-    """Adds our methods to the engine core's class, in processes that have imported it.  Safe to call twice."""
-    module = sys.modules.get(_MODULE)
+    """Adds our methods to the engine core's class; does nothing if this vLLM has none.  Safe to call twice.
+
+    It imports the class, since vLLM may load plug-ins before: then it forks the engine core's process, which takes the
+    plug-ins for loaded.
+    """
+    try:
+        module = importlib.import_module(_MODULE)
+    except ImportError:
+        return
     core_class = getattr(module, "EngineCore", None)
     if core_class is not None:
         setattr(core_class, ASK, kind)
