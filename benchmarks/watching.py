@@ -40,7 +40,7 @@ from weightcast.watch.listeners import Events, Listener  # noqa: E402
 from weightcast.watch.timeline import TimelineRecorder  # noqa: E402
 
 _LIMIT_S, _LIMIT_SHARE = 0.001, 0.01
-_PAUSE_S = 0.1
+_PAUSE_S = 0.25  # what is done later is done in it
 # Model, placement, pairs and pairs before them, by the name of the result.
 _ROWS = {
     "watching-cpu-tiny": ("tiny", "colocated", 200, 4),

@@ -90,7 +90,7 @@ class EngineMetrics(CountsLater):
                 SessionEnded: self._ended,
                 StateChanged: lambda event: self._now(event.state, event.version),
             },
-            ends=(SessionEnded, StateChanged),
+            ends=(SessionEnded,),  # a state also changes when an update begins, and a scrape counts it anyway
         )
         made = self._made = _Instruments()
         self.register(made, registry)

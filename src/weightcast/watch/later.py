@@ -25,7 +25,9 @@ from weightcast.watch.listeners import NO_FIELDS, ByKind
 log = logging.getLogger("weightcast.watch")
 
 MAX_KEPT = 20_000  # of one listener; then the update waits while its events are counted, and none is lost
-_REST_S = 0.02  # the last answer of an update leaves first: making spans holds the interpreter for a millisecond
+_REST_S = (
+    0.1  # the proof of residence comes first, and the answer: making spans holds the interpreter for a millisecond
+)
 
 
 class Later:
