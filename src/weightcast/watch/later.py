@@ -25,9 +25,8 @@ from weightcast.watch.listeners import NO_FIELDS, ByKind
 log = logging.getLogger("weightcast.watch")
 
 MAX_KEPT = 20_000  # of one listener; then the update waits while its events are counted, and none is lost
-_REST_S = (
-    0.1  # the proof of residence comes first, and the answer: making spans holds the interpreter for a millisecond
-)
+# The proof of residence and the answer come first: making spans holds the interpreter for a millisecond.
+_REST_S = 0.1
 
 
 class Later:
