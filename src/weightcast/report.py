@@ -133,7 +133,11 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def to_json(self) -> str:
         """The report as one line of JSON; field names are stable."""
-        return msgspec.json.encode(msgspec.structs.asdict(self) | {"timeline": self.timeline}).decode()
+        return msgspec.json.encode(self.to_dict()).decode()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of ``to_json``, as msgspec encodes them."""
+        return msgspec.structs.asdict(self) | {"timeline": self.timeline}
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -50,9 +50,9 @@ def test_only_wide_floats_are_cast(sent, kept):
     )
     if sent == kept or {sent, kept} <= FLOATS:
         loader_of(kept).check((spec(sent),))
-        check_fits(link, (spec(sent),))
+        check_fits([link], (spec(sent),))
         return
-    for check, error in ((loader_of(kept).check, Refused), (lambda specs: check_fits(link, specs), ConfigError)):
+    for check, error in ((loader_of(kept).check, Refused), (lambda specs: check_fits([link], specs), ConfigError)):
         with pytest.raises(error, match=f"w travels as {sent} and the engine keeps {kept}.*send it as {kept}"):
             check((spec(sent),))
 

@@ -215,7 +215,7 @@ def push(
             updater.close()
     _write(report, trace, html)
     if as_json:
-        say_json(report)
+        say_json(report.to_dict())
     else:
         say(str(report))
     if not report.ok:

@@ -80,7 +80,7 @@ def show_error(error: BaseException, *, as_json: bool, with_stack: bool) -> None
             if hasattr(error, name):
                 fields[name] = getattr(error, name)
         if report is not None:
-            fields["report"] = report
+            fields["report"] = report.to_dict()
         say_json({"error": fields})
     elif report is not None:
         say(report.text(told=str(error)))
