@@ -9,7 +9,7 @@ import pytest
 
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import Hello, tables_of
-from weightcast.plugins.vllm.rank_protocol import check_replicas, draft_of, rank_among_replicas, reads_ahead
+from weightcast.plugins.vllm.rank_protocol import check_replicas, draft_of, rank_among_replicas
 from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.wire.layout import TensorSpec
 
@@ -33,13 +33,6 @@ def test_a_tensor_that_any_rank_keeps_is_part_of_a_full_update():
 def test_prompt_lookup_has_no_draft_model(method, draft):
     assert draft_of(SimpleNamespace(method=method)) is draft
     assert draft_of(None) is False
-
-
-@pytest.mark.parametrize(("layers", "ahead"), [(0, False), (8, True)])
-def test_layers_that_vllm_fetches_beside_its_forward_passes_are_known(layers, ahead):
-    offload = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=layers))
-    assert reads_ahead(SimpleNamespace(offload_config=offload)) is ahead
-    assert reads_ahead(SimpleNamespace()) is False  # older versions
 
 
 def test_an_update_of_experts_that_move_is_refused_by_name():

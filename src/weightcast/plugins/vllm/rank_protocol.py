@@ -45,12 +45,6 @@ def is_dummy(vllm_config: Any) -> bool:
     return str(vllm_config.load_config.load_format) == "dummy"
 
 
-def reads_ahead(vllm_config: Any) -> bool:
-    """Returns True if vLLM copies weights of later layers on a stream of its own, beside that of its forward passes."""
-    prefetch = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
-    return int(getattr(prefetch, "offload_group_size", 0)) > 0
-
-
 def rank_among_replicas(parallel: Any) -> int:
     """Returns the number of a worker's rank among all ranks behind one API server."""
     # An engine of a dense model forgets the number of data-parallel engines, but keeps its own index.
