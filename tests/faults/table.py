@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,12 +40,19 @@ def table(results: Sequence[Result]) -> str:
         f"\n{len(results)} of {len(list(all_cases()))} cases were played, {len(wrong)} came out wrong.\n"
         f"The longest update with a fault in it took {worst:.1f} s, the longest after it {later:.1f} s."
     )
-    parts += [f"\n- {result.case}: {'; '.join(result.wrong)}" for result in wrong]
+    if wrong:
+        parts += ["", *(_item(result.case, result.wrong) for result in wrong)]
     twice = [result for result in results if result.before and not result.wrong]
     if twice:
         parts.append(f"\nWrong when first played, and right when played again, alone: {len(twice)}.")
-    parts += [f"\n- {result.case}: {'; '.join(result.before)}" for result in twice]
+        parts += ["", *(_item(result.case, result.before) for result in twice)]
     return "\n".join(parts)
+
+
+def _item(case: str, words: Sequence[str]) -> str:
+    """A list item, at the line length of the docs."""
+    text = f"- {case}: {'; '.join(words)}"
+    return textwrap.fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _cell(result: Result) -> str:
