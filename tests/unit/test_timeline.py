@@ -249,6 +249,15 @@ def test_a_timeline_survives_json_and_pickle(copied):
     assert after.timeline == before.timeline == a_timeline()
 
 
+def test_a_copy_of_a_recording_ends_where_it_was_taken():
+    found = recorder()
+    found(asked("commit", 100.1, 100.2))
+    copy = found.recording.so_far()
+    found(asked("leave", 100.3, 100.4))
+    assert copy.timeline().end_us == 200_000
+    assert found.recording.timeline().end_us == 400_000
+
+
 def test_a_timeline_is_made_when_it_is_read_and_once():
     made = []
     found = report().with_timeline(lambda: made.append(1) or a_timeline())

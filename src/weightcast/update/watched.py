@@ -61,7 +61,7 @@ def gather_ends(
     if gathered is None:
         return None
     ends = [_rank_end.decode(end) for end in gathered]
-    others, recording = [end.steps for end in ends[1:]], recorder.recording
+    others, recording = [end.steps for end in ends[1:]], recorder.recording.so_far()
     return Ends(
         extra_bytes=max(end.extra_bytes for end in ends),
         timeline=lambda: recording.timeline(others, asked_at=asked_at, told_at=told_at),

@@ -99,6 +99,12 @@ class Recording:
         if len(self._asked) < MAX_STEPS:
             self._asked.append(kept)
 
+    def so_far(self) -> Recording:
+        """A copy, to which nothing is added any more: the next attempt of the update, or messages after it."""
+        found = Recording(self._began, self._began_unix_s, self._rank, self._targets)
+        found._steps, found._asked, found._left = list(self._steps), list(self._asked), self._left
+        return found
+
     def mine(self, heard: float) -> RankSteps:
         """As ``TimelineRecorder.mine``."""
         return RankSteps(rank=self._rank, steps=tuple(self._steps), heard=heard, answered=time.monotonic())
