@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -230,7 +230,7 @@ def push(
 
 
 @contextmanager
-def _without_the_line_of_failure() -> Iterator[None]:
+def _without_the_line_of_failure() -> Generator[None]:
     """Keeps the log line of a failed update back, because the error says the same."""
     logger = logging.getLogger("weightcast.update")
 
