@@ -627,7 +627,9 @@ def test_an_engine_that_cannot_even_pause_is_quarantined_all_the_same(bench):
     made.hooks.failing["pause"] = unforeseen
     ack = made.engine.apply(sender.announce(0))
     assert (ack.ok, ack.failed_ranks, ack.state) == (False, (1,), "quarantined")
-    assert "rank 1 was killed" in made.engine.info().message
+    message = made.engine.info().message
+    assert "rank 1 was killed" in message
+    assert "could not be paused and may go on generating: RuntimeError: out of order" in message
 
 
 def test_what_any_rank_cannot_prove_is_told(bench, monkeypatch):

@@ -134,14 +134,15 @@ class EngineState:
         return Ack(ok=ok, state=self.state, version=self.version, ranks=self._tp_size, **fields)
 
     def quarantine(self, why: str) -> None:
-        """Pauses the engine until a full update succeeds."""
+        """Pauses the engine until a full update succeeds; the message says so if it could not be paused."""
         self.state = "quarantined"
         self.message = why
         self.digest = None  # what is kept now was never proven
         try:
             self.hooks.pause("abort", _PAUSE_S)
-        except Exception:  # the engine's hooks are other people's code; the reason must still be told
+        except Exception as error:  # the engine's hooks are other people's code; the reason must still be told
             log.exception("could not pause")
+            self.message += f"; it could not be paused and may go on generating: {error_words(error)}"
 
     def discard(self, why: str) -> None:
         """Quarantines the engine at no known version, without a pause."""
