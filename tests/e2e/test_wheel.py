@@ -24,6 +24,8 @@ from weightcast.version import __version__
 ROOT = Path(__file__).parents[2]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 FOR_USERS = sorted(EXTRAS.keys() - {"dev", "fuzz"})
+# `make setup` leaves these out: NIXL for two versions of CUDA, and frameworks of gigabytes.
+LEFT_OUT = frozenset(("rdma", "trl", "verl"))
 # Modules that an extra makes importable, and that fail without it.
 OPENED = {
     "cli": ["weightcast.cli.app"],
@@ -227,6 +229,8 @@ def test_extra_brings_everything_that_its_modules_import(wheel: Path, tmp_path: 
     try:
         python = bare(tmp_path / extra, wheel, extra)
     except PackageNotFoundError as missing:
+        if extra not in LEFT_OUT:
+            raise
         pytest.skip(f"{missing} is not installed here")
     modules = OPENED.get(extra, [])
     assert imports(python, ["weightcast", *modules]) == ""

@@ -262,7 +262,7 @@ def _mend(config: Any) -> Any:
 def _get(config: Any, name: str, default: Any) -> Any:
     try:
         return getattr(config, name, default)
-    except Exception:  # noqa: BLE001  # it differs from layer to layer
+    except Exception:  # noqa: BLE001  configurations raise errors of several kinds where a value differs by layer
         return default
 
 
