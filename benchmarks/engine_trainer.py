@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.buckets import buckets_of
 from torch import nn
 
 from weightcast import WeightUpdater
@@ -220,7 +221,7 @@ class Rank:
         def send() -> None:
             self._post(url, "/flush_cache", {})
             self._post(url, "/begin_weight_update", {}, may_lack=True)
-            for named in _buckets(self.whole()):
+            for named in buckets_of(self.whole(), _BUCKET_BYTES):
                 bucket = self._bucket(named_tensors=named)
                 content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
                 mine = self._serializer.serialize(content, output_str=True)
@@ -292,20 +293,6 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's part of a parameter."""
     held: Any = parameter.data
     return held.to_local() if hasattr(held, "to_local") else held
-
-
-def _buckets(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Tensors one after the other, ``_BUCKET_BYTES`` together at most if no single one is larger."""
-    found: list[tuple[str, torch.Tensor]] = []
-    held = 0
-    for name, tensor in tensors:
-        if found and held + tensor.nbytes > _BUCKET_BYTES:
-            yield found
-            found, held = [], 0
-        found.append((name, tensor))
-        held += tensor.nbytes
-    if found:
-        yield found
 
 
 class Trainer:

@@ -43,7 +43,7 @@ import torch
 from benchmarks import sglang_servers
 from benchmarks.engine_streams import gaps, load
 from benchmarks.engine_trainer import Trainer, checkpoint
-from benchmarks.gpu_vllm_receiver import MODELS, TINY, TINY_EXPERTS, TOLERANCE, TimeIsUp, copy_rate
+from benchmarks.gpu_vllm_receiver import MODELS, TINY, TINY_EXPERTS, TOLERANCE, TimeIsUp, copy_rate, time_is_up
 from benchmarks.vllm_memory import PROMPTS, TOKENS, Run, launched
 
 from weightcast.lab.bench.machine import facts
@@ -481,7 +481,7 @@ def main() -> int:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
     for number in (signal.SIGALRM, signal.SIGTERM):
-        signal.signal(number, _time_is_up)
+        signal.signal(number, time_is_up)
     started: Started | None = None
     with tempfile.TemporaryDirectory(prefix="gpu-pairs-") as folder:
         args.folder = args.folder or Path(folder)
@@ -525,10 +525,6 @@ def main() -> int:
                 shutil.rmtree(args.folder, ignore_errors=True)
             print(json.dumps({key: result[key] for key in ("seconds", "failed", "skipped")}))
     return 1 if run.failed else 0
-
-
-def _time_is_up(*_: object) -> None:
-    raise TimeIsUp("the limit of this part, or of the run, has passed")
 
 
 if __name__ == "__main__":

@@ -476,7 +476,7 @@ def main() -> int:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(result, indent=1) + "\n")
 
-    signal.signal(signal.SIGALRM, _time_is_up)
+    signal.signal(signal.SIGALRM, time_is_up)
     with tempfile.TemporaryDirectory(prefix="gpu-vllm-receiver-", dir=room(args.tiny)) as folder:
         args.folder = args.folder or Path(folder)
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -504,7 +504,8 @@ def main() -> int:
     return 1 if run.failed else 0
 
 
-def _time_is_up(*_: object) -> None:
+def time_is_up(*_: object) -> None:
+    """Handles the signal of a timer."""
     raise TimeIsUp("the limit of this case, or of the run, has passed")
 
 

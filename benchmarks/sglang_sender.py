@@ -13,27 +13,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import requests
 import torch
+from buckets import buckets_of
 from safetensors import safe_open
-
-
-def buckets(tensors: dict[str, torch.Tensor], size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Tensors of one dtype after the other, at most ``size`` bytes together."""
-    found: list[tuple[str, torch.Tensor]] = []
-    held = 0
-    for name, tensor in tensors.items():
-        if found and (held + tensor.nbytes > size or found[-1][1].dtype != tensor.dtype):
-            yield found
-            found, held = [], 0
-        found.append((name, tensor))
-        held += tensor.nbytes
-    if found:
-        yield found
 
 
 def main() -> int:
@@ -72,7 +58,7 @@ def main() -> int:
         post("/flush_cache")
         post("/begin_weight_update", may_lack=True)
         opened, count = time.perf_counter(), 0
-        for named in buckets(tensors, args.bucket_bytes):
+        for named in buckets_of(tensors.items(), args.bucket_bytes, one_dtype=True):
             bucket = FlattenedTensorBucket(named_tensors=named)
             content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
             payload = MultiprocessingSerializer.serialize(content, output_str=True)

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from buckets import Named, buckets_of
 
 from weightcast.lab.bench.methods import EngineSide, TrainerSide
 from weightcast.lab.bench.raw import Pipe, RawGroup, synchronize
-
-Named = tuple[str, torch.Tensor]
 
 
 class TrainerHalf:
@@ -61,17 +60,8 @@ class TrainerHalf:
             yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
 
     def buckets(self, size_bytes: int) -> Iterator[list[Named]]:
-        """Yields lists of whole tensors with at most that many bytes, or of one tensor."""
-        bucket: list[Named] = []
-        filled = 0
-        for name, tensor in self.tensors():
-            if bucket and filled + tensor.nbytes > size_bytes:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append((name, tensor))
-            filled += tensor.nbytes
-        if bucket:
-            yield bucket
+        """Lists of whole tensors with at most that many bytes, or of one tensor."""
+        return buckets_of(self.tensors(), size_bytes)
 
 
 class EngineHalf:

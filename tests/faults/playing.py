@@ -158,20 +158,7 @@ def _given(pipe: Connection) -> Iterator[Case]:
 
 
 def _not_played(case: Case, why: str) -> Result:
-    return Result(
-        case=case.name,
-        kind=case.kind,
-        transport=case.transport,
-        on=case.on,
-        fault=case.fault,
-        step=case.step,
-        outcome="no answer",
-        seconds=0.0,
-        later_s=0.0,
-        wrong=(why,),
-        words="",
-        deadline_s=0.0,
-    )
+    return Result.of(case, outcome="no answer", seconds=0.0, later_s=0.0, wrong=(why,), words="", deadline_s=0.0)
 
 
 def _close(world: World | None) -> list[str]:

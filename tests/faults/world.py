@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -106,6 +107,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     words: str
     deadline_s: float
     before: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, case: Case, **found: Any) -> Result:
+        """A result with the names of its case."""
+        names = {name: getattr(case, name) for name in ("kind", "transport", "on", "fault", "step")}
+        return cls(case=case.name, **names, **found)
 
 
 # Over 350 lines: each case breaks, inspects and heals the same engines, trainer ranks and connections.
@@ -200,13 +207,8 @@ class World:
         nth = case.step == "after"
         struck = [told[rank][nth] for rank in alive if len(told[rank]) > nth]
         later = [told[rank][nth + 1] for rank in alive if len(told[rank]) > nth + 1]
-        return Result(
-            case=case.name,
-            kind=case.kind,
-            transport=case.transport,
-            on=case.on,
-            fault=case.fault,
-            step=case.step,
+        return Result.of(
+            case,
             outcome=outcome,
             seconds=max((one.seconds for one in struck), default=0.0),
             later_s=max((one.seconds for one in later), default=0.0),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ STRAIGHT_BYTES = 64 << 10
 # Reading a run of bytes by itself costs more than reading it with others, out of a pack, below this size.
 RUN_BYTES = 16 << 10
 _MAX_ROUTES = 1 << 22
+_T = TypeVar("_T")
 _Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
 
@@ -64,10 +65,7 @@ def decode_wanted(data: bytes) -> Wanted:
     Raises:
         WireError: The bytes are no such table.
     """
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not the boxes that an engine rank wants: {error}") from None
+    return _decoded(_decoder, data, "an engine rank wants")
 
 
 class WantedBoxes(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,10 +87,14 @@ def decode_boxes(data: bytes) -> WantedBoxes:
     Raises:
         WireError: The bytes are no such answer.
     """
+    return _decoded(_boxes, data, "an engine wants")
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], data: bytes, who: str) -> _T:
     try:
-        return _boxes.decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not the boxes that an engine wants: {error}") from None
+        raise WireError(f"not the boxes that {who}: {error}") from None
 
 
 def name_of(wanted: bytes) -> str:
