@@ -6,6 +6,7 @@ import json
 import threading
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.clock import PATIENCE_S
 from weightcast.lab.demo import plot, table
@@ -84,6 +85,24 @@ def test_report_json_has_the_promised_shape(tmp_path):
 def test_plot_is_a_picture(tmp_path):
     both = report(mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING[::-1], matched=3))
     assert plot.write_plot(both, tmp_path, copy_s=0.05).read_bytes().startswith(b"\x89PNG")
+
+
+def test_phases_of_the_picture_add_up_to_the_median_update():
+    record = mode("colocated", "ipc", RISING)
+    found = plot.phases_of(record)
+    assert sum(found.values()) == pytest.approx(2.5)
+    assert (found["gather"], found["send"], found["check"]) == pytest.approx((0.5, 1.25, 0.75))
+    assert "stall" not in found  # a time of the engines, within the others
+
+
+def test_picture_shows_every_phase_of_both_modes():
+    figure = Figure()
+    axes = figure.subplots()
+    plot._plot_phases(axes, [mode("colocated", "ipc", RISING), mode("disaggregated", "broadcast", RISING)])
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["colocated", "disaggregated"]
+    shown = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+    assert shown.keys() == plot._COLOURS.keys()
+    assert shown["send"] == [1.25, 1.25]
 
 
 def test_the_headline_says_what_was_proven_and_where():

@@ -133,9 +133,10 @@ def _show(result: Plan) -> None:
         f"({result.engine})"
     )
     ranks = f"each of {result.trainer_ranks} trainer ranks" if result.trainer_ranks > 1 else "a trainer rank"
+    taken = "one bucket" if result.buckets == 1 else "two buckets"
     scratch = ", what a gather needs" if result.trainer_ranks > 1 else ""
     say(
-        f"memory: {format_bytes(result.trainer_peak_bytes)} extra on {ranks}: two buckets{scratch}, "
+        f"memory: {format_bytes(result.trainer_peak_bytes)} extra on {ranks}: {taken}{scratch}, "
         "and room for sums and casts"
     )
     of_each = "each of " * (result.engine_ranks > 1)

@@ -1,4 +1,4 @@
-"""The demo's picture: reward and update time by step, under a headline with what was proven and where."""
+"""The demo's picture: reward, update time and phases by mode, under a headline with what was proven and where."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+from weightcast.lab.demo.records import ModeRecord
 from weightcast.lab.demo.report import DemoReport
+from weightcast.page.updates import parts_of
 from weightcast.report import count_of, format_bytes
 
 # On the CPU both modes sample the same answers; the line styles keep one curve from hiding the other.
 _STYLES: dict[str, dict[str, Any]] = {
     "colocated": {"color": "tab:blue", "linewidth": 6, "alpha": 0.4, "solid_capstyle": "round"},
     "disaggregated": {"color": "tab:orange", "linewidth": 1.8, "marker": "o", "markersize": 4},
+}
+_COLOURS = {
+    "open": "tab:gray",
+    "gather": "tab:blue",
+    "pack": "tab:cyan",
+    "send": "tab:orange",
+    "commit": "tab:red",
+    "check": "tab:purple",
 }
 _COPIES = 5
 
@@ -47,8 +57,14 @@ def headline(report: DemoReport, *, copy_s: float) -> str:
     )
 
 
+def phases_of(mode: ModeRecord) -> dict[str, float]:
+    """Seconds of the mode's median update by phase; the phases follow one another and add up to that update."""
+    middle = sorted(mode.steps, key=lambda step: step.update_s)[len(mode.steps) // 2]
+    return parts_of(middle.phases, middle.update_s)
+
+
 def write_plot(report: DemoReport, folder: Path, *, copy_s: float) -> Path:
-    """Plots reward and update time by step into ``plot.png`` and returns its path.
+    """Plots reward and update time by step, and the phases of each mode, into ``plot.png`` and returns its path.
 
     Args:
         report: The finished demo.
@@ -58,10 +74,10 @@ def write_plot(report: DemoReport, folder: Path, *, copy_s: float) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(10, 4.8), layout="constrained")
+    figure: Any = Figure(figsize=(14, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(headline(report, copy_s=copy_s), fontsize=10)
-    rewards, times = figure.subplots(1, 2)
+    rewards, times, phases = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     for mode in report.modes:
         steps = [step.version for step in mode.steps]
         style = {**_STYLES[mode.mode], "label": f"{mode.mode} ({mode.transport})"}
@@ -75,6 +91,22 @@ def write_plot(report: DemoReport, folder: Path, *, copy_s: float) -> Path:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, loc="lower right")
         axes.xaxis.get_major_locator().set_params(integer=True)
+    _plot_phases(phases, report.modes)
     path = folder / "plot.png"
     figure.savefig(path, dpi=130)
     return path
+
+
+def _plot_phases(axes: Any, modes: list[ModeRecord]) -> None:
+    """Plots the median update of each mode as a column of its phases."""
+    names = [mode.mode for mode in modes]
+    parts = [phases_of(mode) for mode in modes]
+    below = [0.0] * len(modes)
+    for phase in parts[0]:
+        took = [found[phase] for found in parts]
+        axes.bar(names, took, bottom=below, width=0.5, color=_COLOURS[phase], label=phase)
+        below = [low + more for low, more in zip(below, took, strict=True)]
+    axes.set(title="Phases of the median update", ylabel="seconds", xlim=(-0.5, len(modes) + 0.3))
+    axes.grid(axis="y", alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center right")
