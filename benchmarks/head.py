@@ -2,8 +2,9 @@
 
     python benchmarks/head.py --targets 200 1000 --out FILE
 
-The stubs answer at once with what a real engine would: they take no weights.  They are one process, so the processor
-time that is reported is the trainer's alone.  The first update is left out.
+The stubs answer at once with what a real engine would: they take no weights.  They are one process, and its processor
+time is reported beside the trainer's.  The sum is what an update takes at most on cores that do nothing else, also on
+one.  The median leaves the first update out.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import resource
 import sys
 import threading
 import time
+from contextlib import suppress
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,9 @@ from weightcast.wire.layout import TensorSpec, plan_buckets  # noqa: E402
 from weightcast.wire.messages import PROTOCOL  # noqa: E402
 
 _BUCKET_BYTES = 64 << 20
+_INSTANCE = "f" * 32
+_LENGTH = re.compile(rb"content-length: (\d+)")
+_SESSION = re.compile(rb'"session":"[^"]*",?')
 
 
 class _Opening(msgspec.Struct):
@@ -61,12 +68,11 @@ class _Other(msgspec.Struct):
 _opens, _others = msgspec.json.Decoder(_Opening), msgspec.json.Decoder(_Other)
 
 
-class Stub:
-    """One engine that has everything as soon as it is told of it."""
+class Answers:
+    """What all stubs answer, each answer encoded once."""
 
-    def __init__(self, number: int, specs: tuple[TensorSpec, ...], received: str, buckets: int) -> None:
-        self._received, self._buckets = received, buckets
-        self._version: int | None = None
+    def __init__(self, specs: tuple[TensorSpec, ...], received: str, buckets: int) -> None:
+        self._received, self._last = received, buckets - 1
         self._info = EngineInfo(
             protocol=PROTOCOL,
             engine="stub 1",
@@ -80,59 +86,101 @@ class Stub:
             staging="device",
             transports=("ipc",),
             specs=specs,
-            instance=f"{number:032x}",
+            instance=_INSTANCE,
         )
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers the requests of one connection, in order."""
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-                line, _, fields = head.partition("\r\n")
-                lengths = [field for field in fields.split("\r\n") if field.startswith("content-length:")]
-                body = await reader.readexactly(int(lengths[0].split(":")[1])) if lengths else b""
-                path = line.split(" ")[1]
-                if path.startswith("/weightcast/open"):
-                    frame = encode(self._opened(body))
-                    frame = len(frame).to_bytes(4, "big") + frame
-                    writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-                    writer.write(f"{len(frame):x}\r\n".encode() + frame + b"\r\n")
-                    await reader.read()  # the lease, until the trainer closes it
-                    return
-                if path.startswith("/weightcast/info"):
-                    _, _, known = path.partition("specs=")
-                    answer = encode(msgspec.structs.replace(self._info, version=self._version), known_specs=known)
-                else:
-                    answer = encode(self._applied(body))
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # the trainer has closed the connection, or the stubs end
-        finally:
-            writer.close()
+    @cache  # noqa: B019  there is one of these
+    def info(self, version: int | None, known: str) -> bytes:
+        """The answer to a probe, with ``_INSTANCE`` in place of the engine's own."""
+        return _whole(encode(msgspec.structs.replace(self._info, version=version), known_specs=known))
 
-    def _opened(self, body: bytes) -> Ack:
-        self._next = _opens.decode(body).version
-        return Ack(ok=True, version=self._version, ranks=1)
+    @cache  # noqa: B019
+    def opened(self, version: int | None) -> bytes:
+        """The head of the stream that follows an Open, and its first frame."""
+        frame = encode(Ack(ok=True, version=version, ranks=1))
+        frame = len(frame).to_bytes(4, "big") + frame
+        return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(frame), frame)
 
-    def _applied(self, body: bytes) -> Ack:
+    @cache  # noqa: B019
+    def applied(self, body: bytes, version: int | None) -> tuple[bytes, bool]:
+        """The answer to another message, and whether that message is a Commit.  ``body`` has no session."""
         message = _others.decode(body)
-        if message.type == "announce" and message.bucket == self._buckets - 1:
-            return Ack(ok=True, ranks=1, closed=True, received_all=self._received, received_ranks=1)
+        ack = Ack(ok=True, ranks=1, version=version)
+        if message.type == "announce" and message.bucket == self._last:
+            ack = Ack(ok=True, ranks=1, closed=True, received_all=self._received, received_ranks=1)
         if message.type == "commit":
-            self._version = self._next
-            return Ack(ok=True, ranks=1, version=self._version, digest=message.digest, resident_ranks=1)
-        return Ack(ok=True, ranks=1, version=self._version)
+            ack = Ack(ok=True, ranks=1, version=version, digest=message.digest, resident_ranks=1)
+        return _whole(encode(ack)), message.type == "commit"
 
 
-def serve(count: int, specs: tuple[TensorSpec, ...], received: str, buckets: int, ready: Connection) -> None:
-    """Runs the stubs until the other end of the pipe is closed."""
+def _whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+class Stub:
+    """One engine that has everything as soon as it is told of it."""
+
+    def __init__(self, number: int, answers: Answers) -> None:
+        self.instance = f"{number:032x}".encode()
+        self.answers = answers
+        self.version: int | None = None
+        self.next = 0
+
+
+class Served(asyncio.Protocol):
+    """One connection to a stub."""
+
+    def __init__(self, stub: Stub) -> None:
+        self._stub = stub
+        self._parts: list[bytes] = []
+        self._missing = 0  # bytes of the body that have not come yet
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes the connection."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Answers a request as soon as it is whole; requests of one connection come one after the other."""
+        if self._missing:
+            self._missing -= len(data)
+        else:
+            head_bytes = data.index(b"\r\n\r\n") + 4  # the trainer sends a head at once
+            length = _LENGTH.search(data, 0, head_bytes)
+            self._missing = head_bytes + (int(length[1]) if length else 0) - len(data)
+        self._parts.append(data)
+        if self._missing == 0:
+            request, self._parts = b"".join(self._parts), []
+            self._transport.write(self._answer(request))
+
+    def _answer(self, request: bytes) -> bytes:
+        stub = self._stub
+        head, _, body = request.partition(b"\r\n\r\n")
+        if request.startswith(b"POST /weightcast/apply "):
+            answer, commits = stub.answers.applied(_SESSION.sub(b"", body), stub.next)
+            if commits:
+                stub.version = stub.next
+            return answer
+        if request.startswith(b"POST /weightcast/open "):
+            stub.next = _opens.decode(body).version
+            return stub.answers.opened(stub.version)  # the lease stays open until the trainer closes it
+        _, _, known = head.partition(b" HTTP/")[0].partition(b"specs=")
+        return stub.answers.info(stub.version, known.decode()).replace(_INSTANCE.encode(), stub.instance, 1)
+
+
+def serve(count: int, specs: tuple[TensorSpec, ...], received: str, buckets: int, pipe: Connection) -> None:
+    """Runs the stubs, and tells the processor time of this process when asked, until the other end is closed."""
     _allow_files()
 
     async def run() -> None:
-        stubs = [Stub(number, specs, received, buckets) for number in range(count)]
-        servers = [await asyncio.start_server(stub.serve, "127.0.0.1", 0) for stub in stubs]
-        ready.send([server.sockets[0].getsockname()[1] for server in servers])
-        await asyncio.to_thread(ready.poll, None)
+        loop, answers = asyncio.get_running_loop(), Answers(specs, received, buckets)
+        stubs = [Stub(number, answers) for number in range(count)]
+        servers = [await loop.create_server(partial(Served, stub), "127.0.0.1", 0, backlog=16) for stub in stubs]
+        pipe.send([server.sockets[0].getsockname()[1] for server in servers])
+        with suppress(EOFError):
+            while True:
+                await asyncio.to_thread(pipe.recv)
+                pipe.send(time.process_time())
 
     asyncio.run(run())
 
@@ -157,32 +205,28 @@ def measure(count: int, tensors: int, updates: int, connections: int | None = No
     received, buckets = digest_of(model)
     specs = tuple(TensorSpec.of(name, tensor) for name, tensor in parameters.items())
     context = multiprocessing.get_context("spawn")
-    ready, theirs = context.Pipe()
+    pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(count, specs, received, buckets, theirs), daemon=True)
     process.start()
     theirs.close()
-    urls = [f"http://127.0.0.1:{port}" for port in ready.recv()]
+    urls = [f"http://127.0.0.1:{port}" for port in pipe.recv()]
     rows: list[dict[str, float]] = []
     try:
-        busy, began = time.process_time(), time.monotonic()
-        updater = WeightUpdater.connect(
-            model, urls, transport="ipc", bucket_bytes=_BUCKET_BYTES, timeout_s=300.0, max_connections=connections
-        )
-        connect = {"cpu_s": time.process_time() - busy, "wall_s": time.monotonic() - began}
+        with _Costs(pipe) as connect:
+            updater = WeightUpdater.connect(
+                model, urls, transport="ipc", bucket_bytes=_BUCKET_BYTES, timeout_s=300.0, max_connections=connections
+            )
         with updater:
             for version in range(1, updates + 2):
-                busy, began = time.process_time(), time.monotonic()
-                most = _Threads()
-                with most:
+                with _Costs(pipe) as row:
                     report = updater.update(version=version)
                 assert report.ok
                 assert all(row.proof == "resident" for row in report.targets)
-                cpu_s = time.process_time() - busy
-                row = {"cpu_s": cpu_s, "wall_s": time.monotonic() - began, "threads": most.most}
-                rows.append(row | {"cpu_ms_per_target": cpu_s / count * 1e3})
+                row["cpu_ms_per_target"] = row["cpu_s"] / count * 1e3
+                rows.append(row)
                 _say(f"{count} targets, update {version}: {row}")
     finally:
-        ready.close()
+        pipe.close()
         process.join(10.0)
         process.kill()
     later = sorted(rows[1:], key=lambda row: row["cpu_s"])
@@ -195,26 +239,36 @@ def measure(count: int, tensors: int, updates: int, connections: int | None = No
     }
 
 
-class _Threads:
-    """Counts the threads of this process ten times a second."""
+class _Costs:
+    """Fills a row: processor time of this process and of the stubs', time, and the most threads of this process.
 
-    def __init__(self) -> None:
-        self.most = 0
+    Threads are counted ten times a second.
+    """
+
+    def __init__(self, stubs: Connection) -> None:
+        self._stubs = stubs
+        self._row: dict[str, float] = {"threads": 0}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._count)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> dict[str, float]:
         self._thread.start()
+        self._before = self._now()
+        return self._row
 
     def __exit__(self, *_: object) -> None:
+        after = self._now()
+        self._row |= {name: round(after[name] - self._before[name], 6) for name in after}
         self._ended.set()
         self._thread.join()
 
+    def _now(self) -> dict[str, float]:
+        self._stubs.send(None)
+        return {"stubs_cpu_s": self._stubs.recv(), "cpu_s": time.process_time(), "wall_s": time.monotonic()}
+
     def _count(self) -> None:
-        while True:
-            self.most = max(self.most, threading.active_count())
-            if self._ended.wait(0.1):
-                return
+        while not self._ended.wait(0.1):
+            self._row["threads"] = max(self._row["threads"], threading.active_count())
 
 
 def _allow_files() -> None:
