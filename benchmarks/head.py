@@ -69,7 +69,7 @@ _opens, _others = msgspec.json.Decoder(_Opening), msgspec.json.Decoder(_Other)
 
 
 class Answers:
-    """What all stubs answer, each answer encoded once."""
+    """The answers of all stubs, each encoded once."""
 
     def __init__(self, specs: tuple[TensorSpec, ...], received: str, buckets: int) -> None:
         self._received, self._last = received, buckets - 1

@@ -57,8 +57,13 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        """True if the connection can carry another request: nothing waits to be sent or read."""
-        return not (self.closed or self.broken or self._unsent or _is_readable(self._end))
+        """True if the connection can carry another request, unless something has arrived that was not read yet."""
+        return not (self.closed or self.broken or self._unsent)
+
+    @property
+    def quiet(self) -> bool:
+        """True if nothing waits to be read; costs a system call."""
+        return not _is_readable(self._end)
 
     async def shake_hands(self, context: ssl.SSLContext, host: str, deadline: Deadline) -> None:
         """Starts TLS.
@@ -109,20 +114,27 @@ class Connection:
             return
         self.closed = True
         self._loop.remove_reader(self._number)
-        self._loop.remove_writer(self._number)
-        self._unsent = memoryview(b"")
+        if self._unsent:
+            self._loop.remove_writer(self._number)
+            self._unsent = memoryview(b"")
         event_loop.close(self._end)
         self._over(None)
 
     def _send(self, data: bytes) -> None:
         if self.closed or not data:
             return
-        waiting = bool(self._unsent)
-        self._unsent = memoryview(bytes(self._unsent) + data) if waiting else memoryview(data)
-        if not waiting:
-            self._write()
-            if self._unsent:
-                self._loop.add_writer(self._number, self._write)
+        if self._unsent:
+            self._unsent = memoryview(bytes(self._unsent) + data)
+            return
+        self._unsent = memoryview(data)
+        self._write()
+        if self._unsent:
+            self._loop.add_writer(self._number, self._write_rest)
+
+    def _write_rest(self) -> None:
+        self._write()
+        if not self._unsent:
+            self._loop.remove_writer(self._number)
 
     def _write(self) -> None:
         try:
@@ -133,7 +145,6 @@ class Connection:
         except OSError:
             self.broken = True
             self._unsent = memoryview(b"")
-        self._loop.remove_writer(self._number)
 
     def _read(self) -> None:
         try:

@@ -135,7 +135,7 @@ class Pool:
     def _take_idle(self) -> Connection | None:
         while self._idle:
             since, connection = self._idle.pop()
-            if connection.idle and self.loop.time() - since < _KEEP_ALIVE_S:
+            if connection.idle and connection.quiet and self.loop.time() - since < _KEEP_ALIVE_S:
                 self._limit.resume(connection)
                 return connection
             self.discard(connection)
