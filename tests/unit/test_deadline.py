@@ -97,6 +97,21 @@ LIMIT_S = TIMEOUT_S + margin_s(TIMEOUT_S)
 
 
 @pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> dict[int, Deadline]:
+    """The deadline of each bucket's request, by its index."""
+    found: dict[int, Deadline] = {}
+    timed = Link._timed
+
+    async def noting(self: Link, kind: str, steps: Any, limit: Any, bucket: int | None = None) -> Ack:
+        if bucket is not None:
+            found[bucket] = limit
+        return await timed(self, kind, steps, limit, bucket)
+
+    monkeypatch.setattr(Link, "_timed", noting)
+    return found
+
+
+@pytest.fixture
 def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
     """Both buckets have been told to the engine."""
     engine = Engine()
@@ -122,11 +137,13 @@ def two_in_flight(clock: Clock) -> Iterator[tuple[Engine, IpcTransport, Link]]:
 
 
 def test_deadline_of_a_bucket_counts_from_the_answer_to_the_bucket_before(
-    two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
+    deadlines: dict[int, Deadline], two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     engine, transport, link = two_in_flight
     for index, answer in enumerate(engine.answers):
         clock.move(0.9 * LIMIT_S)
+        # The loop's own timers follow the real clock, and look at this when they ring.
+        assert deadlines[index].left_s() == pytest.approx(0.1 * LIMIT_S)
         answer.set()
         wait_until(lambda index=index: transport._pump._sending[index].done(), f"the answer to bucket {index}")
     transport.drain()

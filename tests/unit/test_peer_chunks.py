@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.unit.models import FusedModel, ScalingModel, specs_of, weights_of
+from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_session import Bench, bench  # noqa: F401  the fixture
 from weightcast.errors import Refused
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.resident_chunks import ResidentChunks
@@ -77,7 +77,7 @@ def flipped(index: int, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("staging", ["device", "host", "none"])
-def test_copy_brings_every_rank_to_the_peers_weights(bench, monkeypatch, staging, tp_size):  # noqa: F811
+def test_copy_brings_every_rank_to_the_peers_weights(bench, monkeypatch, staging, tp_size):
     peer, late = bench(tp_size=tp_size), bench(tp_size=tp_size, staging=staging)
     peer.update(3)
     copying = Copying(late, peer, monkeypatch)
@@ -90,7 +90,7 @@ def test_copy_brings_every_rank_to_the_peers_weights(bench, monkeypatch, staging
     assert peer.hooks.calls.count("pause abort") == 1  # for its own update
 
 
-def test_rows_that_no_tensor_proves_are_not_copied(bench, monkeypatch):  # noqa: F811
+def test_rows_that_no_tensor_proves_are_not_copied(bench, monkeypatch):
     peer, late = bench(), bench()
     peer.update(3)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_rows_that_no_tensor_proves_are_not_copied(bench, monkeypatch):  # noqa:
 
 
 @pytest.mark.parametrize("staging", ["device", "none"])
-def test_flipped_bit_is_not_switched_to(bench, monkeypatch, staging):  # noqa: F811
+def test_flipped_bit_is_not_switched_to(bench, monkeypatch, staging):
     peer, late = bench(), bench(staging=staging)
     peer.update(3)
     copying = Copying(late, peer, monkeypatch, flipped)
@@ -118,7 +118,7 @@ def test_flipped_bit_is_not_switched_to(bench, monkeypatch, staging):  # noqa: F
         assert late.serves(0)
 
 
-def test_peer_gives_only_the_version_and_layout_that_were_asked_for(bench, monkeypatch):  # noqa: F811
+def test_peer_gives_only_the_version_and_layout_that_were_asked_for(bench, monkeypatch):
     peer, late, other = bench(), bench(), bench(tp_size=2)
     peer.update(3)
     copying = Copying(late, peer, monkeypatch)
@@ -134,7 +134,7 @@ def test_peer_gives_only_the_version_and_layout_that_were_asked_for(bench, monke
     assert "there is no rank 1" in words
 
 
-def test_peer_whose_live_weights_are_being_written_gives_nothing(bench, monkeypatch):  # noqa: F811
+def test_peer_whose_live_weights_are_being_written_gives_nothing(bench, monkeypatch):
     peer, late = bench(staging="none"), bench()
     peer.update(3)
     copying = Copying(late, peer, monkeypatch)
@@ -143,7 +143,7 @@ def test_peer_whose_live_weights_are_being_written_gives_nothing(bench, monkeypa
     assert "an update writes into the live weights" in late.refuse(copying.fetch(0))
 
 
-def test_chunks_that_do_not_belong_to_the_session_are_refused(bench, monkeypatch):  # noqa: F811
+def test_chunks_that_do_not_belong_to_the_session_are_refused(bench, monkeypatch):
     peer, late = bench(), bench()
     peer.update(3)
     copying = Copying(late, peer, monkeypatch)
@@ -159,7 +159,7 @@ def test_chunks_that_do_not_belong_to_the_session_are_refused(bench, monkeypatch
     assert "did not arrive whole" in late.engine.apply(Close(session=copying.open.session, buckets=1)).error
 
 
-def test_session_of_a_trainer_takes_no_chunks(bench, monkeypatch):  # noqa: F811
+def test_session_of_a_trainer_takes_no_chunks(bench, monkeypatch):
     peer, late = bench(), bench()
     peer.update(3)
     copying = Copying(late, peer, monkeypatch)
@@ -169,7 +169,7 @@ def test_session_of_a_trainer_takes_no_chunks(bench, monkeypatch):  # noqa: F811
     assert "from a trainer, not from a peer" in late.refuse(copying.fetch(1, session=sender.session))
 
 
-def test_unproven_session_takes_no_chunks(bench, monkeypatch):  # noqa: F811
+def test_unproven_session_takes_no_chunks(bench, monkeypatch):
     peer, late = bench(), bench()
     peer.update(3)
     copying = Copying(late, peer, monkeypatch)

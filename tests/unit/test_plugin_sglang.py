@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import threading
@@ -20,15 +19,11 @@ from tests.clock import PATIENCE_S
 from tests.torn import OUT_OF_MEMORY, FailingCopy
 from tests.unit.models import FusedModel, ScalingModel, weights_of
 from tests.unit.sessions import Sender
-from weightcast.errors import ConfigError, DeadlineExceeded, Refused
-from weightcast.plugins import sglang as plugin
+from weightcast.errors import ConfigError
 from weightcast.plugins.rank_sockets import tables_of
-from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.rank import SglangRank
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
-from weightcast.plugins.sglang.settings import check_settings
-from weightcast.plugins.staged_receiver import staging_setting
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler
@@ -341,9 +336,6 @@ def test_with_stages_a_retraction_is_refused_before_anything_moves() -> None:
         made.close()
 
 
-# -- one rank
-
-
 def test_what_the_engine_changed_after_loading_is_refused_by_name() -> None:
     made = runner(0, 1)
     with torch.no_grad():
@@ -370,9 +362,6 @@ def test_models_that_cannot_be_updated_are_refused(changes: dict[str, Any], word
     vars(made).update(changes)
     with pytest.raises(ConfigError, match=words):
         SglangRank(made)
-
-
-# -- one scheduler
 
 
 class IdleRank:
@@ -480,173 +469,3 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="Scheduler has no grammar_manager") as caught:
         RequestsAtSwitch(scheduler, torch.device("cpu"))
     assert "0.5.23" in str(caught.value.hint)
-
-
-# -- settings
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ({"enable_dp_attention": True}, "--enable-dp-attention"),
-        ({"nnodes": 2}, "--nnodes"),
-        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
-        ({"disaggregation_mode": "decode"}, "servers of their own"),
-        ({"quantization": "fp8"}, "--quantization"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        ({"enable_lora": True}, "--enable-lora"),
-        ({"enable_eplb": True}, "--enable-eplb"),
-        ({"ep_size": 2}, "--ep-size"),
-        ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
-        ({"grpc_port": 30001}, "--grpc-port"),
-        ({"offload_group_size": 4}, "--offload-group-size"),
-        ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
-    ],
-)
-def test_settings_that_were_not_shown_to_be_right_are_refused_by_name(setting: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_settings(SimpleNamespace(**setting))
-
-
-def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SimpleNamespace(
-        dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", offload_group_size=-1
-    )
-    check_settings(plain)
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    with pytest.raises(ConfigError, match="Rust"):
-        check_settings(plain)
-    monkeypatch.delenv("SGLANG_RUST_SERVER")
-    monkeypatch.setenv("SGLANG_GRPC_PORT", "30001")
-    with pytest.raises(ConfigError, match="SGLANG_GRPC_PORT"):
-        check_settings(plain)
-
-
-def test_staging_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert staging_setting() == "auto"
-    for value in ("auto", "device", "host"):
-        monkeypatch.setenv("WEIGHTCAST_STAGING", value)
-        assert staging_setting() == value
-    monkeypatch.setenv("WEIGHTCAST_STAGING", "none")
-    with pytest.raises(ConfigError, match="'none'"):
-        staging_setting()
-
-
-@pytest.mark.parametrize("named", [None, "", "other", "other, weightcasts"])
-def test_without_its_name_the_plug_in_does_nothing(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
-    if named is None:
-        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    else:
-        monkeypatch.setenv("SGLANG_PLUGINS", named)
-    plugin.register()
-
-
-def test_named_in_an_sglang_that_it_does_not_know_it_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLUGINS", "other, weightcast")
-    with pytest.raises(SystemExit, match=r"(?s)weightcast cannot run in this SGLang.*load_model is missing"):
-        plugin.register()
-
-
-# -- the API server
-
-
-class Lock:
-    def __init__(self) -> None:
-        self.readers = 0
-
-    async def is_locked(self) -> bool:
-        return self.readers > 0
-
-
-class Manager:
-    """Has the attributes of SGLang's tokenizer manager that our code uses."""
-
-    def __init__(self) -> None:
-        self.is_pause = False
-        self.is_pause_cond = asyncio.Condition()
-        self.model_update_lock = Lock()
-        self.aborts = 0
-        self.version = ""
-
-    def _dispatch_to_scheduler(self, message: Any) -> None:
-        assert message.abort_all
-        assert not message.rid
-        self.aborts += 1
-        self.model_update_lock.readers = max(0, self.model_update_lock.readers - 1)
-
-    def _update_weight_version_if_provided(self, weight_version: str) -> None:
-        self.version = weight_version
-
-
-@pytest.fixture
-def hooks() -> Iterator[tuple[SglangHooks, Manager]]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    manager = Manager()
-    made = SglangHooks(manager)
-    made.set_loop(loop)
-    yield made, manager
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(PATIENCE_S)
-    loop.close()
-
-
-def test_abort_drops_requests_until_none_runs_and_holds_new_ones(hooks: tuple[SglangHooks, Manager]) -> None:
-    made, manager = hooks
-    manager.model_update_lock.readers = 3
-    made.pause("abort", PATIENCE_S)
-    assert (manager.aborts, manager.is_pause, made.paused) == (3, True, True)
-    made.set_version(7)
-    made.resume()
-    assert (manager.version, manager.is_pause) == ("7", False)
-
-
-def test_wait_aborts_nothing_and_can_be_cancelled(hooks: tuple[SglangHooks, Manager]) -> None:
-    made, manager = hooks
-    manager.model_update_lock.readers = 1
-    with pytest.raises(DeadlineExceeded, match="running requests to stop"):
-        made.pause("wait", 0.2)
-    failed: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            made.pause("wait", PATIENCE_S)
-        except Refused as error:
-            failed.append(error)
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    while waiting.is_alive():
-        made.stop_waiting()
-        waiting.join(0.05)
-    assert "cancelled" in str(failed[0])
-    made.resume()
-    assert (manager.aborts, manager.is_pause) == (0, False)
-
-
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_modes_that_keep_requests_leave_the_api_server_alone(hooks: tuple[SglangHooks, Manager], mode: Any) -> None:
-    made, manager = hooks
-    manager.model_update_lock.readers = 1
-    made.pause(mode, PATIENCE_S)
-    assert not manager.is_pause
-    made.resume()
-
-
-def test_an_operators_pause_is_left_to_the_operator(hooks: tuple[SglangHooks, Manager]) -> None:
-    made, manager = hooks
-    manager.is_pause = True
-    manager.model_update_lock.readers = 1
-    made.pause("abort", PATIENCE_S)
-    made.resume()
-    assert (manager.aborts, manager.is_pause) == (0, True)
-
-
-def test_a_quarantined_server_is_held_until_an_update_of_any_mode_succeeds(hooks: tuple[SglangHooks, Manager]) -> None:
-    made, manager = hooks
-    made.pause("abort", PATIENCE_S)  # the quarantine
-    made.pause("in_place", PATIENCE_S)
-    assert manager.is_pause
-    made.resume()
-    assert not manager.is_pause

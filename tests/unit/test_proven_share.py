@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.models import ScalingModel
+from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
 from tests.unit.test_head import info
 from tests.unit.test_receiver_rank import NEW, receiver_of
-from tests.unit.test_receiver_session import Bench
 from weightcast.adapters.registry import adapter_for
 from weightcast.cli.app import app
 from weightcast.config import UpdateConfig

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from tests.clock import PATIENCE_S
+from tests.unit.models import weights_of
+from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_session import Bench, weights_of
 from weightcast.errors import EngineFailure
 from weightcast.watch.events import Answered, Event, SessionEnded, SessionOpened, StateChanged
 from weightcast.wire.messages import Revert

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.session_model import Crash, EngineModel
 from tests.torn import tear
 from tests.unit.models import weights_of
+from tests.unit.session_bench import Bench, meeting
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_session import Bench, meeting
 from weightcast.errors import EngineFailure
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.session import SessionHandler

@@ -7,8 +7,8 @@ import torch
 
 from tests.torn import OUT_OF_MEMORY, FailingCopy, tear
 from tests.unit.models import weights_of
+from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_session import Bench
 from weightcast.receiver import staging as module
 from weightcast.wire.messages import Readback
 

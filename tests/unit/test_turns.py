@@ -9,8 +9,8 @@ import torch
 
 from tests.clock import PATIENCE_S
 from tests.unit.models import FusedModel, specs_of, weights_of
+from tests.unit.session_bench import Hooks, Ranks
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_session import Hooks, Ranks
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.session import SessionHandler

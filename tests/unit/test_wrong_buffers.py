@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.unit.models import specs_of, weights_of
+from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
-from tests.unit.test_receiver_session import Bench
 from weightcast.comm import cuda_driver, ipc
 from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer
 from weightcast.comm.pickle_writer import (

@@ -1,0 +1,3 @@
+"""Fixtures of several files."""
+
+from tests.unit.session_bench import bench as bench

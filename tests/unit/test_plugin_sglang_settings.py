@@ -1,0 +1,75 @@
+"""Settings with which our part of SGLang starts or ends the start, without SGLang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightcast.errors import ConfigError
+from weightcast.plugins import sglang as plugin
+from weightcast.plugins.sglang.settings import check_settings
+from weightcast.plugins.staged_receiver import staging_setting
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"nnodes": 2}, "--nnodes"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
+        ({"disaggregation_mode": "decode"}, "servers of their own"),
+        ({"quantization": "fp8"}, "--quantization"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"ep_size": 2}, "--ep-size"),
+        ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
+        ({"grpc_port": 30001}, "--grpc-port"),
+        ({"offload_group_size": 4}, "--offload-group-size"),
+        ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
+    ],
+)
+def test_settings_that_were_not_shown_to_be_right_are_refused_by_name(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_settings(SimpleNamespace(**setting))
+
+
+def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SimpleNamespace(
+        dp_size=1, nnodes=1, tokenizer_worker_num=1, disaggregation_mode="null", offload_group_size=-1
+    )
+    check_settings(plain)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(ConfigError, match="Rust"):
+        check_settings(plain)
+    monkeypatch.delenv("SGLANG_RUST_SERVER")
+    monkeypatch.setenv("SGLANG_GRPC_PORT", "30001")
+    with pytest.raises(ConfigError, match="SGLANG_GRPC_PORT"):
+        check_settings(plain)
+
+
+def test_staging_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert staging_setting() == "auto"
+    for value in ("auto", "device", "host"):
+        monkeypatch.setenv("WEIGHTCAST_STAGING", value)
+        assert staging_setting() == value
+    monkeypatch.setenv("WEIGHTCAST_STAGING", "none")
+    with pytest.raises(ConfigError, match="'none'"):
+        staging_setting()
+
+
+@pytest.mark.parametrize("named", [None, "", "other", "other, weightcasts"])
+def test_without_its_name_the_plug_in_does_nothing(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+    if named is None:
+        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("SGLANG_PLUGINS", named)
+    plugin.register()
+
+
+def test_named_in_an_sglang_that_it_does_not_know_it_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, weightcast")
+    with pytest.raises(SystemExit, match=r"(?s)weightcast cannot run in this SGLang.*load_model is missing"):
+        plugin.register()
