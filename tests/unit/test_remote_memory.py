@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -16,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.commands import context
+from tests.harness import wait_for
 from weightcast.comm import nixl
 from weightcast.comm.remote_memory import Arena
 from weightcast.comm.remote_reads import Pull, RemoteReader, RemoteReadFailed
@@ -145,6 +150,35 @@ def test_prepared_reads_are_repeated_and_see_what_the_owner_has_written(owner, r
     assert reader.prepared == 2
     read(reader, first, second, size_bytes=1 << 22)  # memory that grows is registered anew
     assert reader.prepared == 4
+
+
+@needs_nixl
+def test_threads_of_agents_sleep_while_there_is_nothing_to_read(owner, reader):
+    # A thread that polls without a pause waits for a processor, but never sleeps.
+    assert read(reader, Pull("a", owner.memories[1], [(0, Runs(0, 64, 64, 1))])).tolist()[:64] == [2] * 64
+    for pid in (os.getpid(), owner.process.pid):
+        awake = set(os.listdir(f"/proc/{pid}/task")) - {str(threading.get_native_id())}
+        wait_for(lambda pid=pid, awake=awake: not _drop_sleeping(pid, awake), f"threads of {pid}: {awake} never sleep")
+
+
+def _drop_sleeping(pid: int, threads: set[str]) -> set[str]:
+    for thread in list(threads):
+        try:
+            state = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            state = "S"
+        if state == "S":
+            threads.discard(thread)
+    return threads
+
+
+@needs_nixl
+def test_agents_of_other_libraries_stay_as_nixl_makes_them():
+    name, agent = nixl.make_agent()
+    theirs = sys.modules[type(agent).__module__]
+    assert name == agent.name
+    assert not isinstance(agent, theirs.nixl_agent)
+    assert type(theirs.nixlBind) is ModuleType
 
 
 @needs_nixl

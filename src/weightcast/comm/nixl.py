@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -9,7 +10,8 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import Any
 
 from weightcast.errors import ConfigError
@@ -19,6 +21,7 @@ log = logging.getLogger("weightcast.comm")
 
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first chooses one of the others
 _CLOSE_S = 5.0
+_NAP_US = 1000  # NIXL's thread wakes up when bytes come; UCX does not promise that, so it also looks from time to time
 
 
 def missing() -> str:
@@ -34,7 +37,8 @@ def make_agent() -> tuple[str, Any]:
     """
     api, name = _load(), f"weightcast-{secrets.token_hex(8)}"
     try:
-        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+        ours = _with_naps(api)
+        agent = ours.nixl_agent(name, ours.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
     except Exception as error:  # NIXL raises classes of its own
         raise ConfigError(
             f"NIXL does not start: {words_of(error)}", hint='use another way (direct_by="messages")'
@@ -68,7 +72,39 @@ def words_of(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0] or type(error).__name__
 
 
-def _load() -> Any:
+class _Bindings:
+    """NIXL's bindings, except that the thread of an agent sleeps while there is nothing to do.
+
+    NIXL's Python always asks for a thread that polls without a pause.  Such a thread takes a whole processor in every
+    trainer rank and engine rank.  Where processors are few, it also holds UCX's lock when it is preempted: reads that
+    take a millisecond then take seconds.
+    """
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:
+        """An agent of NIXL."""
+        config.pthrDelay = _NAP_US
+        return self._bindings.nixlAgent(name, config)
+
+
+@functools.cache
+def _with_naps(api: ModuleType) -> Any:
+    """Returns a copy of NIXL's module of our own: agents of other libraries in this process stay as they are."""
+    spec = api.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    copy: Any = module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    copy.nixlBind = _Bindings(copy.nixlBind)
+    return copy
+
+
+def _load() -> ModuleType:
     reason = missing()
     if reason:
         raise ConfigError(reason, hint='pip install "weightcast[rdma]"')
