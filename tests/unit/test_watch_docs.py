@@ -19,6 +19,7 @@ from weightcast.rollout.metrics import Metrics
 from weightcast.rollout.scheduler import Stats
 from weightcast.watch import PrometheusMetrics
 from weightcast.watch.engine_metrics import EngineMetrics
+from weightcast.watch.listeners import Events
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "watching.md"
@@ -32,12 +33,9 @@ GRAFANA = {"$__rate_interval": "5m", "$__range": "3h", "$trainer": ".*", "$engin
 def families() -> list[Metric]:
     """Every metric of ours, after an update on both sides."""
     registry = CollectorRegistry()
-    trainer = PrometheusMetrics(registry)
-    trainer.attach(0)
-    listeners = [trainer, EngineMetrics(registry, model_name="m", version=0)]
+    events = Events([PrometheusMetrics(registry), EngineMetrics(registry, model_name="m", version=0)])
     for event in [*trainer_events(), *session_events()]:
-        for listener in listeners:
-            listener(event)
+        events.emit(event)
     stats = Stats(
         running=0,
         waiting=0,

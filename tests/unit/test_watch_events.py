@@ -42,8 +42,8 @@ class Heard:
         self.log = log
         self.fails = fails
 
-    def attach(self, rank: int) -> None:
-        self.log.append(("attach", rank))
+    def attach(self, events: Events) -> None:
+        self.log.append(("attach", events.rank))
         if self.fails:
             raise ConfigError("no")
 

@@ -8,18 +8,19 @@ import pytest
 
 from tests.unit.watching import SESSION, A, B, ended, report, row, session_events, started, targets, trainer_events
 from weightcast.watch.events import StateChanged
+from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 
 
 @pytest.fixture
 def lines(caplog):
     caplog.set_level(logging.DEBUG, "weightcast")
-    log = UpdateLog()
+    log = Events([UpdateLog()])
 
     def tell(*events, level: int = logging.INFO) -> list[tuple[str, str, str]]:
         caplog.clear()
         for event in events:
-            log(event)
+            log.emit(event)
         log.settle()
         for record in caplog.records:
             assert record.name.startswith("weightcast.")

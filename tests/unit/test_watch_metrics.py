@@ -40,12 +40,11 @@ def series(text: str) -> Series:
 @pytest.fixture
 def trainer():
     registry = CollectorRegistry()
-    metrics = PrometheusMetrics(registry)
-    metrics.attach(0)
+    metrics = Events([PrometheusMetrics(registry)])
 
     def tell(*events: Any) -> Series:
         for event in events:
-            metrics(event)
+            metrics.emit(event)
         return series(generate_latest(registry).decode())
 
     return tell
@@ -118,9 +117,9 @@ def test_series_of_a_target_that_left_are_gone(trainer):
 def test_ranks_other_than_the_head_register_nothing():
     registry = CollectorRegistry()
     metrics = PrometheusMetrics(registry, port=1)  # which the head could not listen on
-    metrics.attach(3)
-    metrics(started(rank=3))
-    metrics.detach()
+    events = Events([metrics], rank=3)
+    events.emit(started(rank=3))
+    events.close()
     assert generate_latest(registry) == b""
     assert metrics.port is None
 
@@ -168,11 +167,11 @@ def test_one_object_cannot_serve_two_updaters_nor_one_registry_two_objects():
 @pytest.fixture
 def engine():
     registry = CollectorRegistry()
-    metrics = EngineMetrics(registry, model_name="m", version=6)
+    metrics = Events([EngineMetrics(registry, model_name="m", version=6)])
 
     def tell(*events: Any) -> Series:
         for event in events:
-            metrics(event)
+            metrics.emit(event)
         return series(generate_latest(registry).decode())
 
     return tell
@@ -215,12 +214,11 @@ from prometheus_client import CollectorRegistry, REGISTRY, generate_latest, mult
 from tests.unit.watching import session_events, targets, trainer_events
 from weightcast.watch import PrometheusMetrics
 from weightcast.watch.engine_metrics import EngineMetrics
+from weightcast.watch.listeners import Events
 
-listeners = [PrometheusMetrics(), EngineMetrics(REGISTRY, model_name="m", version=6)]
-listeners[0].attach(0)
+events = Events([PrometheusMetrics(), EngineMetrics(REGISTRY, model_name="m", version=6)])
 for event in [*trainer_events(), *session_events(), targets(b="serving")]:
-    for listener in listeners:
-        listener(event)
+    events.emit(event)
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode())

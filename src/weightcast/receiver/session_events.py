@@ -10,7 +10,16 @@ from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.last_commit import LastCommit
 from weightcast.receiver.last_update import LastUpdate
 from weightcast.receiver.open_session import OpenSession, owner
-from weightcast.watch.events import Answered, SessionEnded, SessionOpened, SessionOutcome, StateChanged, Step, short
+from weightcast.watch.events import (
+    Answered,
+    EngineEvent,
+    SessionEnded,
+    SessionOpened,
+    SessionOutcome,
+    StateChanged,
+    Step,
+    short,
+)
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
 from weightcast.wire.fields import shown
@@ -23,7 +32,7 @@ class SessionEvents:
 
     def __init__(self, events: Events, state: EngineState) -> None:
         self._last_update = LastUpdate()
-        self._events = Events([self._last_update, events.emit])
+        self._events = events
         self._engine = state
         self._open: OpenSession | None = None
         self._reverted = ""
@@ -81,7 +90,7 @@ class SessionEvents:
     def refused(self, message: Message, ack: Ack, heard: float) -> None:
         """Emits ``Answered`` alone, for a message that has changed nothing."""
         bucket = message if isinstance(message, Announce) else None
-        self._events.emit(
+        self._emit(
             Answered(
                 session=short(getattr(message, "session", "")),
                 message="bucket" if bucket is not None else type(message).__name__.lower(),
@@ -112,7 +121,7 @@ class SessionEvents:
             self._reverted = last.open.session
             self._emit_end(last.open.session, last.open.version, "reverted", last.reason, last.reverted.stall_s, now)
         if session is not None and session is not before:
-            self._events.emit(
+            self._emit(
                 SessionOpened(
                     session=short(session.open.session),
                     version=session.open.version,
@@ -126,7 +135,11 @@ class SessionEvents:
         told = state, self._engine.version, shown(self._engine.message) if state == "quarantined" else ""
         if told != self._told:
             self._told = told
-            self._events.emit(StateChanged(state=told[0], version=told[1], reason=told[2], at=now))
+            self._emit(StateChanged(state=told[0], version=told[1], reason=told[2], at=now))
+
+    def _emit(self, event: EngineEvent) -> None:
+        self._last_update(event)
+        self._events.emit(event)
 
     def _ended(self, session: OpenSession, last: LastCommit | None, error: str, now: float) -> None:
         opened = session.open
@@ -141,7 +154,7 @@ class SessionEvents:
     def _emit_end(
         self, session: str, version: int, outcome: SessionOutcome, reason: str, stall_s: float, now: float
     ) -> None:
-        self._events.emit(
+        self._emit(
             SessionEnded(
                 session=short(session),
                 version=version,

@@ -22,8 +22,6 @@ from weightcast.exporters.state_dict import StateDictExporter
 from weightcast.exporters.zero3 import Zero3Exporter, is_partitioned
 from weightcast.protocols import Exporter
 from weightcast.watch.listeners import Listener
-from weightcast.watch.logs import UpdateLog
-from weightcast.watch.spans import TrainerSpans
 from weightcast.wire.adapters import AdapterRequest, adapter_request
 from weightcast.wire.layout import DRAFT_PREFIX, DTYPES, NAMES
 
@@ -184,7 +182,7 @@ def adapter_of(model: Model, name: str, wire_dtype: str | None) -> tuple[Exporte
 
 
 def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
-    """Returns the caller's listeners, given as none, one or several, after those for logs and spans.
+    """Returns the caller's listeners, given as none, one or several.
 
     Raises:
         ConfigError: One of them cannot be called.
@@ -194,7 +192,7 @@ def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
     for listener in listed:
         if not callable(listener):
             raise ConfigError(f"on_event={listener!r} cannot be called", hint="pass a function of one event")
-    return (UpdateLog(), TrainerSpans(), *cast("tuple[Listener, ...]", listed))
+    return cast("tuple[Listener, ...]", listed)
 
 
 def _nothing() -> None:

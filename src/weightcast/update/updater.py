@@ -54,6 +54,8 @@ from weightcast.update.recognise import recognise_on_loop
 from weightcast.update.trainer_ranks import TrainerRanks
 from weightcast.update.watched import run_watched, tell_targets
 from weightcast.watch.listeners import Events, Listener
+from weightcast.watch.logs import UpdateLog
+from weightcast.watch.spans import TrainerSpans
 from weightcast.watch.timeline import TimelineRecorder
 from weightcast.wire.adapters import AdapterRequest
 from weightcast.wire.layout import BucketLayout, plan_buckets
@@ -94,7 +96,8 @@ class WeightUpdater:
         self._events = Events()
         timeline = TimelineRecorder()
         try:
-            self._events = Events((timeline, *listeners), rank=self._group.rank)
+            ours = timeline, UpdateLog(), TrainerSpans(timeline)
+            self._events = Events((*ours, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
             self._attempts = Attempts(exporter, self._group, self._ranks, timeline)
             exporter.prepare(self._group)

@@ -21,10 +21,10 @@ Health = Callable[[], Sequence[TargetHealth]]
 
 
 class _RankEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of each trainer rank to the head at the end of an update."""
+    """The message of each trainer rank to the head at the end of an update; the head has its own steps."""
 
     extra_bytes: int
-    steps: RankSteps
+    steps: RankSteps | None
 
 
 _rank_end = msgspec.json.Decoder(_RankEnd)
@@ -55,13 +55,13 @@ def gather_ends(
         heard: Time at which this rank heard that the update is over.
         asked_at: Time on the head before it told them.
     """
-    mine = _RankEnd(extra_bytes=extra_bytes, steps=recorder.mine(heard))
+    mine = _RankEnd(extra_bytes=extra_bytes, steps=None if group.is_head else recorder.mine(heard))
     gathered = group.gather_bytes(msgspec.json.encode(mine))
     told_at = time.monotonic()
     if gathered is None:
         return None
     ends = [_rank_end.decode(end) for end in gathered]
-    others, recording = [end.steps for end in ends[1:]], recorder.recording.so_far()
+    others, recording = [end.steps for end in ends if end.steps is not None], recorder.recording.so_far()
     return Ends(
         extra_bytes=max(end.extra_bytes for end in ends),
         timeline=lambda: recording.timeline(others, asked_at=asked_at, told_at=told_at),

@@ -89,8 +89,7 @@ class EngineMetrics(CountsLater):
                 Answered: self._answered,
                 SessionEnded: self._ended,
                 StateChanged: lambda event: self._now(event.state, event.version),
-            },
-            ends=(SessionEnded,),  # a state also changes when an update begins, and a scrape counts it anyway
+            }
         )
         made = self._made = _Instruments()
         self.register(made, registry)

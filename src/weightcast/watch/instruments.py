@@ -13,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from weightcast.errors import ConfigError
-from weightcast.watch.later import Deferred
+from weightcast.watch.listeners import ByKind
 
 # From a small model on one host (milliseconds) to a large one over a slow link (minutes).
 SECONDS = (
@@ -51,17 +51,20 @@ def unix_time(at: float) -> float:
     return time.time() - (time.monotonic() - at)
 
 
-class CountsLater(Deferred):
+class CountsLater(ByKind):
     """Base of listeners that count events in metrics when somebody reads these, or soon after the update."""
 
-    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]], *, ends: tuple[type[Any], ...]) -> None:
+    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
         """Counts nothing yet.
 
         Args:
             handlers: The function that counts, for each kind of events.
-            ends: Kinds of events after which an update is over.
         """
-        super().__init__({kind: self._kept(count, kind in ends) for kind, count in handlers.items()})
+        # Another process may read the values of several processes, and it does not ask this one.
+        if several_processes():
+            super().__init__(handlers)
+        else:
+            super().__init__({}, later=handlers)
 
     def register(self, instruments: object, registry: CollectorRegistry) -> None:
         """Makes a registry read the instruments among the attributes of an object.
@@ -71,22 +74,12 @@ class CountsLater(Deferred):
         """
         found = [value for value in vars(instruments).values() if isinstance(value, MetricWrapperBase)]
         try:
-            registry.register(_UpToDate(found, self.settle))
+            registry.register(_UpToDate(found, lambda: self._settle()))
         except ValueError as error:
             raise ConfigError(
                 f"these metrics cannot be registered: {error}",
                 hint="give each updater of this process a registry of its own",
             ) from error
-
-    def _kept(self, count: Callable[[Any], None], is_end: bool) -> Callable[[Any], None]:
-        def keep(event: Any) -> None:
-            self.later.keep(count, event)
-            if several_processes():  # another process may read the values, and it does not ask this one
-                self.settle()
-            elif is_end:
-                self.later.due()
-
-        return keep
 
 
 class _UpToDate(Collector):

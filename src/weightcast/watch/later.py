@@ -1,6 +1,7 @@
-"""Puts the work of listeners off until an update is over, so that the update does not wait for it.
+"""Puts work off until an update is over, so that the update does not wait for it.
 
-During an update a listener only keeps what it heard.  The work is done by whoever comes first:
+During an update the events are only kept (``Events`` in ``watch/listeners.py``).  The work is done by whoever comes
+first:
 
 - somebody who reads the result (a scrape of metrics), or who closes the updater: ``Later.settle`` on their thread,
 - a thread of this process that looks a moment after the update is over,
@@ -10,49 +11,44 @@ During an update a listener only keeps what it heard.  The work is done by whoev
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from weightcast.watch.listeners import NO_FIELDS, ByKind
-
-log = logging.getLogger("weightcast.watch")
-
-MAX_KEPT = 20_000  # of one listener; then the update waits while its events are counted, and none is lost
+MAX_KEPT = 20_000  # then the update waits while they are worked on, and none is lost
 # The proof of residence and the answer come first: making spans holds the interpreter for a millisecond.
 _REST_S = 0.1
 
 
 class Later:
-    """The work that one listener has put off, in order.  Thread-safe."""
+    """Keeps values in order until it works on them.  Thread-safe."""
 
-    def __init__(self, owner: object) -> None:
-        """Nothing is put off yet.
+    def __init__(self, do: Callable[[Any], None]) -> None:
+        """Keeps nothing yet.
 
         Args:
-            owner: The listener, which the log line of an error names.
+            do: The work on one value; must not raise.
         """
-        self._owner = repr(owner)
-        self._work: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._do = do
+        self._kept: deque[Any] = deque()
         self._doing = threading.RLock()
         self._is_due = False
         _KNOWN.add(self)
 
-    def keep(self, do: Callable[[Any], None], value: Any) -> None:
-        """Puts off the call of a function with one value."""
-        self._work.append((do, value))
-        if len(self._work) >= MAX_KEPT:
+    def keep(self, value: Any) -> None:
+        """Puts off the work on a value."""
+        self._kept.append(value)
+        if len(self._kept) >= MAX_KEPT:
             self.settle()
 
-    def due(self) -> None:
-        """Has the thread do the work soon; the update is over."""
-        if not self._is_due:
+    def due(self, _: object = None) -> None:
+        """Has the thread do the work soon, if there is any; the update is over."""
+        if self._kept and not self._is_due:
             self._is_due = True
             _THREAD.look_at(self)
 
@@ -60,42 +56,14 @@ class Later:
         """Does all work now, on the caller's thread; waits for a thread that does it already."""
         with self._doing:
             self._is_due = False
-            while self._work:
-                finish(self._owner, *self._work.popleft())
+            while self._kept:
+                self._do(self._kept.popleft())
 
     def forget(self) -> None:
         """Drops all work, in a forked child: the parent does it."""
-        self._work.clear()
+        self._kept.clear()
         self._doing = threading.RLock()
         self._is_due = False
-
-
-def finish(owner: str, do: Callable[[Any], None], value: Any) -> None:
-    """Does one piece of work; an error is logged under the owner's name."""
-    try:
-        do(value)
-    except Exception as error:  # exporters are the caller's; no update depends on them
-        words = f"{type(error).__name__}: {error}"
-        log.error("%s failed at %s: %s", owner, type(value).__name__, words, exc_info=True, extra=NO_FIELDS)
-
-
-class Deferred(ByKind):
-    """Base of listeners with work for later."""
-
-    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
-        super().__init__(handlers)
-        self.later = Later(self)
-
-    def attach(self, rank: int) -> None:
-        """As ``Attached.attach``; does nothing."""
-
-    def detach(self) -> None:
-        """Does what was put off."""
-        self.settle()
-
-    def settle(self) -> None:
-        """Does what was put off, on the caller's thread."""
-        self.later.settle()
 
 
 class _Thread:
@@ -106,13 +74,13 @@ class _Thread:
 
     def forget(self) -> None:
         """Begins anew: a forked child has no thread."""
-        self._queue: queue.SimpleQueue[tuple[weakref.ref[Later], float]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Later, float]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def look_at(self, later: Later) -> None:
         """Has the thread settle it after a rest."""
-        self._queue.put((weakref.ref(later), time.monotonic() + _REST_S))
+        self._queue.put((later, time.monotonic() + _REST_S))
         if self._thread is None:
             self._start()
 
@@ -126,12 +94,10 @@ class _Thread:
 
     def _run(self) -> None:
         while True:
-            found, due = self._queue.get()
+            later, due = self._queue.get()
             time.sleep(max(0.0, due - time.monotonic()))
-            later = found()
-            if later is not None:
-                later.settle()
-            del later
+            later.settle()
+            del later  # nobody else may need it
 
 
 def _settle_all() -> None:

@@ -7,47 +7,76 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from weightcast.watch.events import Event, Step, StepEnded
+from weightcast.watch.events import Event, SessionEnded, Step, StepEnded, TargetsChanged, UpdateEnded
+from weightcast.watch.later import Later
 
 log = logging.getLogger("weightcast.watch")
 
 Listener = Callable[[Event], None]
 # The fields of the log lines of updates; a formatter of the caller's may ask for them in every line.
 NO_FIELDS: Mapping[str, object] = {"session": None, "version": None, "target": None}
+_LAST = (SessionEnded, TargetsChanged, UpdateEnded)  # then what was put off is due
+_Call = tuple[Callable[[Any], None], object]  # a function for events, and its owner
 
 
 class ByKind:
-    """Base of listeners that hear only some kinds of events.
+    """Base of listeners that hear only some kinds of events, some of them later.
 
     A bucket has several events, so what a listener passes over must cost next to nothing.
     """
 
-    def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
-        """Takes the function for each kind."""
+    def __init__(
+        self,
+        handlers: Mapping[type[Any], Callable[[Any], None]],
+        *,
+        later: Mapping[type[Any], Callable[[Any], None]] = MappingProxyType({}),
+    ) -> None:
+        """Takes the function for each kind.
+
+        Args:
+            handlers: Functions that an update waits for.
+            later: Functions that are called when the update is over, in the order of the events; see
+                ``Events.settle``.
+        """
         self._handlers = dict(handlers)
+        self._later = dict(later)
+        self._settle: Callable[[], None] = _nothing
+
+    def attach(self, events: Events) -> None:
+        """As ``Attached.attach``."""
+        self._settle = events.settle
+
+    def detach(self) -> None:
+        """As ``Attached.detach``."""
+        self._settle = _nothing
 
     def handler(self, kind: type[Any]) -> Callable[[Any], None] | None:
         """The function for events of a kind; None if they are passed over."""
         return self._handlers.get(kind)
 
+    def later(self, kind: type[Any]) -> Callable[[Any], None] | None:
+        """The function for events of a kind that may be called later; None if there is none."""
+        return self._later.get(kind)
+
     def __call__(self, event: Event) -> None:
-        """As ``Listener``."""
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        """As ``Listener``; puts nothing off."""
+        for handler in (self.handler(type(event)), self.later(type(event))):
+            if handler is not None:
+                handler(event)
 
 
 @runtime_checkable
 class Attached(Protocol):
     """A listener that is told where it listens, before the first event and after the last."""
 
-    def attach(self, rank: int) -> None:
+    def attach(self, events: Events) -> None:
         """Called once in each process.  An error ends ``connect``.
 
         Args:
-            rank: Trainer rank of this process; 0 in an engine's server.
+            events: The events of this process.
         """
         ...
 
@@ -68,15 +97,16 @@ class Tracing(Protocol):
 class Events:
     """Hands events to listeners, one event at a time.  Thread-safe.
 
-    A listener runs on the thread of the update, so it must return soon.  An error of a listener is logged and ends
-    neither the update nor the other listeners.
+    A listener runs on the thread of the update, so it must return soon.  What a ``ByKind`` does later waits for
+    ``settle``; a thread calls it soon after the update.  An error of a listener is logged and ends neither the update
+    nor the other listeners.
     """
 
     def __init__(self, listeners: Iterable[Listener] = (), *, rank: int = 0) -> None:
         """Attaches the listeners that want it.
 
         Args:
-            listeners: Called with every event, in this order.
+            listeners: Called with every event, in this order, but each ``ByKind`` before the others.
             rank: Trainer rank of this process; 0 in an engine's server.
 
         Raises:
@@ -85,14 +115,16 @@ class Events:
         self.rank = rank
         self._listeners = tuple(listeners)
         self._tracing = tuple(one for one in self._listeners if isinstance(one, Tracing))  # asked for each target
-        self._hearing: dict[type[Any], tuple[tuple[Callable[[Any], None], Listener], ...]] = {}
+        self._hearing: dict[type[Any], tuple[_Call, ...]] = {}
+        self._hearing_later: dict[type[Any], tuple[_Call, ...]] = {}
+        self._later = Later(self._work_on)
         self._lock = threading.RLock()
         self._failed: set[int] = set()
         attached: list[Attached] = []
         try:
             for listener in self._listeners:
                 if isinstance(listener, Attached):
-                    listener.attach(rank)
+                    listener.attach(self)
                     attached.append(listener)
         except BaseException:
             for listener in attached:
@@ -103,20 +135,39 @@ class Events:
         """Hands an event to every listener."""
         with self._lock:
             hearing = self._hearing.get(type(event))
-            for call, listener in self._that_hear(type(event)) if hearing is None else hearing:
-                try:
-                    call(event)
-                except Exception as error:  # a caller's function; the update must not depend on it
-                    first = id(listener) not in self._failed
-                    self._failed.add(id(listener))
-                    words = f"{type(error).__name__}: {error}"
-                    name = type(event).__name__
-                    log.error("%r failed at %s: %s", listener, name, words, exc_info=first, extra=NO_FIELDS)
+            self._hand(event, self._that_hear(type(event)) if hearing is None else hearing)
 
-    def _that_hear(self, kind: type[Any]) -> tuple[tuple[Callable[[Any], None], Listener], ...]:
+    def settle(self) -> None:
+        """Does what listeners have put off, on the caller's thread."""
+        self._later.settle()
+
+    def _work_on(self, event: Event) -> None:
+        self._hand(event, self._hearing_later[type(event)])
+
+    def _hand(self, event: Event, hearing: Iterable[_Call]) -> None:
+        for call, listener in hearing:
+            try:
+                call(event)
+            except Exception as error:  # a caller's function; the update must not depend on it
+                first = id(listener) not in self._failed
+                self._failed.add(id(listener))
+                words = f"{type(error).__name__}: {error}"
+                name = type(event).__name__
+                log.error("%r failed at %s: %s", listener, name, words, exc_info=first, extra=NO_FIELDS)
+
+    def _that_hear(self, kind: type[Any]) -> tuple[_Call, ...]:
         """The functions for a kind of events, with their listeners; buckets have many, so each is asked once."""
-        calls = ((one.handler(kind) if isinstance(one, ByKind) else one, one) for one in self._listeners)
-        found = self._hearing[kind] = tuple((call, one) for call, one in calls if call is not None)
+        by_kind = [one for one in self._listeners if isinstance(one, ByKind)]
+        calls: list[_Call] = [(call, one) for one in by_kind if (call := one.handler(kind)) is not None]
+        later: list[_Call] = [(call, one) for one in by_kind if (call := one.later(kind)) is not None]
+        if later:
+            self._hearing_later[kind] = tuple(later)
+            calls.append((self._later.keep, self))
+        if kind in _LAST:
+            calls.append((self._later.due, self))
+        # A function of the caller's comes last: it may read metrics.
+        calls += [(one, one) for one in self._listeners if not isinstance(one, ByKind)]
+        found = self._hearing[kind] = tuple(calls)
         return found
 
     @contextmanager
@@ -140,6 +191,11 @@ class Events:
 
     def close(self) -> None:
         """Detaches the listeners; safe to call twice."""
+        self.settle()
         for listener in self._listeners:
             if isinstance(listener, Attached):
                 listener.detach()
+
+
+def _nothing() -> None:
+    """There is nothing to settle."""

@@ -22,13 +22,13 @@ from weightcast.watch.events import (
     UpdateEnded,
     UpdateStarted,
 )
-from weightcast.watch.later import Deferred
+from weightcast.watch.listeners import ByKind
 
 trainer_log = logging.getLogger("weightcast.update")
 engine_log = logging.getLogger("weightcast.receiver")
 
 
-class UpdateLog(Deferred):
+class UpdateLog(ByKind):
     """Writes one line where an update begins, ends or fails, and where an engine changes its state.
 
     Every message to a target is a line at level ``DEBUG``.  The line of an engine that an update succeeded comes a
@@ -47,7 +47,8 @@ class UpdateLog(Deferred):
                 Answered: self._answered,
                 SessionEnded: self._session_ended,
                 StateChanged: self._state_changed,
-            }
+            },
+            later={SessionEnded: self._committed},
         )
         self._session: str | None = None
         self._version: int | None = None
@@ -132,21 +133,19 @@ class UpdateLog(Deferred):
 
     def _session_ended(self, event: SessionEnded) -> None:
         match event.outcome:
-            case "committed":
-                self.later.keep(self._committed, (event, self._extra(None)))
-                self.later.due()
+            case "committed" | "quarantined":  # the first is told later, the second by StateChanged
+                pass
             case "aborted":
                 text = "update to version %s ended: %s; version %s stays"
                 self._engine(logging.WARNING, text, event.version, event.reason, event.serves)
             case "reverted":
                 text = "went back from version %s to %s: %s"
                 self._engine(logging.WARNING, text, event.version, event.serves, event.reason)
-            case "quarantined":  # StateChanged says so
-                pass
 
-    def _committed(self, ended: tuple[SessionEnded, dict[str, object]]) -> None:
-        event, extra = ended
-        engine_log.info("version %s serves; stall %.6f s", event.version, event.stall_s, extra=extra)
+    def _committed(self, event: SessionEnded) -> None:
+        if event.outcome == "committed":
+            extra = {"session": event.session, "version": event.version, "target": None}
+            engine_log.info("version %s serves; stall %.6f s", event.version, event.stall_s, extra=extra)
 
     def _state_changed(self, event: StateChanged) -> None:
         if event.state == "quarantined":
@@ -155,7 +154,7 @@ class UpdateLog(Deferred):
             self._engine(level, "quarantined: %s", event.reason)
 
     def _engine(self, level: int, text: str, *values: object, session: str | None = None) -> None:
-        self.settle()
+        self._settle()
         extra = self._extra(None)
         engine_log.log(level, text, *values, extra=extra if session is None else {**extra, "session": session})
 

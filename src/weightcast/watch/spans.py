@@ -28,132 +28,118 @@ from weightcast.watch.events import (
     AttemptStarted,
     SessionEnded,
     SessionOpened,
-    StepEnded,
     UpdateEnded,
     UpdateStarted,
 )
-from weightcast.watch.later import Deferred
+from weightcast.watch.listeners import ByKind
+from weightcast.watch.timeline import Recording, TimelineRecorder
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class TrainerSpans(Deferred):
+class TrainerSpans(ByKind):
     """Makes the spans of the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: TimelineRecorder) -> None:
+        """Makes none yet.
+
+        Args:
+            recorder: A listener to the same events, which keeps the steps and the messages.
+        """
         super().__init__(
-            {
-                UpdateStarted: self._begin,
-                AttemptStarted: self._attempt,
-                StepEnded: self._step,
-                Asked: self._was_asked,
-                UpdateEnded: self._end,
-            }
+            {UpdateStarted: self._begin, AttemptStarted: self._attempt, UpdateEnded: self._leave},
+            later={UpdateEnded: self._make},
         )
+        self._recorder = recorder
         self._otel: _Otel | None = None
-        self._making: _UpdateSpans | None = None
-        self._current: Any = None
-        self._targets: dict[str, Any] = {}
+        self._open: _OpenSpans | None = None
+        self._left: dict[float, _OpenSpans] = {}
 
     def traceparent(self, target: str) -> str:
         """As ``Tracing.traceparent``."""
-        if self._making is None:
-            return ""
-        return _traceparent(self._targets.get(target, self._making.root))
+        return "" if self._open is None else self._open.traceparent(target)
 
     def _begin(self, event: UpdateStarted) -> None:
         if event.rank:
             return
-        self._making = self._current = None
-        otel = self._otel = _Otel.here(event.time_s - event.at, self._otel)
+        otel = self._otel = self._otel or _Otel.here()
         if otel is None:
             return
-        root = otel.start("update", event.at)
-        if not root.get_span_context().is_valid:  # no SDK, and no span of the caller's to continue
-            return
-        self._current = otel.make_current(root)  # spans and logs of the caller's own code in the update belong to it
-        self._making = _UpdateSpans(otel, root, event)
-        self._begin_targets(event.targets, event.at)
-
-    def _begin_targets(self, urls: Sequence[str], began: float) -> None:
-        """Begins them at once: engines continue them."""
-        making = self._making
-        assert making is not None
-        self._targets = {url: making.otel.start("target", began, parent=making.root, kind="CLIENT") for url in urls}
-        self.later.keep(making.begin_targets, self._targets)
+        clock = _Clock(event)
+        root = otel.start("update", clock.ns(event.at))
+        if root.get_span_context().is_valid:  # else there is neither an SDK nor a span of the caller's to continue
+            self._open = _OpenSpans(otel, clock, root, event)
 
     def _attempt(self, event: AttemptStarted) -> None:
-        if self._making is None:
-            return
-        self.later.keep(self._making.attempt, event)
+        if self._open is not None:
+            self._open.attempt(event)
+
+    def _leave(self, event: UpdateEnded) -> None:
+        found, self._open = self._open, None
+        if found is not None:
+            found.leave(self._recorder.recording)
+            self._left[event.at] = found
+
+    def _make(self, event: UpdateEnded) -> None:
+        found = self._left.pop(event.at, None)
+        if found is not None:
+            found.end(event)
+
+
+class _OpenSpans:
+    """The spans that begin with an update of the head: its own, and those that engines continue."""
+
+    def __init__(self, otel: _Otel, clock: _Clock, root: Any, started: UpdateStarted) -> None:
+        self._otel = otel
+        self._clock = clock
+        self._root = root
+        self._inside = otel.inside(root)
+        self._token = otel.attach(self._inside)  # spans and logs of the caller's own code in the update belong to it
+        self._number, self._session = 0, ""
+        self._num_targets = len(started.targets)
+        self._attempts: list[tuple[float, dict[str, Any]]] = []
+        self._begin_targets(started.targets, started.at)
+        self._recording = Recording()
+
+    def traceparent(self, target: str) -> str:
+        """The span of a target, in the form of W3C Trace Context."""
+        _, spans = self._attempts[-1]
+        context = spans.get(target, self._root).get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+    def attempt(self, event: AttemptStarted) -> None:
+        """Each attempt has spans of its own for its targets."""
+        self._number, self._session = event.number, event.session
         if event.number > 1:
             self._begin_targets(event.targets, event.at)
 
-    def _step(self, event: StepEnded) -> None:
-        if self._making is not None:
-            self.later.keep(self._making.step, event)
-
-    def _was_asked(self, event: Asked) -> None:
-        if self._making is not None:
-            self.later.keep(self._making.was_asked, event)
-
-    def _end(self, event: UpdateEnded) -> None:
-        making, self._making = self._making, None
-        if making is None:
-            return
-        self._targets = {}
-        making.otel.make_old(self._current)
-        self.later.keep(making.end, event)
-        self.later.due()
-
-
-class _UpdateSpans:
-    """The spans of one update of the head.  What it adds to them is done later."""
-
-    def __init__(self, otel: _Otel, root: Any, started: UpdateStarted) -> None:
-        self.otel = otel
-        self.root = root
-        self._started = started
-        self._offset_ns = otel.offset_ns  # of the next update it may be another
-        self._steps = _Worked()
-        self._targets: Mapping[str, Any] = _NOTHING
-        self._asked: dict[str, _Messages] = {}
-        self._attempts, self._session = 0, ""
-
-    def begin_targets(self, spans: Mapping[str, Any]) -> None:
-        """Notes the spans of an attempt's targets."""
-        self._targets = spans
-
-    def attempt(self, event: AttemptStarted) -> None:
-        """Ends the spans of the attempt before."""
-        self._attempts, self._session = event.number, event.session
-        if event.number > 1:
-            self._end_targets({}, event.at)
-
-    def step(self, event: StepEnded) -> None:
-        """Adds a step of the head."""
-        self._steps.add(event.step.phase, event.step.began, event.step.ended)
-
-    def was_asked(self, event: Asked) -> None:
-        """Adds a message to a target."""
-        messages = self._asked.get(event.target)
-        if messages is None:
-            messages = self._asked[event.target] = _Messages()
-        messages.add(event)
+    def leave(self, recording: Recording) -> None:
+        """The update is over; what it did is in the recording."""
+        self._otel.detach(self._token)
+        self._recording = recording
 
     def end(self, event: UpdateEnded) -> None:
         """Makes the spans of the phases, and ends all."""
-        otel, root, report = self.otel, self.root, event.report
+        otel, root, report = self._otel, self._root, event.report
         rows = report.targets if report is not None else ()
-        self._end_targets({row.url: row.message or row.status for row in rows if row.status != "serving"}, event.at)
+        failed = {row.url: row.message or row.status for row in rows if row.status != "serving"}
+        messages = [asked for asked in self._recording.asked if asked.ended <= event.at]
+        until = event.at
+        for began, spans in reversed(self._attempts):
+            asked = [asked for asked in messages if began <= asked.began < until]
+            self._end_targets(spans, asked, failed, until)
+            failed, until = {}, began
         if root.is_recording():
-            otel.make_spans(self._steps, root, self._offset_ns)
+            steps = _Worked()
+            for step in self._recording.steps:
+                steps.add(step.phase, step.began, step.ended)
+            otel.make_spans(steps, self._inside, self._clock)
             values: dict[str, Any] = {
                 "version": event.version,
                 "transport": event.transport,
-                "targets": len(self._started.targets),
+                "targets": self._num_targets,
                 "outcome": event.outcome,
-                "attempts": self._attempts,
+                "attempts": self._number,
                 "session": self._session,
             }
             if report is not None:
@@ -161,27 +147,38 @@ class _UpdateSpans:
             root.set_attributes(_named(values))
             if event.outcome == "failed":
                 otel.fail(root, f"{event.error_kind}: {event.error}")
-        root.end(_ns_of(event.at, self._offset_ns))
+        root.end(self._clock.ns(event.at))
 
-    def _end_targets(self, failed: Mapping[str, str], at: float) -> None:
-        targets, self._targets = self._targets, _NOTHING
-        asked, self._asked = self._asked, {}
-        for url, span in targets.items():
-            messages = asked.get(url) or _Messages()
+    def _begin_targets(self, urls: Sequence[str], began: float) -> None:
+        start, at = self._otel.start, self._clock.ns(began)
+        self._attempts.append((began, {url: start("target", at, self._inside, kind="CLIENT") for url in urls}))
+
+    def _end_targets(
+        self, spans: Mapping[str, Any], asked: Sequence[Asked], failed: Mapping[str, str], until: float
+    ) -> None:
+        by_target: dict[str, list[Asked]] = {url: [] for url in spans}
+        for message in asked:
+            by_target.setdefault(message.target, []).append(message)
+        for url, span in spans.items():
+            messages = by_target[url]
             if span.is_recording():
                 span.set_attributes(_named({"target": url}))
-                self.otel.add_events(messages.worked, span, self._offset_ns)
-                error = failed.get(url) or messages.error
+                worked = _Worked()
+                for message in messages:
+                    name = "buckets" if message.message == "bucket" else message.message
+                    worked.add(name, message.began, message.ended)
+                self._otel.add_events(worked, span, self._clock)
+                error = failed.get(url) or next((message.error for message in messages if not message.ok), "")
                 if error:
-                    self.otel.fail(span, error)
-            span.end(_ns_of(at if messages.ended is None else messages.ended, self._offset_ns))
+                    self._otel.fail(span, error)
+            span.end(self._clock.ns(messages[-1].ended if messages else until))
 
 
-class EngineSpans(Deferred):
+class EngineSpans(ByKind):
     """Makes the spans of an engine's server and its ranks."""
 
     def __init__(self) -> None:
-        super().__init__({SessionOpened: self._begin, Answered: self._answer, SessionEnded: self._end})
+        super().__init__({}, later={SessionOpened: self._begin, Answered: self._answer, SessionEnded: self._end})
         self._otel: _Otel | None = None
         self._opened: SessionOpened | None = None
         self._answered: list[Answered] = []
@@ -195,34 +192,32 @@ class EngineSpans(Deferred):
             self._answered.append(event)
 
     def _end(self, event: SessionEnded) -> None:
-        opened = self._opened
-        if opened is not None and event.session == opened.session:
-            answered, self._answered = self._answered, []
-            self.later.keep(self._make, (opened, event, answered))
-            self.later.due()
-
-    def _make(self, ended: tuple[SessionOpened, SessionEnded, Sequence[Answered]]) -> None:
-        opened, event, answered = ended
-        otel = self._otel = _Otel.here(opened.time_s - opened.at, self._otel)
+        opened, otel = self._opened, self._otel or _Otel.here()
+        self._otel = otel
+        if opened is None or event.session != opened.session:
+            return
+        answered, self._answered = self._answered, []
         reverts = event.outcome == "reverted"
         answered = [answer for answer in answered if not reverts or answer.message == "revert"]
         if otel is None or not answered:
             return
+        clock, parent = _Clock(opened), otel.parent(opened.traceparent)
         values: dict[str, Any] = {"version": event.version, "session": event.session, "outcome": event.outcome}
         name = "revert" if reverts else "session"
-        span = otel.start(name, answered[0].began, values, parent=otel.parent(opened.traceparent), kind="SERVER")
+        span = otel.start(name, clock.ns(answered[0].began), parent, values, kind="SERVER")
         if span.is_recording():
             by_rank: dict[int | None, _Worked] = {}
             for answer in answered:
                 for step in answer.steps:
                     by_rank.setdefault(step.rank, _Worked()).add(step.phase, step.began, step.ended)
+            inside = otel.inside(span)
             for rank, worked in by_rank.items():
-                otel.make_spans(worked, span, otel.offset_ns, _NOTHING if rank is None else {"rank": rank})
+                otel.make_spans(worked, inside, clock, _NOTHING if rank is None else {"rank": rank})
             size_bytes = sum(answer.bytes for answer in answered)
             span.set_attributes(_named({"bytes": size_bytes, "stall_s": event.stall_s}))
             if event.outcome != "committed":
                 otel.fail(span, event.reason)
-        span.end(_ns_of(event.at, otel.offset_ns))
+        span.end(clock.ns(event.at))
 
 
 class _Worked:
@@ -237,82 +232,62 @@ class _Worked:
         self.rows[name] = min(first, began), max(last, ended), seconds + ended - began, count + 1
 
 
-class _Messages:
-    """The messages to one target.
+class _Clock:
+    """The time that OpenTelemetry wants for a monotonic time."""
 
-    Attributes:
-        worked: The messages by name.
-        error: The first error; empty without one.
-        ended: When the last answer had been read; None without one.
-    """
+    def __init__(self, began: UpdateStarted | SessionOpened) -> None:
+        self._offset_ns = round((began.time_s - began.at) * 1e9)
 
-    def __init__(self) -> None:
-        self.worked = _Worked()
-        self.error = ""
-        self.ended: float | None = None
-
-    def add(self, asked: Asked) -> None:
-        """Adds a message."""
-        self.worked.add("buckets" if asked.message == "bucket" else asked.message, asked.began, asked.ended)
-        self.ended = asked.ended
-        if not asked.ok and not self.error:
-            self.error = asked.error
+    def ns(self, at: float) -> int:
+        """Nanoseconds since 1970 of a monotonic time."""
+        return round(at * 1e9) + self._offset_ns
 
 
 class _Otel:
-    """OpenTelemetry's API as this process has it, and its clock."""
+    """OpenTelemetry's API as this process has it.  A parent is a context of the API; None is the caller's."""
 
     def __init__(self, trace: Any) -> None:
+        from opentelemetry import context  # the process has imported it already
+
         self._trace = trace
         self._tracer = trace.get_tracer("weightcast", __version__)
-        self.offset_ns = 0
+        self.attach, self.detach = context.attach, context.detach
+        self.inside = trace.set_span_in_context
 
     @classmethod
-    def here(cls, offset_s: float, known: _Otel | None) -> _Otel | None:
-        """Returns the API, or None if this process has not imported it.
-
-        Args:
-            offset_s: Seconds to add to a monotonic time for the seconds since 1970.
-            known: What the call before returned.
-        """
+    def here(cls) -> _Otel | None:
+        """Returns the API, or None if this process has not imported it."""
         trace = sys.modules.get("opentelemetry.trace")
-        found = known or (None if trace is None else cls(trace))
-        if found is not None:
-            found.offset_ns = round(offset_s * 1e9)
-        return found
+        return None if trace is None else cls(trace)
 
     def start(
         self,
         name: str,
-        began: float,
+        start_ns: int,
+        parent: Any = None,
         values: Mapping[str, Any] = _NOTHING,
         *,
-        parent: Any = None,
         kind: str = "INTERNAL",
-        offset_ns: int | None = None,
     ) -> Any:
-        """Starts a span; its parent is a span, a span context, or (None) the caller's current span."""
-        context = None if parent is None else self._trace.set_span_in_context(parent)
+        """Starts a span."""
         return self._tracer.start_span(
             f"weightcast.{name}",
-            context=context,
+            context=parent,
             kind=getattr(self._trace.SpanKind, kind),
             attributes=_named(values) if values else None,
-            start_time=_ns_of(began, self.offset_ns if offset_ns is None else offset_ns),
+            start_time=start_ns,
         )
 
-    def make_spans(self, pieces: _Worked, parent: Any, offset_ns: int, values: Mapping[str, Any] = _NOTHING) -> None:
+    def make_spans(self, pieces: _Worked, parent: Any, clock: _Clock, values: Mapping[str, Any] = _NOTHING) -> None:
         """Makes one span for each name, from the first beginning to the last end."""
         for name, (began, ended, seconds, count) in pieces.rows.items():
             worked = {"seconds": seconds, "count": count} if count > 1 else {}
-            span = self.start(name, began, {**worked, **values}, parent=parent, offset_ns=offset_ns)
-            span.end(_ns_of(ended, offset_ns))
+            self.start(name, clock.ns(began), parent, {**worked, **values}).end(clock.ns(ended))
 
-    def add_events(self, pieces: _Worked, span: Any, offset_ns: int) -> None:
+    def add_events(self, pieces: _Worked, span: Any, clock: _Clock) -> None:
         """Adds one event for each name, at its last end; it costs a tenth of a span."""
         for name, (_, ended, seconds, count) in pieces.rows.items():
-            values = _named({"seconds": seconds, "count": count})
-            span.add_event(f"weightcast.{name}", values, _ns_of(ended, offset_ns))
+            span.add_event(f"weightcast.{name}", _named({"seconds": seconds, "count": count}), clock.ns(ended))
 
     def fail(self, span: Any, words: str) -> None:
         """Marks a span as failed."""
@@ -320,38 +295,15 @@ class _Otel:
 
     def parent(self, traceparent: str) -> Any:
         """The span that a W3C traceparent names; one without a trace if it is empty, so that a new trace begins."""
-        if not traceparent:
-            return self._trace.INVALID_SPAN
-        _, trace_id, span_id, flags = traceparent.split("-")
-        context = self._trace.SpanContext(
-            int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=self._trace.TraceFlags(int(flags, 16))
-        )
-        return self._trace.NonRecordingSpan(context)
-
-    def make_current(self, span: Any) -> Any:
-        """Makes a span the current one of this thread; returns the token that undoes it."""
-        from opentelemetry import context  # the process has imported it already
-
-        return context.attach(self._trace.set_span_in_context(span))
-
-    def make_old(self, token: Any) -> None:
-        """Undoes ``make_current``."""
-        from opentelemetry import context
-
-        context.detach(token)
-
-
-def _ns_of(at: float, offset_ns: int) -> int:
-    """Nanoseconds since 1970 of a monotonic time."""
-    return round(at * 1e9) + offset_ns
+        found = self._trace.INVALID_SPAN
+        if traceparent:
+            _, trace_id, span_id, flags = traceparent.split("-")
+            context = self._trace.SpanContext(
+                int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=self._trace.TraceFlags(int(flags, 16))
+            )
+            found = self._trace.NonRecordingSpan(context)
+        return self.inside(found)
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"weightcast.{key}": value for key, value in values.items()}
-
-
-def _traceparent(span: Any) -> str:
-    context = span.get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"

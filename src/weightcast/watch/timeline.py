@@ -66,7 +66,12 @@ class TimelineRecorder(ByKind):
 
 
 class Recording:
-    """The steps of one update on this rank, and the messages of the head."""
+    """The steps of one update on this rank, and the messages of the head.
+
+    Attributes:
+        steps: The steps.
+        asked: The messages.
+    """
 
     def __init__(
         self, began: float = 0.0, began_unix_s: float = 0.0, rank: int = 0, targets: tuple[str, ...] = ()
@@ -83,31 +88,31 @@ class Recording:
         self._began_unix_s = began_unix_s
         self._rank = rank
         self._targets = targets
-        self._steps: list[Step] = []
-        self._asked: list[Asked] = []
+        self.steps: list[Step] = []
+        self.asked: list[Asked] = []
         self._left = MAX_STEPS
 
     def add_step(self, step: Step) -> None:
         """Keeps a step of this rank."""
-        if len(self._steps) < MAX_STEPS:
-            self._steps.append(step)
+        if len(self.steps) < MAX_STEPS:
+            self.steps.append(step)
 
     def add_message(self, asked: Asked) -> None:
         """Keeps a message to a target."""
         self._left -= len(asked.steps)
         kept = asked if self._left >= 0 else msgspec.structs.replace(asked, steps=())
-        if len(self._asked) < MAX_STEPS:
-            self._asked.append(kept)
+        if len(self.asked) < MAX_STEPS:
+            self.asked.append(kept)
 
     def so_far(self) -> Recording:
         """A copy, to which nothing is added any more: the next attempt of the update, or messages after it."""
         found = Recording(self._began, self._began_unix_s, self._rank, self._targets)
-        found._steps, found._asked, found._left = list(self._steps), list(self._asked), self._left
+        found.steps, found.asked, found._left = list(self.steps), list(self.asked), self._left
         return found
 
     def mine(self, heard: float) -> RankSteps:
         """As ``TimelineRecorder.mine``."""
-        return RankSteps(rank=self._rank, steps=tuple(self._steps), heard=heard, answered=time.monotonic())
+        return RankSteps(rank=self._rank, steps=tuple(self.steps), heard=heard, answered=time.monotonic())
 
     def timeline(self, ranks: Sequence[RankSteps] = (), *, asked_at: float = 0.0, told_at: float = 0.0) -> Timeline:
         """Puts all steps on this rank's clock.
@@ -119,7 +124,7 @@ class Recording:
         """
         tracks = self._trainer_tracks(ranks, asked_at, told_at)
         by_target: dict[str, list[tuple[int, Asked]]] = {url: [] for url in self._targets}
-        for number, asked in enumerate(self._asked):
+        for number, asked in enumerate(self.asked):
             by_target.setdefault(asked.target, []).append((number, asked))
         for target, messages in by_target.items():
             tracks += self._message_tracks(target, messages)
@@ -133,7 +138,7 @@ class Recording:
     def _trainer_tracks(self, ranks: Sequence[RankSteps], asked_at: float, told_at: float) -> list[Track]:
         alone = not ranks
         tracks = self._tracks("trainer", TRAINER, "rank 0", self._spans(self._head_steps(alone), Alignment()))
-        wire = [step for step in self._steps if step.phase == "wire"]
+        wire = [step for step in self.steps if step.phase == "wire"]
         tracks += self._tracks("trainer", TRAINER, "rank 0, wire", self._spans(wire, Alignment()))
         for found in ranks:
             way = align([RoundTrip(asked_at, found.heard, found.answered, told_at)]) or Alignment()
@@ -142,7 +147,7 @@ class Recording:
         return tracks
 
     def _head_steps(self, alone: bool) -> list[Step]:
-        steps = [step for step in self._steps if step.phase != "wire"]
+        steps = [step for step in self.steps if step.phase != "wire"]
         if alone:  # one rank has nothing to gather
             named = (msgspec.structs.replace(step, phase="fill") if step.phase == "gather" else step for step in steps)
             return list(named)

@@ -12,6 +12,7 @@ from weightcast.errors import ConfigError
 from weightcast.report import UpdateReport
 from weightcast.watch.events import Outcome, TargetsChanged, UpdateEnded, UpdateStarted
 from weightcast.watch.instruments import GAUGE_MODE, SECONDS, UNKNOWN, CountsLater, several_processes, unix_time
+from weightcast.watch.listeners import Events
 
 STATES = ("gone", "joining", "updating", "serving", "quarantined")
 
@@ -94,10 +95,7 @@ class PrometheusMetrics(CountsLater):
             port: Port of an exporter on the head, which serves ``/metrics``; 0 takes a free one.  None starts none.
             address: Address that the exporter listens on; ``0.0.0.0`` for all of this host.
         """
-        super().__init__(
-            {UpdateStarted: self._begin, TargetsChanged: self._targets, UpdateEnded: self._end},
-            ends=(TargetsChanged, UpdateEnded),
-        )
+        super().__init__({UpdateStarted: self._begin, TargetsChanged: self._targets, UpdateEnded: self._end})
         self._registry = registry or (REGISTRY if port is None else CollectorRegistry())
         self._asked_port = port
         self._address = address
@@ -111,13 +109,13 @@ class PrometheusMetrics(CountsLater):
         """Port of the exporter; None without one."""
         return self._server[0].server_port if self._server is not None else None
 
-    def attach(self, rank: int) -> None:
+    def attach(self, events: Events) -> None:
         """As ``Attached.attach``; on the head, registers the metrics and starts the exporter.
 
         Raises:
             ConfigError: The registry has these metrics already, the port is taken, or another updater has this object.
         """
-        if rank:
+        if events.rank:
             return
         if self._attached:
             raise ConfigError(
@@ -138,6 +136,7 @@ class PrometheusMetrics(CountsLater):
                     hint="choose another port, or 0 for any free one",
                 ) from error
         self._attached = True
+        super().attach(events)
 
     def detach(self) -> None:
         """As ``Attached.detach``; ends the exporter, and leaves the metrics in their registry."""
