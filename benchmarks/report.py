@@ -293,7 +293,7 @@ def _watching(result: Result) -> str:
         + "\n"
         + table(["ms of an update", "without", "with", "difference", "95 % of its medians"], rows)
         + f"\nProcessor time in listeners, for which an update waits: {spent['waited_for']:.2f} ms. The limit is\n"
-        f"{spent['allowed']:.2f} ms: 1 ms, or 1 % of the processor time. Other threads make and export spans.\n\n"
+        f"{spent['allowed']:.2f} ms: 1 ms, or 1 % of `update()`. Other threads make and export spans.\n\n"
         + table(["part", "ms"], parts)
     )
 

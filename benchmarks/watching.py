@@ -4,12 +4,13 @@
     python benchmarks/watching.py --model tiny --rounds 400
     python benchmarks/watching.py --rows benchmarks/results    # all rows that are committed
 
-Updates with and without them take turns in the same processes, in pairs whose order changes.  A pause lies between two
-updates, as a training step would.  On a machine with other work, the difference of two long updates drowns in noise.
-So the processor time of handing events on is also counted by itself, in both, which noise hardly touches; an update
-waits for it.  What it takes without a listener is subtracted.  The exit code is 1 if it is more than allowed, or if the
-whole interval of the updates' difference is.  What is done later, in a thread of its own (values are counted, spans
-are made and exported), is printed beside it.
+Updates with and without them take turns in pairs whose order changes.  Both are updates of the same updater into the
+same engine, whose listeners are switched off for the one: two updaters differ by more than what is measured, because
+their buffers lie elsewhere.  A pause lies between two updates, as a training step would.  On a machine with other work,
+the difference of two long updates drowns in noise.  So the processor time of handing events on is also counted by
+itself, in both, which noise hardly touches; an update waits for it.  What it takes without a listener is subtracted.
+The exit code is 1 if it is more than allowed, or if the whole interval of the updates' difference is.  What is done
+later, in a thread of its own (values are counted, spans are made and exported), is printed beside it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,9 @@ from weightcast.lab.bench import ours  # noqa: E402
 from weightcast.lab.bench.machine import facts  # noqa: E402
 from weightcast.lab.bench.methods import Layout, Method, Turn  # noqa: E402
 from weightcast.lab.bench.rig import Rig  # noqa: E402
-from weightcast.update import updater  # noqa: E402
-from weightcast.watch import later  # noqa: E402
 from weightcast.watch.events import Event  # noqa: E402
 from weightcast.watch.listeners import Events, Listener  # noqa: E402
-from weightcast.watch.timeline import TimelineRecorder  # noqa: E402
+from weightcast.watch.timeline import Recording, TimelineRecorder  # noqa: E402
 
 _LIMIT_S, _LIMIT_SHARE = 0.001, 0.01
 _PAUSE_S = 0.25  # what is done later is done in it
@@ -80,51 +79,42 @@ class Spent:
         return {f"{role}_{name}": seconds for name, seconds in self.seconds.items()}
 
 
-SPENT, SPENT_BARE = Spent(), Spent()  # both take turns in the same processes
+SPENT, SPENT_SILENT = Spent(), Spent()
 
 
-class Timed(ours.Trainer):
-    """A trainer that counts the time of its events."""
+class Switch:
+    """Switches all listeners of a process on or off, also those for logs, spans and the timeline that it always has."""
 
-    spent = SPENT
+    def __init__(self, events: Events) -> None:
+        self._events: Any = events
+        self._settings: dict[bool, dict[str, Any]] = {}
+        for on, spent in ((True, SPENT), (False, SPENT_SILENT)):
+            heard = {name: vars(events)[name] if on else () for name in ("_listeners", "_tracing")}
+            self._settings[on] = {**heard, "_hearing": {}, "emit": spent.timed("listening_s", events.emit)}
+        self._recorders = [one for one in vars(events)["_listeners"] if isinstance(one, TimelineRecorder)]
+
+    def turn(self, on: bool) -> Spent:
+        """Switches, until the next turn; returns where the time is counted."""
+        vars(self._events).update(self._settings[on])
+        for recorder in self._recorders:
+            recorder.recording = Recording()  # else an update without it would send the steps of the one before
+        return SPENT if on else SPENT_SILENT
+
+
+class Trainer(ours.Trainer):
+    """A trainer with every listener."""
+
+    switch: Switch
+
+    def __init__(self, side: Any, **options: Any) -> None:
+        super().__init__(side, **options)
+        SHARED["trainer"] = self
 
     def prepare(self) -> None:
         """As ``Trainer.prepare``."""
         super().prepare()
-        assert self._updater is not None
-        events: Any = self._updater._events
-        events.emit = self.spent.timed("listening_s", events.emit)
-
-    def update(self, version: int) -> dict[str, float]:
-        """As ``Trainer.update``."""
-        return super().update(version) | self.spent.named("trainer")
-
-
-class Bare(Timed):
-    """A trainer without any listener, not even those for logs, spans and the timeline that ``connect`` adds."""
-
-    spent = SPENT_BARE
-
-    def prepare(self) -> None:
-        """As ``Trainer.prepare``."""
-        added, recorder = updater.listeners_of, updater.TimelineRecorder
-        updater.listeners_of = lambda _: ()
-        updater.TimelineRecorder = _NoTimeline
-        try:
-            super().prepare()
-        finally:
-            updater.listeners_of, updater.TimelineRecorder = added, recorder
-
-
-class _NoTimeline(TimelineRecorder):
-    """Keeps nothing."""
-
-    def handler(self, kind: type[Any]) -> None:
-        """Passes over every event."""
-
-
-class Watched(Timed):
-    """A trainer with every listener."""
+        updater: Any = self._updater
+        self.switch = Switch(updater._events)
 
     def listeners(self) -> Sequence[Listener]:
         """Metrics with an exporter, a callback, and a writer like TensorBoard's; ``connect`` adds logs and spans."""
@@ -134,39 +124,33 @@ class Watched(Timed):
         heard: list[Event] = []
         return [PrometheusMetrics(port=0), to_tensorboard(_Writer()), heard.append]
 
-
-class TimedEngine(ours.Engine):
-    """An engine that counts the time of its events."""
-
-    spent = SPENT
-
-    def hearing(self) -> Sequence[Listener]:
-        """The listeners whose time counts."""
-        raise NotImplementedError
-
-    def listeners(self) -> Sequence[Listener]:
-        """As ``Engine.listeners``: one that hands on to those."""
-        return [self.spent.timed("listening_s", Events(self.hearing()).emit)]
-
     def update(self, version: int) -> dict[str, float]:
-        """As ``Engine.update``.  What comes after the new weights are live counts in the next turn."""
-        return super().update(version) | self.spent.named("engine")
+        """As ``Trainer.update``."""
+        spent = self.switch.turn(True)
+        return super().update(version) | spent.named("trainer")
+
+    def silent_update(self, version: int) -> dict[str, float]:
+        """The same without any listener."""
+        spent = self.switch.turn(False)
+        return super().update(version) | spent.named("trainer")
 
 
-class BareEngine(TimedEngine):
-    """An engine without any listener."""
-
-    spent = SPENT_BARE
-
-    def hearing(self) -> Sequence[Listener]:
-        """None."""
-        return ()
-
-
-class WatchedEngine(TimedEngine):
+class Engine(ours.Engine):
     """An engine with every listener."""
 
-    def hearing(self) -> Sequence[Listener]:
+    switch: Switch
+
+    def __init__(self, side: Any, **options: Any) -> None:
+        super().__init__(side, **options)
+        SHARED["engine"] = self
+
+    def prepare(self) -> None:
+        """As ``Engine.prepare``."""
+        super().prepare()
+        handler: Any = self._receiving
+        self.switch = Switch(handler._events._events)
+
+    def listeners(self) -> Sequence[Listener]:
         """Logs, spans and metrics."""
         from prometheus_client import CollectorRegistry
 
@@ -176,6 +160,50 @@ class WatchedEngine(TimedEngine):
 
         switch_on()
         return [UpdateLog(), EngineSpans(), EngineMetrics(CollectorRegistry(), model_name="m", version=0)]
+
+    def update(self, version: int) -> dict[str, float]:
+        """As ``Engine.update``.  What comes after the new weights are live counts in the next turn."""
+        spent = self.switch.turn(True)
+        return super().update(version) | spent.named("engine")
+
+    def silent_update(self, version: int) -> dict[str, float]:
+        """The same without any listener."""
+        spent = self.switch.turn(False)
+        return super().update(version) | spent.named("engine")
+
+
+SHARED: dict[str, Trainer | Engine] = {}  # of this process
+
+
+class _Silent:
+    """The half of this process once more, silent; the other one is prepared before it."""
+
+    role = ""
+
+    def __init__(self, side: Any, **_: Any) -> None:
+        pass
+
+    def prepare(self) -> None:
+        """There is nothing to prepare."""
+
+    def update(self, version: int) -> dict[str, float]:
+        """One turn without any listener."""
+        return SHARED[self.role].silent_update(version)
+
+    def close(self) -> None:
+        """The other one closes."""
+
+
+class SilentTrainer(_Silent):
+    """The trainer without any listener."""
+
+    role = "trainer"
+
+
+class SilentEngine(_Silent):
+    """The engine without any listener."""
+
+    role = "engine"
 
 
 class _Writer:
@@ -198,7 +226,8 @@ def switch_on() -> None:
     export = SPENT.timed("exporting_s", exporter.export)
     # FastAPI makes spans of its own for every request once a process has an SDK; they are not what is measured.
     exporter.export = lambda spans: export([span for span in spans if span.name.startswith("weightcast.")])
-    later.finish = SPENT.timed("later_s", later.finish)
+    events: Any = Events
+    events._work_on = SPENT.timed("later_s", events._work_on)
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(exporter))
     set_tracer_provider(provider)
@@ -213,11 +242,11 @@ def method(name: str, trainer: str, engine: str, arguments: argparse.Namespace) 
 def measure(arguments: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
     """Returns the turns without and with everything on; those of one index are a pair."""
     layout = Layout(model=arguments.model, placement=arguments.placement, trainers=1, engines=1, device="cpu")
-    without = method("without", "watching:Bare", "watching:BareEngine", arguments)
-    everything = method("with", "watching:Watched", "watching:WatchedEngine", arguments)
+    everything = method("with", "watching:Trainer", "watching:Engine", arguments)
+    without = method("without", "watching:SilentTrainer", "watching:SilentEngine", arguments)
     found: dict[str, list[Turn]] = {without.name: [], everything.name: []}
     with Rig(layout) as rig:
-        for one in (without, everything):
+        for one in (everything, without):
             rig.prepare(one, timeout_s=300.0)
         for number in range(arguments.warm + arguments.rounds):
             for one in (without, everything) if number % 2 else (everything, without):
