@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
-from typing import Any
 
 from weightcast.errors import ConfigError
+from weightcast.plugins.engine_needs import unmet, unmet_attributes
 
 RUN_VERSIONS = ("0.18.0",)
 
@@ -90,7 +89,7 @@ def check(needed: dict[str, tuple[str, ...]]) -> None:
             f"this is LMDeploy {found or 'of an unknown version'}, where this plug-in was not run",
             hint=f"install LMDeploy {' or '.join(RUN_VERSIONS)}, or start `lmdeploy` itself",
         )
-    wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
+    wrong = unmet(needed)
     if wrong:
         raise other_version(wrong)
 
@@ -101,9 +100,9 @@ def check_attributes(found: object, names: tuple[str, ...]) -> None:
     Raises:
         ConfigError: Some are missing; all are named.
     """
-    missing = [name for name in names if not hasattr(found, name)]
-    if missing:
-        raise other_version([f"{type(found).__name__} has no {name}" for name in missing])
+    wrong = unmet_attributes(found, names)
+    if wrong:
+        raise other_version(wrong)
 
 
 def version() -> str:
@@ -123,20 +122,3 @@ def other_version(wrong: list[str]) -> ConfigError:
         f"LMDeploy {version()} is not as this plug-in expects: {'; '.join(wrong)}",
         hint=f"use LMDeploy {' or '.join(RUN_VERSIONS)}, or start `lmdeploy` itself",
     )
-
-
-def _why_not(place: str, parameters: tuple[str, ...]) -> str:
-    """The reason why our code cannot use a function or class; empty if it can."""
-    module, _, path = place.partition(":")
-    dotted = place.replace(":", ".")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-        known = inspect.signature(found).parameters
-    except (ImportError, AttributeError) as error:
-        return f"{dotted} is missing ({error})"
-    except ValueError:
-        return ""  # written in C: nothing to compare
-    lacking = [name for name in parameters if name not in known]
-    return f"{dotted} has no parameter {', '.join(lacking)}" if lacking else ""

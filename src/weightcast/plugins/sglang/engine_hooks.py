@@ -9,12 +9,12 @@ Threads of the server call these methods; SGLang's tokenizer manager lives on th
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from typing import Any
 
 from weightcast.config import PauseMode
-from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+from weightcast.errors import EngineFailure, Refused
+from weightcast.plugins.loop_results import result_of
 from weightcast.plugins.sglang.hook_points import MANAGER_ATTRIBUTES, check_attributes
 
 _SHORT_S = 30.0
@@ -162,12 +162,4 @@ class SglangHooks:
         return self._loop
 
     def _result(self, future: Future[Any], timeout_s: float, what: str) -> Any:
-        try:
-            return future.result(timeout_s)
-        except CancelledError as error:
-            raise Refused("pause cancelled: the update that asked for it was aborted") from error
-        except FutureTimeout as error:
-            future.cancel()
-            raise DeadlineExceeded(who="SGLang", waiting_for=what, timeout_s=timeout_s) from error
-        except Exception as error:  # SGLang's errors have no common class
-            raise EngineFailure(f"SGLang: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
+        return result_of(future, timeout_s, engine="SGLang", what=what)

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import importlib.metadata
-import inspect
 import os
 import shutil
 import tempfile
@@ -15,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weightcast.errors import ConfigError
+from weightcast.plugins.engine_needs import dotted, unmet, unmet_attributes
 
 RUN_VERSIONS = ("0.5.17", "0.5.23")
 # Folder of the ranks' sockets.  Scheduler processes inherit it.
@@ -81,7 +80,7 @@ def check(*, main: bool) -> None:
         ConfigError: Something is missing or has other parameters; all is named.
     """
     needed = _IN_RANKS | _IN_MAIN if main else _IN_RANKS
-    wrong = [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
+    wrong = unmet(needed)
     if wrong:
         raise _other_version(wrong)
 
@@ -92,9 +91,9 @@ def check_attributes(found: object, names: tuple[str, ...]) -> None:
     Raises:
         ConfigError: Some are missing; all are named.
     """
-    missing = [name for name in names if not hasattr(found, name)]
-    if missing:
-        raise _other_version([f"{type(found).__name__} has no {name}" for name in missing])
+    wrong = unmet_attributes(found, names)
+    if wrong:
+        raise _other_version(wrong)
 
 
 def apply(*, main: bool) -> None:
@@ -126,31 +125,11 @@ def apply(*, main: bool) -> None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         hooks.append((f"{_HTTP}_setup_and_run_http_server", endpoints.before_serving, HookType.BEFORE))
     for place, hook, kind in hooks:
-        HookRegistry.register(_dotted(place), hook, kind)
+        HookRegistry.register(dotted(place), hook, kind)
     HookRegistry.apply_hooks()
-    lost = [place for place, _, _ in hooks if _dotted(place) not in HookRegistry._patched]
+    lost = [place for place, _, _ in hooks if dotted(place) not in HookRegistry._patched]
     if lost:
-        raise _other_version([f"the hook on {_dotted(place)} did not take" for place in lost])
-
-
-def _dotted(place: str) -> str:
-    return place.replace(":", ".")
-
-
-def _why_not(place: str, parameters: tuple[str, ...]) -> str:
-    """The reason why our code cannot use a function or class; empty if it can."""
-    module, _, path = place.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-        known = inspect.signature(found).parameters
-    except (ImportError, AttributeError) as error:
-        return f"{_dotted(place)} is missing ({error})"
-    except ValueError:
-        return ""  # written in C: nothing to compare
-    lacking = [name for name in parameters if name not in known]
-    return f"{_dotted(place)} has no parameter {', '.join(lacking)}" if lacking else ""
+        raise _other_version([f"the hook on {dotted(place)} did not take" for place in lost])
 
 
 def _other_version(wrong: list[str]) -> ConfigError:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from weightcast.config import PauseMode
-from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+from weightcast.errors import EngineFailure, Refused
+from weightcast.plugins.loop_results import result_of
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.vllm.core_switch import ALONE, ASK, SWITCH_BETWEEN
 from weightcast.plugins.vllm.lost_ends import end_vllm
@@ -312,15 +312,7 @@ class VllmHooks:
         return self._result(asyncio.run_coroutine_threadsafe(work, self._loop), timeout_s, what)
 
     def _result(self, future: Future[Any], timeout_s: float, what: str) -> Any:
-        try:
-            return future.result(timeout_s)
-        except CancelledError as error:
-            raise Refused("pause cancelled: the update that asked for it was aborted") from error
-        except FutureTimeout as error:
-            future.cancel()
-            raise DeadlineExceeded(who="vLLM", waiting_for=what, timeout_s=timeout_s) from error
-        except Exception as error:  # vLLM's errors have no common class
-            raise EngineFailure(f"vLLM: {type(error).__name__}: {str(error).strip() or 'no words'}") from error
+        return result_of(future, timeout_s, engine="vLLM", what=what)
 
     async def _score(self, token_ids: list[int], replica: int | None, lora: Any) -> list[float]:
         from vllm import SamplingParams, TokensPrompt
