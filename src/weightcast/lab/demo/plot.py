@@ -89,7 +89,7 @@ def write_plot(report: DemoReport, folder: Path, *, copy_s: float) -> Path:
     times.set_ylim(bottom=0)
     for axes in (rewards, times):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="best")
         axes.xaxis.get_major_locator().set_params(integer=True)
     _plot_phases(phases, report.modes)
     path = folder / "plot.png"
