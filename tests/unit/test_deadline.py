@@ -54,6 +54,33 @@ def test_deadline_that_has_not_begun_keeps_its_limit_up_to_twice_the_limit(clock
     assert Deadline(5.0, begins=lambda: 0.0).left_s() == pytest.approx(5.0)  # long before it was made
 
 
+def test_deadline_passes_with_that_of_the_wait_before_it_and_not_a_limit_later(clock: Clock) -> None:
+    first = Deadline(5.0)
+    clock.move(1.0)
+    ended: list[float] = []
+    second = Deadline(5.0, begins=lambda: ended[0] if ended else first)
+    clock.move(4.5)
+    assert first.left_s() == pytest.approx(-0.5)
+    assert second.left_s() == pytest.approx(0.5)
+    clock.move(1.0)
+    assert second.left_s() == pytest.approx(-0.5)
+    ended.append(clock.monotonic() - 3.0)  # it ended in time after all
+    assert second.left_s() == pytest.approx(2.0)
+
+
+def test_deadline_waits_for_the_wait_before_it_that_began_late(clock: Clock) -> None:
+    late: list[float] = []
+    first = Deadline(5.0, begins=lambda: late[0] if late else None)
+    second = Deadline(5.0, begins=lambda: first)
+    clock.move(3.0)
+    late.append(clock.monotonic())
+    clock.move(4.0)
+    assert first.left_s() == pytest.approx(1.0)
+    assert second.left_s() == pytest.approx(1.0)
+    clock.move(2.0)
+    assert second.left_s() == pytest.approx(-1.0)
+
+
 class Engine(ThreadingHTTPServer):
     """Answers to each bucket when it is told to."""
 
@@ -164,11 +191,13 @@ def test_engine_that_stops_at_the_second_bucket_gets_one_deadline_for_it(
 
 
 def test_silent_engine_costs_one_deadline_and_not_one_for_each_bucket(
-    two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
+    deadlines: dict[int, Deadline], two_in_flight: tuple[Engine, IpcTransport, Link], clock: Clock
 ) -> None:
     _, transport, link = two_in_flight
     sending = list(transport._pump._sending)
     clock.move(1.1 * LIMIT_S)
+    # The loop's timers may ring in either order: this one does not need to know that bucket 0 was given up.
+    assert deadlines[1].left_s() == pytest.approx(-0.1 * LIMIT_S)
     for index, one in enumerate(sending):
         with pytest.raises(TargetLost, match=f"no answer to bucket {index} within 1 s"):
             one.result(PATIENCE_S)

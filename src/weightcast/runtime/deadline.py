@@ -13,13 +13,15 @@ class Deadline:
         limit_s: Limit of the whole wait, in seconds.
     """
 
-    def __init__(self, limit_s: float, *, begins: Callable[[], float | None] | None = None) -> None:
+    def __init__(self, limit_s: float, *, begins: Callable[[], float | Deadline | None] | None = None) -> None:
         """Starts the clock now, or later if ``begins`` is given.
 
         Args:
             limit_s: Limit of the whole wait, in seconds.
-            begins: Function that returns the start of the clock by ``time.monotonic``, or None while something else
-                has to end first.  The clock starts after ``limit_s`` at the latest, so every wait ends.
+            begins: Function that returns the start of the clock by ``time.monotonic``.  While another wait has to end
+                first, it returns the deadline of that one, or None if there is none yet.  When that deadline passes,
+                this one passes too, but not before ``limit_s``.  The clock starts after ``limit_s`` at the latest, so
+                every wait ends.
         """
         self.limit_s = limit_s
         self._made = time.monotonic()
@@ -34,6 +36,8 @@ class Deadline:
         latest = self._made + 2 * self.limit_s
         if began is None:
             return min(self.limit_s, latest - now)
+        if isinstance(began, Deadline):
+            return min(max(self._made + self.limit_s - now, began.left_s()), latest - now)
         return min(max(began, self._made) + self.limit_s, latest) - now
 
     def at_most(self, limit_s: float) -> Deadline:

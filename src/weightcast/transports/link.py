@@ -95,6 +95,7 @@ class Link:
     _lease: Lease | None = field(default=None, repr=False)
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _answered_at: dict[int, float] = field(default_factory=dict, repr=False)  # by bucket, ``time.monotonic``
+    _awaited: dict[int, Deadline] = field(default_factory=dict, repr=False)  # by bucket
 
     @property
     def url(self) -> str:
@@ -152,16 +153,23 @@ class Link:
         limit_s = timeout_s + margin_s(timeout_s)
         if bucket is None:
             return await self._timed(kind, steps, limit_s)
+        deadline = self._awaited[bucket] = Deadline(limit_s, begins=lambda: self._turn_began(bucket))
         try:
-            return await self._timed(kind, steps, Deadline(limit_s, begins=lambda: self._turn_began(bucket)), bucket)
+            return await self._timed(kind, steps, deadline, bucket)
         finally:
             self._answered_at[bucket] = time.monotonic()
+            del self._awaited[bucket]
 
-    def _turn_began(self, bucket: int) -> float | None:
-        """Returns the time at which the bucket before was answered (``time.monotonic``); None if it was not yet."""
-        if bucket == 0 or self.silent:  # a silent engine is not waited for twice
+    def _turn_began(self, bucket: int) -> float | Deadline | None:
+        """Returns the time at which the bucket before was answered (``time.monotonic``).
+
+        Until then it returns that bucket's deadline.  The deadlines of two buckets may pass in either order, and a
+        silent engine is not waited for twice.  None if the bucket before was not announced yet.
+        """
+        if bucket == 0 or self.silent:
             return 0.0
-        return self._answered_at.get(bucket - 1)
+        answered_at = self._answered_at.get(bucket - 1)
+        return self._awaited.get(bucket - 1) if answered_at is None else answered_at
 
     async def leave(self, group: str | None) -> None:
         """Asks the engine to leave a group, or to unmap buffers if ``group`` is None.  A failure becomes a note."""
