@@ -57,6 +57,11 @@ class Limits:
         return self.deadline_s / 2 + self.patience_s
 
     @property
+    def incomplete_s(self) -> float:
+        """Longest time of an update that a lost trainer rank does not enter: the others wait a deadline for it."""
+        return self.deadline_s + self.patience_s
+
+    @property
     def struck_s(self) -> float:
         """Longest time of an update with a fault: two waits, each a little longer than a deadline."""
         return 2 * (self.deadline_s + margin_s(self.deadline_s)) + self.patience_s
@@ -338,9 +343,13 @@ class World:
                 continue
             if not ended:
                 return "no answer"
-            patience_s = self.limits.orphaned_s if lost is not None else self.limits.struck_s
+            limits, struck = self.limits, int(case.step == "after")
             for nth, one in enumerate(ended):
-                limit_s = patience_s if nth == (case.step == "after") else self.limits.later_s
+                limit_s = limits.later_s
+                if nth == struck:
+                    limit_s = limits.struck_s if lost is None else limits.orphaned_s
+                elif nth > struck and lost is not None:
+                    limit_s = limits.incomplete_s
                 if one.seconds > limit_s:
                     wrong.append(f"trainer rank {rank}: update {nth + 1} took {one.seconds:.1f} s of {limit_s:g} s")
             if lost is not None and f"trainer rank {lost}" not in ended[-1].words:

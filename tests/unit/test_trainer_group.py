@@ -1,6 +1,7 @@
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -253,6 +254,37 @@ def test_a_store_that_does_not_answer_is_not_waited_for(doomed):
     text = doomed.answer(0, timeout_s=PATIENCE_S)
     assert text.startswith("trainer ranks 1, 2 did not come")  # they had given up
     doomed.run(exchange_messages)  # all of them try again
+
+
+class SlowStore(dist.HashStore):
+    """A store that does not answer after so many calls, until it is told to."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.answers = answers
+        self.goes_on = threading.Event()
+
+    def add(self, key: str, value: int) -> int:
+        self.answers -= 1
+        if self.answers < 0:
+            assert self.goes_on.wait(PATIENCE_S)
+        return super().add(key, value)
+
+
+def test_only_a_store_that_has_answered_before_gets_longer_than_the_deadline(monkeypatch):
+    monkeypatch.setattr(trainer_rendezvous, "_LAST_WORD_S", 10 * PATIENCE_S)
+    silent, slow = SlowStore(answers=0), SlowStore(answers=1)
+    with pytest.raises(TrainerRankFailed, match=r"did not answer within 0\.01 s"):
+        trainer_rendezvous.meet(silent, rank=1, world_size=2, timeout_s=0.01)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(trainer_rendezvous.meet, slow, rank=1, world_size=2, timeout_s=0.01)
+        try:
+            wait_until(lambda: slow.answers < 0, "the second question")
+            time.sleep(0.05)  # the deadline passes
+        finally:
+            slow.goes_on.set()
+            silent.goes_on.set()
+        assert meeting.result(PATIENCE_S) == ("weightcast/trainers/0", (0,))
 
 
 def test_a_store_that_is_gone_is_named(doomed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch.distributed as dist
 
@@ -12,7 +12,7 @@ from weightcast.errors import TrainerRankFailed
 from weightcast.runtime import blocking_threads
 
 _POLL_S = 0.02
-_LAST_WORD_S = 1.0  # for the store's answers that are due when the deadline passes
+_LAST_WORD_S = 1.0  # for answers that are due when the deadline passes, of a store that has answered before
 _PREFIX = "weightcast/trainers"
 
 
@@ -32,10 +32,12 @@ def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> 
         TrainerRankFailed: The store did not answer in time, or is lost.
     """
     met = Future[tuple[str, tuple[int, ...]]]()
-    gave_up = threading.Event()
+    answered, gave_up = threading.Event(), threading.Event()
 
     def work() -> None:
         try:
+            store.add(f"{_PREFIX}/attempts", 0)
+            answered.set()
             met.set_result(_meet(store, rank, world_size, timeout_s, gave_up))
         except BaseException as error:  # noqa: BLE001  raised below, where it is waited for
             met.set_exception(error)
@@ -43,7 +45,8 @@ def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> 
     # We cannot set the store's own deadline, so a thread asks it and may be left behind.
     blocking_threads.start(work, name="weightcast-meet", give_up=gave_up.set)
     try:
-        return met.result(timeout_s + _LAST_WORD_S)
+        wait([met], timeout_s)
+        return met.result(_LAST_WORD_S if answered.is_set() else 0.0)
     except TimeoutError:
         raise TrainerRankFailed(
             f"the job's store, which trainer rank 0 usually holds, did not answer within {timeout_s:g} s",
