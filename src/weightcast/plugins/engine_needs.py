@@ -9,7 +9,7 @@ from typing import Any
 
 
 def unmet(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """What is missing or has other parameters, each in words.
+    """Returns the functions and classes that are missing or have other parameters, each in words.
 
     Args:
         needed: ``module:path`` of each function or class, and the parameters that it must have.
