@@ -30,7 +30,9 @@ def register() -> None:
         return  # the detokenizer, for one, needs no receiver
     try:
         hook_points.check(main=main)
-        hook_points.apply(main=main)
+        from weightcast.plugins.sglang import hooks
+
+        hooks.apply(main=main)
     except WeightcastError as error:
         hint = f" ({error.hint})" if error.hint else ""
         sys.exit(f"weightcast cannot run in this SGLang: {error}{hint}")

@@ -1,44 +1,38 @@
-"""Where our code is called inside SGLang, and what that code needs of SGLang: checked before anything is built."""
+"""Places in SGLang that our hooks and our code need: checked before anything is built."""
 
 # SGLang is not installed where this is checked.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import atexit
 import importlib.metadata
-import os
-import shutil
-import tempfile
-from collections.abc import Callable
-from typing import Any
 
 from weightcast.errors import ConfigError
-from weightcast.plugins.engine_needs import dotted, unmet, unmet_attributes
+from weightcast.plugins.engine_needs import unmet, unmet_attributes
 
 RUN_VERSIONS = ("0.5.17", "0.5.23")
 # Folder of the ranks' sockets.  Scheduler processes inherit it.
 FOLDER = "WEIGHTCAST_SGLANG_FOLDER"
 
-_SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
-_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
-_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
-_HTTP = "sglang.srt.entrypoints.http_server:"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
+RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+HTTP = "sglang.srt.entrypoints.http_server:"
 _MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 _MESSAGES = "sglang.srt.managers.io_struct:"
 
 # Functions and classes, with the parameters that our calls and hooks rely on.
 _IN_RANKS: dict[str, tuple[str, ...]] = {
-    f"{_RUNNER}.load_model": ("self",),
-    f"{_SCHEDULER}.__init__": ("self",),
-    f"{_SCHEDULER}.pause_generation": ("self", "recv_req"),
-    f"{_SCHEDULER}.continue_generation": ("self", "recv_req"),
-    f"{_SCHEDULER}.abort_request": ("self", "recv_req"),
-    f"{_SCHEDULER}.flush_cache": ("self", "empty_cache"),
-    f"{_SCHEDULER}._maybe_namespace_elastic_radix_cache": ("self", "req"),
-    f"{_RECEIVER}._pull_raw_reqs": ("self",),
-    f"{_UPDATER}.release_memory_occupation": ("self", "recv_req"),
-    f"{_UPDATER}.resume_memory_occupation": ("self", "recv_req"),
+    f"{RUNNER}.load_model": ("self",),
+    f"{SCHEDULER}.__init__": ("self",),
+    f"{SCHEDULER}.pause_generation": ("self", "recv_req"),
+    f"{SCHEDULER}.continue_generation": ("self", "recv_req"),
+    f"{SCHEDULER}.abort_request": ("self", "recv_req"),
+    f"{SCHEDULER}.flush_cache": ("self", "empty_cache"),
+    f"{SCHEDULER}._maybe_namespace_elastic_radix_cache": ("self", "req"),
+    f"{RECEIVER}._pull_raw_reqs": ("self",),
+    f"{UPDATER}.release_memory_occupation": ("self", "recv_req"),
+    f"{UPDATER}.resume_memory_occupation": ("self", "recv_req"),
     "sglang.srt.model_loader.loader:DefaultModelLoader._get_all_weights": ("self", "model_config", "model"),
     "sglang.srt.runtime_context:get_parallel": (),
     "sglang.utils:TypeBasedDispatcher": ("mapping",),
@@ -47,7 +41,7 @@ _IN_RANKS: dict[str, tuple[str, ...]] = {
     f"{_MESSAGES}AbortReq": ("rid", "abort_all"),
 }
 _IN_MAIN: dict[str, tuple[str, ...]] = {
-    f"{_HTTP}_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
+    f"{HTTP}_setup_and_run_http_server": ("server_args", "tokenizer_manager"),
     f"{_MANAGER}._dispatch_to_scheduler": ("self", "obj"),
     f"{_MANAGER}.release_memory_occupation": ("self", "obj"),
     f"{_MANAGER}.resume_memory_occupation": ("self", "obj"),
@@ -82,7 +76,7 @@ def check(*, main: bool) -> None:
     needed = _IN_RANKS | _IN_MAIN if main else _IN_RANKS
     wrong = unmet(needed)
     if wrong:
-        raise _other_version(wrong)
+        raise other_version(wrong)
 
 
 def check_attributes(found: object, names: tuple[str, ...]) -> None:
@@ -93,46 +87,11 @@ def check_attributes(found: object, names: tuple[str, ...]) -> None:
     """
     wrong = unmet_attributes(found, names)
     if wrong:
-        raise _other_version(wrong)
+        raise other_version(wrong)
 
 
-def apply(*, main: bool) -> None:
-    """Registers our hooks and applies them now.
-
-    Args:
-        main: As for ``check``.
-
-    Raises:
-        ConfigError: SGLang did not apply one of them.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from weightcast.plugins.sglang import rank
-
-    hooks: list[tuple[str, Callable[..., Any], Any]] = [
-        (f"{_RUNNER}.load_model", rank.model_loaded, HookType.AFTER),
-        (f"{_SCHEDULER}.__init__", rank.scheduler_made, HookType.AFTER),
-        (f"{_SCHEDULER}._maybe_namespace_elastic_radix_cache", rank.request_made, HookType.AFTER),
-        (f"{_RECEIVER}._pull_raw_reqs", rank.requests_pulled, HookType.AFTER),
-        (f"{_UPDATER}.release_memory_occupation", rank.memory_released, HookType.BEFORE),
-        (f"{_UPDATER}.resume_memory_occupation", rank.memory_resumed, HookType.AFTER),
-    ]
-    if main:
-        # Only here: to resolve the target imports the API server, which costs a scheduler process seconds.
-        from weightcast.plugins.sglang import endpoints
-
-        os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="weightcast-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        hooks.append((f"{_HTTP}_setup_and_run_http_server", endpoints.before_serving, HookType.BEFORE))
-    for place, hook, kind in hooks:
-        HookRegistry.register(dotted(place), hook, kind)
-    HookRegistry.apply_hooks()
-    lost = [place for place, _, _ in hooks if dotted(place) not in HookRegistry._patched]
-    if lost:
-        raise _other_version([f"the hook on {dotted(place)} did not take" for place in lost])
-
-
-def _other_version(wrong: list[str]) -> ConfigError:
+def other_version(wrong: list[str]) -> ConfigError:
+    """The error for an SGLang that is not as we know it."""
     try:
         version = f"SGLang {importlib.metadata.version('sglang')}"
     except importlib.metadata.PackageNotFoundError:  # an SGLang that is not installed, but on the path
