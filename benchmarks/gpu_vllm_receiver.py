@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -166,6 +167,9 @@ class Case:
             kept |= {"update_s": round(ended - began, 4), "stall_s": round(row.stall_s, 5), "proof": row.proof}
             kept |= {"phases": {key: round(value, 5) for key, value in report.phases.items()}, "bytes": report.bytes}
             kept |= {"trainer_peak_bytes": report.peak_extra_bytes, "engine_peak_bytes": row.peak_extra_bytes}
+        if self.args.traces is not None:  # the last update of each kind stays
+            self.args.traces.mkdir(parents=True, exist_ok=True)
+            report.to_perfetto(self.args.traces / f"{re.sub('[^a-z0-9]+', '-', f'{self.run.case} {name}')}.json")
         self.run.check(f"{name}: proven", row.proof in ("resident", "behaviour"), row)
         return began, ended
 
@@ -444,6 +448,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--logs", type=Path, help="where the ends of the servers' logs go")
+    parser.add_argument("--traces", type=Path, help="where the trace of the last update of each kind goes")
     parser.add_argument("--cases", default="8b,moe,dummy", help="of 8b, moe, 8b-online, 8b-blocks, moe-online, dummy")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=4, help="updates of each kind")

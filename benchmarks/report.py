@@ -354,9 +354,11 @@ def _pairs(result: Result) -> str:
 
 
 def _pair_rows(steps: Sequence[Result]) -> list[list[str]]:
-    gaps = {
-        step["step"].removeprefix("gaps, ").split(", engine")[0]: step for step in steps if "longest_s" in step
-    }  # of two engines, the last
+    gaps: dict[str, Result] = {}
+    for step in steps:
+        if "longest_s" in step:  # of several engines, the one with the longest
+            name = step["step"].removeprefix("gaps, ").split(", engine")[0]
+            gaps[name] = max(gaps.get(name, step), step, key=lambda each: statistics.median(each["longest_s"]))
     found: dict[str, list[Result]] = {}
     for step in steps:
         if "update_s" in step and not step["step"].startswith(("first update", "update with")):

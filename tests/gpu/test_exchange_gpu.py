@@ -27,6 +27,8 @@ def test_pairs_of_any_size_and_alignment_are_exchanged_and_nothing_else():
     with torch.cuda.stream(torch.cuda.Stream()):
         exchange.run()
     assert torch.equal(memory, before)
+    exchange.run(wait=False)
+    assert torch.equal(memory, wanted)  # on the same stream
 
 
 def test_a_flip_of_small_and_large_parameters_and_its_undo():

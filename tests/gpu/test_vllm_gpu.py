@@ -13,11 +13,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engines.environment import package_path
 from tests.gpu.servers import (
@@ -30,6 +32,7 @@ from tests.gpu.servers import (
     started,
 )
 from tests.gpu.test_updates_gpu import needs
+from weightcast import WeightUpdater
 from weightcast.adapters.vllm.adapter import version_of
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
@@ -68,6 +71,7 @@ def vllm(
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
         "VLLM_CACHE_ROOT": str(log.with_suffix(".cache")),
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if host:
@@ -75,7 +79,7 @@ def vllm(
     if backend == "weightcast":
         environment["VLLM_PLUGINS"] = "weightcast"
     else:
-        environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
     def command(port: int) -> list[str]:
         words = ["-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}", "--host=127.0.0.1"]
@@ -89,6 +93,7 @@ def vllm(
 
 
 ONE = [0]
+STREAMS = ["--worker-extension-cls=tests.vllm_streams.Streams"]
 CASES = [
     pytest.param("llama", "ipc", "ipc", ["cuda:0"], ONE, True, id="vllm stock ipc, tp1, eager"),
     pytest.param("llama", "weightcast", "ipc", ["cuda:0"], ONE, False, id="vllm plug-in ipc, tp1, graphs"),
@@ -163,3 +168,36 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
             record=record,
             group_bytes=group_bytes,
         )
+
+
+def test_forward_passes_are_ordered_behind_the_exchange(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
+) -> None:
+    a, b = models(tmp_path_factory, "llama")
+    common = {"backend": "weightcast", "gpus": ONE, "eager": False}
+    with (
+        vllm(a, tmp_path / "watched.log", **common, options=STREAMS) as server,
+        vllm(b, tmp_path / "expected.log", **common) as other,
+    ):
+        server.wait_ready()
+        record("vllm", server.get("/version").json()["version"])
+        other.wait_ready()
+        server.post("/collective_rpc", {"method": "watch_streams"})
+        trained = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16).to("cuda:0") for each in (b, a)]
+        asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor() as pool:
+            running = [pool.submit(server.post, "/v1/completions", asked) for _ in range(8)]
+            version = 0
+            while not all(each.done() for each in running) or version % 2 == 0:
+                model = trained[version % 2]
+                with WeightUpdater.connect(model, [server.url], transport="ipc", pause="in_place") as updater:
+                    version += 1
+                    [row] = updater.update(version=version).targets
+                assert row.proof == "resident", row
+            assert all(each.result()["usage"]["completion_tokens"] == 200 for each in running)
+        [seen] = server.post("/collective_rpc", {"method": "streams_seen"})["results"]
+        record("streams", seen)
+        assert len(seen["exchange"]) == 1
+        assert seen["graph"] == seen["exchange"]
+        assert seen["module"] in ([], seen["exchange"])  # a whole step may be one graph
+        assert Vllm().answers(server) == Vllm().answers(other)

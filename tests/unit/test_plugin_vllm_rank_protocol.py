@@ -9,7 +9,7 @@ import pytest
 
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import Hello, tables_of
-from weightcast.plugins.vllm.rank_protocol import check_replicas, draft_of, rank_among_replicas
+from weightcast.plugins.vllm.rank_protocol import check_replicas, draft_of, rank_among_replicas, reads_in_order
 from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.wire.layout import TensorSpec
 
@@ -33,6 +33,19 @@ def test_a_tensor_that_any_rank_keeps_is_part_of_a_full_update():
 def test_prompt_lookup_has_no_draft_model(method, draft):
     assert draft_of(SimpleNamespace(method=method)) is draft
     assert draft_of(None) is False
+
+
+@pytest.mark.parametrize(
+    ("layers", "halves", "in_order"), [(0, {}, True), (8, {}, False), (0, {"enable_dbo": True}, False)]
+)
+def test_weights_that_vllm_reads_on_other_streams_are_known(layers, halves, in_order):
+    offload = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=layers))
+    config = SimpleNamespace(offload_config=offload, parallel_config=SimpleNamespace(**halves))
+    assert reads_in_order(config) is in_order
+
+
+def test_older_versions_of_vllm_read_weights_in_order():
+    assert reads_in_order(SimpleNamespace(parallel_config=SimpleNamespace()))
 
 
 def test_an_update_of_experts_that_move_is_refused_by_name():

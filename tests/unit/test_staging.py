@@ -323,3 +323,23 @@ def test_another_dtype_in_the_same_memory_has_another_number(exchanging):
     live["half"].data = live["half"].data.view(torch.float16)
     assert stage.look() == number
     assert stage.look(dtypes=True) != number
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_flip_waits_for_its_exchange_unless_readers_come_behind_it_anyway(exchanging, monkeypatch, in_order):
+    waited: list[bool] = []
+    run = staging.Exchange.run
+
+    def noted(self: staging.Exchange, *, wait: bool = True) -> None:
+        waited.append(wait)
+        run(self, wait=wait)
+
+    monkeypatch.setattr(staging.Exchange, "run", noted)
+    live = {"norm": torch.ones(3)}
+    stage = staging.Staging(live, "device", keep_storage=True, in_order=in_order)
+    stage.target("norm").fill_(2)
+    stage.flip()
+    assert live["norm"].tolist() == [2, 2, 2]
+    stage.undo()
+    assert live["norm"].tolist() == [1, 1, 1]
+    assert waited == [not in_order] * 2

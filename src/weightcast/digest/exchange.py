@@ -31,12 +31,18 @@ class Exchange:
 
             self._launch = Launch(spans, self._device)
 
-    def run(self) -> None:
-        """Exchanges all pairs.  Waits for the device before and after: other streams may read the memory."""
+    def run(self, *, wait: bool = True) -> None:
+        """Exchanges all pairs.  Waits for all work on the device before.
+
+        Args:
+            wait: Whether to wait for the exchange too.  Without that, whatever reads the memory afterwards must be
+                ordered behind the current stream.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self._launch.run()
-            torch.cuda.current_stream(self._device).synchronize()
+            if wait:
+                torch.cuda.current_stream(self._device).synchronize()
         for one, other, size in self._spans:
             held = ctypes.string_at(one, size)
             ctypes.memmove(one, other, size)

@@ -177,14 +177,15 @@ class Loader:
                 written[route.parameter] = written.get(route.parameter, 0) + route.box.numel
         return [name for name, tensor in self.residents.items() if written.get(name, 0) < tensor.numel()]
 
-    def stage(self, place: Place, *, keep_storage: bool = False) -> None:
-        """Allocates the staging set; ``keep_storage`` as for ``Staging``."""
+    def stage(self, place: Place, *, keep_storage: bool = False, in_order: bool = False) -> None:
+        """Allocates the staging set; the options are those of ``Staging``."""
         why = self.unstaged_because(keep_storage=keep_storage)
         if place != "none" and why:
             raise ConfigError(f"this model's weights cannot be staged: {why}", hint="use staging none")
         # A parameter that no update writes has no second version and stays where it is.
         written = {name: tensor for name, tensor in self.residents.items() if name in self._written}
-        self.staging = Staging(written if place != "none" else self.residents, place, keep_storage=keep_storage)
+        staged = written if place != "none" else self.residents
+        self.staging = Staging(staged, place, keep_storage=keep_storage, in_order=in_order)
         self.known = None
 
     def check(self, specs: Sequence[TensorSpec]) -> None:

@@ -76,7 +76,14 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
 class Staging:
     """A second set of parameters, and its exchange with the live one."""
 
-    def __init__(self, residents: Mapping[str, torch.Tensor], place: Place, *, keep_storage: bool = False) -> None:
+    def __init__(
+        self,
+        residents: Mapping[str, torch.Tensor],
+        place: Place,
+        *,
+        keep_storage: bool = False,
+        in_order: bool = False,
+    ) -> None:
         """Allocates the set.
 
         Args:
@@ -86,9 +93,12 @@ class Staging:
                 set).
             keep_storage: True if a flip copies contents on the device too, for engines that hold addresses of
                 parameters (captured graphs, packed views).
+            in_order: True if whatever reads the live set after a flip is ordered behind the stream that is current at
+                the flip.  A flip on a device then only enqueues the exchange, so that the host can prepare what comes.
         """
         self.place: Place = place
         self._keep_storage = keep_storage
+        self._waits = not in_order
         self._live = dict(residents)
         self._tensors = list(self._live.values())
         self._waiting: dict[str, torch.Tensor] = {}
@@ -214,7 +224,7 @@ class Staging:
         self._torn = True
         before = self._placing
         if before.exchange is not None:
-            before.exchange.run()
+            before.exchange.run(wait=self._waits)
             self._exchanged = True
         if self.moves_contents:
             for live, waiting in self._chunks():
@@ -246,7 +256,7 @@ class Staging:
         if self._exchanged:
             assert before.exchange is not None
             self._torn = True
-            before.exchange.run()
+            before.exchange.run(wait=self._waits)
             self._exchanged = False
         if self.moves_contents:
             if self._done or self._in_scratch:

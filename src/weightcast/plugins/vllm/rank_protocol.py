@@ -45,6 +45,17 @@ def is_dummy(vllm_config: Any) -> bool:
     return str(vllm_config.load_config.load_format) == "dummy"
 
 
+def reads_in_order(vllm_config: Any) -> bool:
+    """Returns True if whatever reads weights is ordered behind the current stream of a worker's main thread.
+
+    Layers that vLLM fetches ahead (prefetch offloading) and half batches that overlap have streams of their own.
+    """
+    prefetch = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
+    parallel = vllm_config.parallel_config
+    overlaps = getattr(parallel, "enable_dbo", False) or int(getattr(parallel, "ubatch_size", 0) or 0) > 1
+    return not overlaps and int(getattr(prefetch, "offload_group_size", 0)) == 0
+
+
 def rank_among_replicas(parallel: Any) -> int:
     """Returns the number of a worker's rank among all ranks behind one API server."""
     # An engine of a dense model forgets the number of data-parallel engines, but keeps its own index.

@@ -45,6 +45,7 @@ from weightcast.plugins.vllm.rank_protocol import (
     check_replicas,
     on_several_hosts,
     rank_among_replicas,
+    reads_in_order,
 )
 from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.staging_budget import Budget, gib
@@ -365,7 +366,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
             why = reason or why
             before = self._allocated_bytes()
-            loader.stage(place, keep_storage=True)
+            loader.stage(place, keep_storage=True, in_order=reads_in_order(self.vllm_config))
         except WeightcastError as error:
             log.error("weightcast cannot stage updates: %s%s", error, f" ({error.hint})" if error.hint else "")
             raise
