@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_forward_passes_are_ordered_behind_the_exchange(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
 ) -> None:
     a, b = models(tmp_path_factory, "llama")
-    common = {"backend": "weightcast", "gpus": ONE, "eager": False}
+    common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": False}
     with (
         vllm(a, tmp_path / "watched.log", **common, options=STREAMS) as server,
         vllm(b, tmp_path / "expected.log", **common) as other,
@@ -183,7 +184,8 @@ def test_forward_passes_are_ordered_behind_the_exchange(
         record("vllm", server.get("/version").json()["version"])
         other.wait_ready()
         server.post("/collective_rpc", {"method": "watch_streams"})
-        trained = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16).to("cuda:0") for each in (b, a)]
+        loaded: list[Any] = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16) for each in (b, a)]
+        trained = [model.to("cuda:0") for model in loaded]
         asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
         with ThreadPoolExecutor() as pool:
             running = [pool.submit(server.post, "/v1/completions", asked) for _ in range(8)]

@@ -74,12 +74,28 @@ def lmdeploy() -> dict[str, float]:
     return {"weightcast": read("gpu-lmdeploy-receiver-h200")["cases"]["in_place idle again"]["seconds"]}
 
 
+def pairs(name: str, case: str, column: str) -> dict[str, float]:
+    steps = [step for step in read(name)["steps"] if step["case"] == case and "update_s" in step]
+    ours = [step["update_s"] for step in steps if step["step"] == "direct, idle, in_place"]
+    [own] = [step["update_s"] for step in steps if step["step"].endswith("own sender, idle")]
+    return {"weightcast": later(ours), column: statistics.median(own)}
+
+
 REAL = {
     "vLLM 0.25.1, Qwen3-8B, 16 GB": lambda: vllm("8b"),
     "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm("moe"),
     "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang("gpu-sglang-receiver-h200", "receiver, idle"),
     "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
         "gpu-sglang-receiver-30b-h200", "receiver, idle, buckets of 2048 MiB"
+    ),
+    "vLLM 0.25.1, TP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-2xh100", "tp2", "vLLM"),
+    "vLLM 0.25.1, DP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-2xh100", "dp2", "vLLM"),
+    "vLLM 0.25.1, TP 2 and EP, 16 layers of Qwen3-30B-A3B, two H200s": lambda: pairs(
+        "gpu-vllm-pairs-2xh200", "ep2", "vLLM"
+    ),
+    "SGLang 0.5.17, TP 2, Qwen3-8B, two H200s": lambda: pairs("gpu-sglang-pairs-2xh200", "tp2", "SGLang"),
+    "SGLang 0.5.17, TP 2, 16 layers of Qwen3-30B-A3B, two H200s": lambda: pairs(
+        "gpu-sglang-pairs-2xh200", "moe2", "SGLang"
     ),
     "LMDeploy 0.18.0, 8 layers of Qwen3-8B, 5.6 GB": lmdeploy,
 }
