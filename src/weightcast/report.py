@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from weightcast.page import updates as page
+from weightcast.page.words import count_of as count_of
 from weightcast.timeline import perfetto
 from weightcast.timeline.tracks import Timeline
 
@@ -227,11 +228,6 @@ class _HasTimeline(msgspec.Struct):
 def one_line(text: str) -> str:
     """Joins the lines of a text into one; some libraries put whole stacks into a message."""
     return " ".join(text.split())
-
-
-def count_of(count: int, word: str) -> str:
-    """Returns ``"1 rank"``, ``"2 ranks"``."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def format_bytes(count: int) -> str:

@@ -44,7 +44,7 @@ def test_all_engines_behind_one_url_switch_together(tmp_path: Path) -> None:
     with vllm(a[0], tmp_path, "--data-parallel-size=2") as engine:
         assert [says(engine, replica, PROMPTS) for replica in (0, 1)] == [a[2]] * 2
         (row,) = status(engine)
-        assert "2 data-parallel engines with 1 ranks each" in row["message"]
+        assert "2 data-parallel engines with 1 rank each" in row["message"]
         for version, name, via in ((1, "B", "ipc"), (2, "A", "broadcast")):
             folder, _, said = weights[name]
             (target,) = push(folder, [engine], version, "--via", via, "--bucket-bytes", "64KiB")["targets"]

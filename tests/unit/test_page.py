@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,14 @@ def test_page_of_an_update_shows_its_figures_and_stands_alone(tmp_path):
         "1234abcd on 2 of 2 ranks",
     ):
         assert shown in html, shown
+
+
+def test_page_counts_one_rank_and_one_bucket_in_the_singular(tmp_path):
+    row = msgspec.structs.replace(report().targets[0], ranks=1, digests_matched=1)
+    one = report(transport="ipc", buckets=1, targets=(row,))
+    html = one.to_html(tmp_path / "update.html").read_text()
+    assert "to 1 engine, 1 rank over ipc, 1 bucket<" in html
+    assert "on 1 of 1 rank<" in html
 
 
 def test_page_of_a_run_has_a_column_for_each_update(tmp_path):

@@ -78,6 +78,7 @@ def test_running_and_failed_updates_are_told_apart():
         return status_watch.last_update(UpdateStatus(version=8, **({"outcome": "committed"} | changes)))
 
     assert words(outcome="running", seconds=0.5, buckets=3) == "to 8 for 500 ms, 3 buckets"
+    assert words(outcome="running", seconds=0.5, buckets=1) == "to 8 for 500 ms, 1 bucket"
     assert words(outcome="aborted", seconds=0.5, ago_s=3.0) == "aborted after 500 ms, 3 s ago"
     assert words(outcome="committed", seconds=0.5, ago_s=300.0) == "500 ms, 5 min ago"
 

@@ -15,7 +15,7 @@ import msgspec
 from weightcast.cli.render import say
 from weightcast.config import Target
 from weightcast.page.words import digits, seconds, size
-from weightcast.report import one_line
+from weightcast.report import count_of, one_line
 from weightcast.update.observe import Observation, Observer
 from weightcast.wire.status import UpdateStatus
 
@@ -200,7 +200,7 @@ def last_update(update: UpdateStatus | None) -> str:
     if update is None:
         return "-"
     if update.outcome == "running":
-        return f"to {update.version} for {seconds(update.seconds)}, {update.buckets} buckets"
+        return f"to {update.version} for {seconds(update.seconds)}, {count_of(update.buckets, 'bucket')}"
     ended = "" if update.outcome == "committed" else f"{update.outcome} after "
     ago = f", {duration(update.ago_s)} ago" if update.ago_s is not None else ""
     return f"{ended}{seconds(update.seconds)}{ago}"

@@ -15,7 +15,7 @@ from weightcast.page.charts import Figure, columns, lines
 from weightcast.page.colours import MEANINGS, of_phases, of_series
 from weightcast.page.document import Chip, Document, Mood, Tile
 from weightcast.page.rows import State, served, timeline
-from weightcast.page.words import seconds, size
+from weightcast.page.words import count_of, seconds, size
 from weightcast.timeline.tracks import Timeline
 
 # The phases that follow one another on the head.  ``load``, ``stall`` and most of ``verify`` are times of engines,
@@ -86,8 +86,9 @@ def page_of(documents: Sequence[bytes | str]) -> Document:
     many = f"{len(reports)} updates, versions {reports[0].version} to {last.version}"
     title = f"Update to version {last.version}" if len(reports) == 1 else many
     ranks = sum(row.ranks for row in last.targets)
-    engines = f"{len(last.targets)} engine{'' if len(last.targets) == 1 else 's'}, {ranks} ranks"
-    page = Document(title, f"{size(last.bytes)} to {engines} over {last.transport}, {last.buckets} buckets")
+    engines = f"{count_of(len(last.targets), 'engine')}, {count_of(ranks, 'rank')}"
+    buckets = count_of(last.buckets, "bucket")
+    page = Document(title, f"{size(last.bytes)} to {engines} over {last.transport}, {buckets}")
     page.tiles(_tiles(reports))
     page.figures(_of_one(last) if len(reports) == 1 else _of_many(reports))
     page.heading("Engines" if len(reports) == 1 else f"Engines after version {last.version}")
@@ -341,7 +342,7 @@ def _row(row: TargetView) -> tuple[str | Chip, ...]:
     before = "?" if row.version_before is None else str(row.version_before)
     after = "?" if row.version_after is None else str(row.version_after)
     part = f", {row.proven} of {row.proven + row.unproven} tensors" if row.proof == "partial" else ""
-    ranks = f" on {row.digests_matched} of {row.ranks} ranks" if row.digest else ""
+    ranks = f" on {row.digests_matched} of {count_of(row.ranks, 'rank')}" if row.digest else ""
     return (
         row.url,
         row.engine,

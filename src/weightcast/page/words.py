@@ -32,3 +32,8 @@ def size(value: float) -> str:
 def plain(value: float) -> str:
     """Formats a number without a unit."""
     return digits(value)
+
+
+def count_of(count: int, word: str) -> str:
+    """Returns ``"1 rank"``, ``"2 ranks"``."""
+    return f"{count} {word}{'' if count == 1 else 's'}"

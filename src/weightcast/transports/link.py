@@ -20,6 +20,7 @@ from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, se
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
 from weightcast.protocols import Adapter, Reverting, Sharing
+from weightcast.report import count_of
 from weightcast.runtime.deadline import Deadline
 from weightcast.watch.events import Asked
 from weightcast.watch.listeners import Events
@@ -371,7 +372,7 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
         ) from error
     except TargetRejected as error:
         raise TargetRejected(
-            f"{link.url} refused {what} after {link.sent} buckets: {error}",
+            f"{link.url} refused {what} after {count_of(link.sent, 'bucket')}: {error}",
             url=link.url,
             half_updated=half,
             hint=error.hint,
@@ -379,7 +380,9 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
         ) from error
     except TargetError as error:
         raise TargetLost(
-            f"{link.url}: lost at {what} after {link.sent} buckets: {error}", url=link.url, half_updated=half
+            f"{link.url}: lost at {what} after {count_of(link.sent, 'bucket')}: {error}",
+            url=link.url,
+            half_updated=half,
         ) from error
 
 

@@ -33,6 +33,7 @@ from weightcast.receiver.engine_state import EngineFacts
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.turns import Turns
+from weightcast.report import count_of
 from weightcast.wire.answers import Ack
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.messages import Message
@@ -159,7 +160,8 @@ class Endpoints:
         specs, optional = tables_of(executor.hellos)
         notes = notes_of(executor.hellos, optional)
         if replicas > 1:
-            notes.append(f"{replicas} data-parallel engines with {parallel.world_size} ranks each, updated together")
+            ranks = count_of(parallel.world_size, "rank")
+            notes.append(f"{replicas} data-parallel engines with {ranks} each, updated together")
         for note in notes:
             log.info("%s", note)
         facts = EngineFacts(
