@@ -197,17 +197,15 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def variables_read(folder: Path) -> set[str]:
-    """Names of the environment variables that the modules below a folder read by a constant name."""
+    """Names of the environment variables that the modules of a package read by a constant, own or imported."""
     found: set[str] = set()
-    for path in folder.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        constants = {
-            target.id: node.value.value
-            for node in tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+    trees = {path: ast.parse(path.read_text()) for path in folder.rglob("*.py")}
+    for tree in trees.values():
+        constants = _constants(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                there = _constants(trees.get(folder.parent.joinpath(*node.module.split(".")).with_suffix(".py")))
+                constants |= {name.asname or name.name: there[name.name] for name in node.names if name.name in there}
         for node in ast.walk(tree):
             if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith("environ"):
                 found |= _named(node.left, constants)
@@ -216,6 +214,17 @@ def variables_read(folder: Path) -> set[str]:
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("environ.get", "getenv")):
                 found |= _named(node.args[0], constants)
     return found
+
+
+def _constants(tree: ast.Module | None) -> dict[str, object]:
+    """The constants of a module by name."""
+    return {
+        target.id: node.value.value
+        for node in (tree.body if tree else ())
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 def _named(node: ast.AST, constants: dict[str, object]) -> set[str]:

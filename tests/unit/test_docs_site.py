@@ -136,7 +136,11 @@ def test_variables_are_found_in_every_form_of_reading(tmp_path):
         "import os\nNAME = 'BY_CONSTANT'\nos.environ['BY_INDEX']\nos.environ.get('BY_GET')\nos.getenv('BY_GETENV')\n"
         "'BY_TEST' in os.environ\nos.environ.get(NAME)\n'no' in os.environ.get('LIST', '').split(',')\n"
     )
-    found = {"BY_INDEX", "BY_GET", "BY_GETENV", "BY_TEST", "BY_CONSTANT", "LIST"}
+    (tmp_path / "b.py").write_text(
+        f"import os\nfrom {tmp_path.name}.c import FAR as NEAR\nos.environ[NEAR]\nfrom os import path\n"
+    )
+    (tmp_path / "c.py").write_text("FAR = 'BY_IMPORT'\nUNREAD = 'NEVER'\n")
+    found = {"BY_INDEX", "BY_GET", "BY_GETENV", "BY_TEST", "BY_CONSTANT", "LIST", "BY_IMPORT"}
     assert configuration.variables_read(tmp_path) == found
 
 
