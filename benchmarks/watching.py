@@ -5,8 +5,8 @@
     python benchmarks/watching.py --rows benchmarks/results    # all rows that are committed
 
 Updates with and without them take turns in pairs whose order changes.  Both are updates of the same updater into the
-same engine, whose listeners are switched off for the one: two updaters differ by more than what is measured, because
-their buffers lie elsewhere.  A pause lies between two updates, as a training step would.  On a machine with other work,
+same engine, whose listeners are switched off for the one: two updaters have buffers of their own, and may differ by
+more than what is measured.  A pause lies between two updates, as a training step would.  On a machine with other work,
 the difference of two long updates drowns in noise.  So the processor time of handing events on is also counted by
 itself, in both, which noise hardly touches; an update waits for it.  What it takes without a listener is subtracted.
 The exit code is 1 if it is more than allowed, or if the whole interval of the updates' difference is.  What is done
