@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from fastapi import APIRouter, HTTPException, Request
 
 from tests.clock import PATIENCE_S
+from tests.unit.sleep_session import Session
 from weightcast.errors import EngineFailure, Refused
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
@@ -104,22 +104,6 @@ class AsyncEngine:
         if wanted <= self.sleeping_tags:
             self.sleeping_tags -= wanted
         self.is_sleeping = bool(self.sleeping_tags)
-
-
-class Session:
-    """As much of ``SessionHandler`` as sleep asks."""
-
-    def __init__(self) -> None:
-        self.state, self.busy = "serving", False
-
-    @contextmanager
-    def between_updates(self) -> Iterator[None]:
-        if self.busy:
-            raise Refused("being updated by process 1", hint="wait for it to finish, or end it")
-        yield
-
-    def discarded(self, why: str) -> None:
-        self.state = "quarantined"
 
 
 class Sleeper:

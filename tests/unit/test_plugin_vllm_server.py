@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
@@ -15,8 +15,9 @@ from fastapi import HTTPException
 
 from tests.clock import PATIENCE_S
 from tests.unit.echo import Echo
+from tests.unit.sleep_session import Session
 from weightcast.config import PauseMode
-from weightcast.errors import DeadlineExceeded, EngineFailure, Refused
+from weightcast.errors import DeadlineExceeded, EngineFailure
 from weightcast.plugins import rank_sockets as module_of_sockets
 from weightcast.plugins.other_hosts import Invitation
 from weightcast.plugins.rank_sockets import Hello, committed_after, socket_path, switches_weights
@@ -439,23 +440,6 @@ def test_a_half_woken_engine_is_neither_paused_again_nor_resumed(loop):
     assert hooks.asleep == {"kv_cache"}
     hooks.woke(["kv_cache"])
     assert not hooks.paused
-
-
-class Session:
-    """As much of ``SessionHandler`` as sleep asks."""
-
-    def __init__(self) -> None:
-        self.busy = False
-        self.state = "serving"
-
-    @contextmanager
-    def between_updates(self) -> Iterator[None]:
-        if self.busy:
-            raise Refused("being updated by process 1", hint="wait for it to finish, or end it")
-        yield
-
-    def discarded(self, why: str) -> None:
-        self.state = "quarantined"
 
 
 class Adapters(Session):
