@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines.environment import package_path
+from tests.gpu.needs import needs
 from tests.gpu.servers import (
     PROMPTS,
     TOKENS,
@@ -32,8 +33,8 @@ from tests.gpu.servers import (
     models,
     started,
 )
-from tests.gpu.test_updates_gpu import needs
-from weightcast import WeightUpdater
+from tests.gpu.test_updates_gpu import digests
+from weightcast import ConfigError, WeightUpdater
 from weightcast.adapters.vllm.adapter import version_of
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
@@ -151,7 +152,7 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
     verify = "resident" if backend == "weightcast" else stock_verify
     # NCCL refuses a group that has a GPU twice, on one machine.
     host = "of-the-engine" if via == "broadcast" and "cuda:0" in trainer and 0 in gpus else ""
-    common = {"backend": backend, "gpus": gpus, "eager": eager, "host": host}
+    common: dict[str, Any] = {"backend": backend, "gpus": gpus, "eager": eager, "host": host}
     with (
         vllm(a, tmp_path / "updated.log", **common) as server,
         vllm(b, tmp_path / "other.log", **common) as other,
@@ -203,3 +204,56 @@ def test_forward_passes_are_ordered_behind_the_exchange(
         assert seen["graph"] == seen["exchange"]
         assert seen["module"] in ([], seen["exchange"])  # a whole step may be one graph
         assert Vllm().answers(server) == Vllm().answers(other)
+
+
+def test_unproven_updates_by_broadcast_are_whole_when_they_end(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
+) -> None:
+    a, b = models(tmp_path_factory, "llama")
+    common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": False, "host": "of-the-engine"}
+    with (
+        vllm(a, tmp_path / "updated.log", **common) as server,
+        vllm(b, tmp_path / "other.log", **common) as other,
+    ):
+        server.wait_ready()
+        other.wait_ready()
+        record("vllm", server.get("/version").json()["version"])
+        resident = [digests(server.url), digests(other.url)]
+        assert resident[0].keys() == resident[1].keys()
+        assert resident[0] != resident[1]
+        both: list[Any] = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16) for each in (a, b)]
+        weights = [{name: tensor.cuda() for name, tensor in model.state_dict().items()} for model in both]
+        trained = both[0].to("cuda:0")
+        asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        with (
+            WeightUpdater.connect(
+                trained, [server.url], transport="broadcast", pause="in_place", verify="none"
+            ) as updater,
+            ThreadPoolExecutor() as pool,
+        ):
+            for version in range(1, 13):
+                running = [pool.submit(server.post, "/v1/completions", asked) for _ in range(4)]
+                trained.load_state_dict(weights[version % 2])
+                [row] = updater.update(version=version).targets
+                assert (row.version_after, row.proof) == (version, "none"), row
+                assert digests(server.url) == resident[version % 2]
+                assert all(each.result()["usage"]["completion_tokens"] == 200 for each in running)
+            trained.load_state_dict(weights[1])
+            updater.update(version=13)
+        assert Vllm().answers(server) == Vllm().answers(other)
+
+
+@needs(2)
+def test_experts_that_move_are_refused_before_anything_moves(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
+) -> None:
+    a, b = models(tmp_path_factory, "qwen3_moe")
+    options = ["--enable-expert-parallel", "--enable-eplb"]
+    with vllm(a, tmp_path / "balanced.log", backend="weightcast", gpus=[0, 1], eager=True, options=options) as server:
+        server.wait_ready()
+        record("vllm", server.get("/version").json()["version"])
+        before = Vllm().answers(server)
+        trained: Any = AutoModelForCausalLM.from_pretrained(b, dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match="start vLLM without --enable-eplb"):
+            WeightUpdater.connect(trained.to("cuda:0"), [server.url], transport="broadcast")
+        assert Vllm().answers(server) == before
