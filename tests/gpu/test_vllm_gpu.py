@@ -26,6 +26,7 @@ from tests.engines.environment import package_path
 from tests.gpu.needs import needs
 from tests.gpu.servers import (
     PROMPTS,
+    START_S,
     TOKENS,
     Record,
     Server,
@@ -34,7 +35,7 @@ from tests.gpu.servers import (
     started,
 )
 from tests.gpu.test_updates_gpu import digests
-from weightcast import ConfigError, WeightUpdater
+from weightcast import WeightUpdater
 from weightcast.adapters.vllm.adapter import version_of
 
 SITE = os.environ.get("WEIGHTCAST_VLLM_SITE", "")
@@ -206,11 +207,12 @@ def test_forward_passes_are_ordered_behind_the_exchange(
         assert Vllm().answers(server) == Vllm().answers(other)
 
 
+@needs(2)
 def test_unproven_updates_by_broadcast_are_whole_when_they_end(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
 ) -> None:
     a, b = models(tmp_path_factory, "llama")
-    common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": False, "host": "of-the-engine"}
+    common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": False}
     with (
         vllm(a, tmp_path / "updated.log", **common) as server,
         vllm(b, tmp_path / "other.log", **common) as other,
@@ -222,8 +224,8 @@ def test_unproven_updates_by_broadcast_are_whole_when_they_end(
         assert resident[0].keys() == resident[1].keys()
         assert resident[0] != resident[1]
         both: list[Any] = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.bfloat16) for each in (a, b)]
-        weights = [{name: tensor.cuda() for name, tensor in model.state_dict().items()} for model in both]
-        trained = both[0].to("cuda:0")
+        weights = [{name: tensor.to("cuda:1") for name, tensor in model.state_dict().items()} for model in both]
+        trained = both[0].to("cuda:1")
         asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
         with (
             WeightUpdater.connect(
@@ -244,16 +246,10 @@ def test_unproven_updates_by_broadcast_are_whole_when_they_end(
 
 
 @needs(2)
-def test_experts_that_move_are_refused_before_anything_moves(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
-) -> None:
-    a, b = models(tmp_path_factory, "qwen3_moe")
+def test_server_whose_experts_move_ends_at_its_start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    a, _ = models(tmp_path_factory, "qwen3_moe")
+    log = tmp_path / "balanced.log"
     options = ["--enable-expert-parallel", "--enable-eplb"]
-    with vllm(a, tmp_path / "balanced.log", backend="weightcast", gpus=[0, 1], eager=True, options=options) as server:
-        server.wait_ready()
-        record("vllm", server.get("/version").json()["version"])
-        before = Vllm().answers(server)
-        trained: Any = AutoModelForCausalLM.from_pretrained(b, dtype=torch.bfloat16)
-        with pytest.raises(ConfigError, match="start vLLM without --enable-eplb"):
-            WeightUpdater.connect(trained.to("cuda:0"), [server.url], transport="broadcast")
-        assert Vllm().answers(server) == before
+    with vllm(a, log, backend="weightcast", gpus=[0, 1], eager=True, options=options) as server:
+        assert server.process.wait(START_S) != 0
+    assert "vLLM balances experts over ranks (enable_eplb)" in log.read_text(errors="replace")

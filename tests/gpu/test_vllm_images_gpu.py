@@ -23,7 +23,7 @@ from weightcast.config import PauseMode
 pytestmark = [*needs_vllm[:-1], pytest.mark.timeout(400)]
 
 # Not every build of vLLM has FlashAttention, which a vision tower takes by default.
-OPTIONS = ["--dtype=bfloat16", "--mm-encoder-attn-backend=TORCH_SDPA", "--mm-hasher-algorithm=sha256"]
+OPTIONS = ["--dtype=bfloat16", "--mm-encoder-attn-backend=TORCH_SDPA"]
 
 
 def about(server: Server, image: Image.Image) -> tuple[str, list[float]]:
