@@ -1,7 +1,7 @@
 """Tests every pause mode on a stock SGLang with requests running and waiting.
 
     export PYTHONPATH=src
-    python -m benchmarks.gpu_sglang_pauses --site SITE --out benchmarks/results/gpu-sglang-pauses-h200.json
+    python -m benchmarks.gpu_sglang_pauses --site SITE --out benchmarks/results/gpu-sglang-pauses-h100.json
     python -m benchmarks.gpu_sglang_pauses --device cpu --python PYTHON
 
 SITE is a folder that holds SGLang; PYTHON belongs to an environment with SGLang on a CPU.
