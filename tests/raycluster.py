@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 import ray
@@ -21,6 +22,20 @@ STORE_BYTES = 128 << 20
 _QUIET = {"log_to_driver": False, "logging_level": "error"}
 # Addresses of this machine's loopback network are as good as those of three machines, and sort otherwise as text.
 HEAD, LOW, HIGH = "127.0.0.9", "127.0.0.2", "127.0.0.10"
+_STARTS = 4
+_Made = TypeVar("_Made")
+
+
+def _patiently(start: Callable[[], _Made]) -> _Made:
+    """Starts Ray, which gives its own processes only 30 s; where others have the CPUs, one start may not do."""
+    for left in reversed(range(_STARTS)):
+        try:
+            return start()
+        except Exception as error:  # Ray has no class of its own for it
+            if not left or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+    raise AssertionError
 
 
 def _shut_down(several: Cluster | None = None) -> None:
@@ -37,7 +52,8 @@ def cluster() -> Iterator[None]:
     """One node."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _PATH)
-        ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=STORE_BYTES, **_QUIET)
+        one = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        _patiently(lambda: ray.init(address="local", **one, **_QUIET))
     try:
         yield
     finally:
@@ -50,9 +66,11 @@ def three_nodes() -> Iterator[None]:
     node = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _PATH)
-        started = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "node_ip_address": HEAD, **node})
+        head = {"num_cpus": 8, "node_ip_address": HEAD, **node}
+        started = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         for address in (HIGH, LOW):
-            started.add_node(num_cpus=1, node_ip_address=address, wait=False, **node)
+            other = {"num_cpus": 1, "node_ip_address": address, "wait": False, **node}
+            _patiently(lambda other=other: started.add_node(**other))
     try:
         started.wait_for_nodes(90)
         ray.init(address=started.address, _node_ip_address=HEAD, **_QUIET)
