@@ -17,9 +17,12 @@ import pytest
 import ray
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from tests.clock import PATIENCE_S
+from tests.harness import ToyTrainer, share_memory
 from tests.raycluster import cluster  # noqa: F401  a fixture
 from tests.toy_engine import toy_weights
 from weightcast import ConfigError, TargetUnreachable, TrainerRankFailed
@@ -55,6 +58,25 @@ class Learner:
     def die(self) -> None:
         if torch.distributed.get_rank() == 1:
             os._exit(5)
+
+
+class SharedLearner(Learner):
+    """Its shards are in memory that engines on this host can map."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.set_num_threads(1)
+        self.model = ToyTrainer(toy_weights(seed=7))
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        self._buffer = share_memory(self.model, mesh, [Shard(0)])
+
+    def memory(self) -> str:
+        """The name under which processes map the shards."""
+        address = self._buffer.data.data_ptr()
+        for mapping in psutil.Process().memory_maps(grouped=False):
+            first, _, end = mapping.addr.partition("-")
+            if int(first, 16) <= address < int(end, 16):
+                return mapping.path
+        raise AssertionError("the shards are mapped nowhere")
 
 
 # Has no language model, so it starts as fast as torch does.
@@ -96,22 +118,28 @@ def server_of(url: str) -> psutil.Process:
     return server
 
 
+def mapped_by(server: psutil.Process, memory: str) -> int:
+    """How many of a server's processes map some memory."""
+    family = [server, *server.children(recursive=True)]
+    return sum(any(memory == mapping.path for mapping in each.memory_maps()) for each in family)
+
+
 def ask_until_it_is_gone(url: str) -> None:
     for _ in range(100):
         info(url)
         time.sleep(0.2)
 
 
-def start(place: Any, transport: str) -> SimpleNamespace:
+def start(place: Any, transport: str, learner: type[Learner] = Learner, **options: object) -> SimpleNamespace:
     """Trainers and engines, started side by side."""
     trainer_bundles, engine_bundles = place
     with ThreadPoolExecutor() as pool:
         engines = pool.submit(RolloutEngines, TOY, engine_bundles, start_timeout_s=120, health_timeout_s=20)
         trainers = pool.submit(
             TrainWorkers,
-            Learner,
+            learner,
             trainer_bundles,
-            update={"transport": transport, "timeout_s": 60.0, "on_failure": "quarantine"},
+            update={"transport": transport, "timeout_s": 60.0, "on_failure": "quarantine", **options},
             env={"OMP_NUM_THREADS": "1"},
             timeout_s=120,
         )
@@ -232,3 +260,22 @@ def test_colocated_ranks_share_bundles_and_a_lost_trainer_is_named(cluster):  # 
     while ray.available_resources().get("CPU", 0) < 3:  # the bundles are back
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_released_weights_are_mapped_by_no_engine_until_the_next_update(cluster):  # noqa: F811
+    started = start(colocated(2, 1, tp=2), "direct", SharedLearner, direct_by="shards", keep_mapped=True)
+    try:
+        started.trainers.release()  # nothing was sent yet
+        server = server_of(started.engines.urls[0])
+        memories = started.trainers.call("memory")
+        assert len(set(memories)) == 2
+        for version in (1, 2):
+            started.trainers.call("step", 0.01)
+            report = started.trainers.update(started.engines, version=version)
+            assert [row.proof for row in report.targets] == ["resident"]
+            assert all(mapped_by(server, memory) for memory in memories)
+            started.trainers.release()
+            assert not any(mapped_by(server, memory) for memory in memories)
+    finally:
+        started.engines.close()
+        started.trainers.close()

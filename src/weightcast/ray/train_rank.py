@@ -77,6 +77,11 @@ class TrainRank:
         self._targets = targets
         return self._updater.retarget(targets, catch_up=True)
 
+    def release(self) -> None:
+        """Makes engines unmap this rank's memory."""
+        if self._updater is not None:
+            self._updater.release()
+
     def close(self) -> None:
         """Leaves the engines and the process group."""
         if self._updater is not None:

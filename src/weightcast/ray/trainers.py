@@ -150,6 +150,18 @@ class TrainWorkers:
         engines.admit(report)
         return report
 
+    def release(self, *, timeout_s: float | None = None) -> None:
+        """Makes engines unmap the ranks' memory, as ``WeightUpdater.release``; the next ``update`` maps it again.
+
+        Call it before the learner frees, offloads or moves weights that were sent with ``keep_mapped=True``.  Before
+        the first update it does nothing.
+
+        Raises:
+            TrainerRankFailed: A rank failed, died or did not answer in time.
+        """
+        asked = [actor.release.remote() for actor in self._actors]
+        self._collect(asked, "release", timeout_s or self._timeout_s)
+
     def close(self) -> None:
         """Ends every rank and removes the placement group if it is owned; safe to call twice."""
         if self._closed:
