@@ -54,11 +54,7 @@ class Secret:
     """A secret that several processes share.  It is never printed."""
 
     def __init__(self, value: bytes, *, origin: str) -> None:
-        """Checks the length.
-
-        Args:
-            value: The secret.
-            origin: Name of the variable or file that it comes from, for errors.
+        """Checks the length; ``origin`` names the variable or file that it comes from, for errors.
 
         Raises:
             ConfigError: It is too short.
@@ -79,11 +75,7 @@ class Secret:
 class AuthenticatedConnection:
     """One end, with the methods of ``multiprocessing.connection.Connection`` that executors use.
 
-    One thread at a time may receive; any threads may send.
-
-    Attributes:
-        peer: Address of the other end.
-        number: The dialer's number.
+    One thread at a time may receive; any threads may send.  ``number`` is the dialer's, at both ends.
     """
 
     def __init__(self, end: socket.socket, peer: str, number: int, *, send_key: bytes, receive_key: bytes) -> None:
@@ -194,19 +186,12 @@ class AuthenticatedConnection:
 
 
 class Gate:
-    """Listens at one address, and lets in the peers that prove themselves; drops the others.
-
-    Attributes:
-        host: Address.
-        port: Port.
-    """
+    """Listens at one address, and lets in the peers that prove themselves; drops the others."""
 
     def __init__(self, host: str, secret: Secret, *, context: bytes, timeout_s: float) -> None:
         """Listens on a free port.
 
         Args:
-            host: Address, or name, of this host.
-            secret: The secret.
             context: Bytes that both ends know, so that a proof counts for nothing else.
             timeout_s: Deadline of one peer's proof, in seconds.
 
@@ -308,9 +293,6 @@ def dial(
     """Connects to a ``Gate`` and proves itself.
 
     Args:
-        host: Address of the gate.
-        port: Its port.
-        secret: The secret.
         number: Number by which the listener knows this end, such as a rank.
         context: As for ``Gate``.
         timeout_s: Deadline of connection and proofs together, in seconds.

@@ -109,11 +109,9 @@ def ids_of(bases: Sequence[int], device: torch.device) -> list[int]:
 
 
 def open_memory(handle: bytes, device: torch.device) -> int:
-    """Maps another process's allocation and returns its address in this process.
+    """Maps another process's allocation for the kernels of ``device``, and returns its address in this process.
 
-    Args:
-        handle: The allocation, which may be on another device than ``device``.
-        device: The device whose kernels read it.
+    The allocation may be on another device.
 
     Raises:
         DriverError: The handle is malformed, the owner is gone, or the devices cannot reach each other.
@@ -147,11 +145,7 @@ def open_event(handle: bytes, device: torch.device) -> Any:
 def as_tensor(pointer: int, size_bytes: int, device: torch.device, owner: torch.device) -> torch.Tensor:
     """Views mapped memory as a flat uint8 tensor.  The caller must keep it mapped.
 
-    Args:
-        pointer: Its address.
-        size_bytes: Its size.
-        device: The device that it was mapped for, whose kernels read it.
-        owner: The device where it is said to be.
+    ``device`` is the one that it was mapped for, and ``owner`` the one where it is said to be.
 
     Raises:
         DriverError: The memory lies on another device.

@@ -125,11 +125,7 @@ def close(end: socket.socket) -> None:
 
 
 async def within(future: asyncio.Future[_Result], deadline: Deadline) -> _Result:
-    """Waits for a future of the caller's own.
-
-    Raises:
-        TimeoutError: The deadline passed.
-    """
+    """Waits for a future of the caller's own; raises TimeoutError at the deadline."""
     loop = asyncio.get_running_loop()
 
     def expire() -> None:

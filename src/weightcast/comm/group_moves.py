@@ -42,14 +42,7 @@ class Tags:
 def start_moves(
     group: Any, device: torch.device, sends: Sequence[Move], receives: Sequence[Move], tags: Tags
 ) -> list[Any]:
-    """Starts all messages of a batch and returns handles to wait for.
-
-    Args:
-        group: A process group of torch.
-        device: Device of the memory.
-        sends: The messages to other members.
-        receives: The messages from other members.
-        tags: Numbers of the messages of this group.
+    """Starts all messages of a batch in a process group of torch and returns handles to wait for.
 
     Raises:
         RuntimeError: A peer is gone, in torch's words.

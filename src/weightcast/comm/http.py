@@ -58,7 +58,6 @@ class Client:
         """Makes the client without sending anything.
 
         Args:
-            target: The engine.
             timeout_s: Deadline of each request that sets none, in seconds.
             max_connections: Requests that may be under way at the same time.
             limit: Limit of the connections of several clients together; None for one of its own.
@@ -101,7 +100,6 @@ class Client:
 
         Args:
             path: Route, relative to the path of the target's URL.
-            body: JSON.
             timeout_s: One deadline for name resolution, connecting, sending and the whole answer, in seconds.  None
                 takes the client's own.
 
@@ -114,10 +112,9 @@ class Client:
         return event_loop.run(self.post(path, body, timeout_s=timeout_s))
 
     def open_lease(self, path: str, body: bytes, *, timeout_s: float | Deadline | None = None) -> tuple[bytes, Lease]:
-        """Posts JSON bytes and keeps the answer's stream open; closing it tells the engine that the caller is gone.
+        """Posts JSON bytes and returns the first frame of the answer and the lease on its stream.
 
-        Returns:
-            The first frame of the answer and the lease.
+        Closing the lease tells the engine that the caller is gone.
         """
         return event_loop.run(self.lease(path, body, timeout_s=timeout_s))
 

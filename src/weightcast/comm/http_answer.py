@@ -20,19 +20,11 @@ class Answer:
     Attributes:
         done: Completes when the answer is whole; for a stream, when its first frame is.
         status: HTTP status; 0 before the head has come.
-        encoding: The header ``content-encoding``.
         reusable: True if the connection may carry another request after a whole answer.
-        too_large: True if the body is longer than it may be.
     """
 
     def __init__(self, *, stream: bool, max_bytes: int, max_frame_bytes: int) -> None:
-        """Takes the limits.
-
-        Args:
-            stream: True if a good answer is a stream of frames that stays open.
-            max_bytes: Limit of the body.
-            max_frame_bytes: Limit of the first frame.
-        """
+        """Takes the limits; ``stream`` is True if a good answer is a stream of frames that stays open."""
         # Here, not at the top: engines import this module and send no requests, and some have no httptools.
         from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
@@ -53,7 +45,6 @@ class Answer:
 
     @property
     def body(self) -> bytes:
-        """The whole body."""
         return b"".join(self._chunks)
 
     @property

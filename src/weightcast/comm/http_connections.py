@@ -35,12 +35,7 @@ class Listener(Protocol):
 
 
 class Connection:
-    """An open connection.  Every method is for the thread of the event loop.
-
-    Attributes:
-        closed: True once this end is closed.
-        broken: True once nothing can be sent or received any more.
-    """
+    """An open connection; ``broken`` once nothing can travel any more.  Every method is for the event loop's thread."""
 
     def __init__(self, end: socket.socket) -> None:
         self.closed = self.broken = False
@@ -66,12 +61,7 @@ class Connection:
         return not _is_readable(self._end)
 
     async def shake_hands(self, context: ssl.SSLContext, host: str, deadline: Deadline) -> None:
-        """Starts TLS.
-
-        Raises:
-            TimeoutError: The other end did not answer in time.
-            OSError: The handshake failed.
-        """
+        """Starts TLS; raises TimeoutError at the deadline, and OSError if the handshake fails."""
         tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
         while True:
             self._more = self._loop.create_future()

@@ -32,12 +32,7 @@ def default_limit() -> int:
 
 
 class ConnectionLimit:
-    """Counts the connections of several pools.  Every method is for the thread of the event loop.
-
-    Attributes:
-        most: The limit.
-        count: Connections that are open or being opened.
-    """
+    """Counts the connections of several pools, open or being opened.  Every method is for the event loop's thread."""
 
     def __init__(self, most: int | None = None) -> None:
         """Takes the limit; None takes ``default_limit``."""
@@ -50,9 +45,7 @@ class ConnectionLimit:
     async def enter(self, deadline: Deadline, *, at_once: bool) -> None:
         """Waits until one more connection may be opened, and counts it.
 
-        Args:
-            deadline: Limit of the wait.
-            at_once: True for a request that must not wait for the answers to others.
+        ``at_once`` is True for a request that must not wait for the answers to others.
 
         Raises:
             NoRoom: All connections have been busy until the deadline.
@@ -89,9 +82,7 @@ class ConnectionLimit:
     def rest(self, connection: Connection, close: Callable[[Connection], None]) -> None:
         """Notes that a connection is idle, and closes it if another request waits for room or the limit is passed.
 
-        Args:
-            connection: The connection.
-            close: Closes it, which ends in ``leave``.
+        ``close`` closes it, which ends in ``leave``.
         """
         self._idle[connection] = close
         while (self._waiting or self.count > self.most) and self._close_oldest():

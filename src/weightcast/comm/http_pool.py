@@ -20,24 +20,12 @@ class CannotConnect(Exception):
 
 
 class Pool:
-    """Connections to one host and port.  Every method is for the thread of the event loop.
-
-    Attributes:
-        loop: The loop that the connections belong to.
-    """
+    """Connections to one host and port.  Every method is for the thread of the event loop."""
 
     def __init__(
         self, host: str, port: int, trust: ssl.SSLContext | None, *, max_connections: int, limit: ConnectionLimit
     ) -> None:
-        """Opens nothing.
-
-        Args:
-            host: Name or address.
-            port: TCP port.
-            trust: TLS settings; None for plain HTTP.
-            max_connections: Connections that may be open at the same time.
-            limit: The limit of this pool and others together.
-        """
+        """Opens nothing; without ``trust`` the connections are plain HTTP."""
         self.loop = asyncio.get_running_loop()
         self._host, self._port, self._trust = host, port, trust
         self._room = max_connections

@@ -8,12 +8,7 @@ import msgspec
 class Invited(msgspec.Struct, frozen=True, kw_only=True):
     """The rendezvous of a group; trainer ranks keep their own numbers in it, and engine ranks follow.
 
-    Attributes:
-        group: Name of the group.
-        host: Address of the head's store.
-        port: Port of the head's store.
-        token: Prefix of the store's keys.
-        world_size: Number of members.
+    ``token`` is the prefix of the keys in the head's store, which listens at ``host`` and ``port``.
     """
 
     group: str

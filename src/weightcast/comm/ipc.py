@@ -63,20 +63,12 @@ def host_id() -> str:
 
 
 class SharedBuffer:
-    """A flat uint8 buffer of this process that others can map.
-
-    Attributes:
-        data: The buffer, uint8, ``(size_bytes,)``.
-    """
+    """A flat uint8 buffer of this process that others can map."""
 
     data: torch.Tensor
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        """Allocates the buffer.
-
-        Raises:
-            ConfigError: There is not enough memory.
-        """
+        """Allocates the buffer; raises ConfigError if there is not enough memory."""
         self._device = device
         self._file: int | None = None
         self._map: mmap.mmap | None = None
@@ -159,21 +151,15 @@ def shared_buffer_at(address: int) -> SharedBuffer | None:
 
 
 class Mapping:
-    """A buffer of another process, mapped into this one.
-
-    Attributes:
-        data: The buffer, uint8; reading only.
-    """
+    """A buffer of another process, mapped into this one; ``data`` is uint8, for reading only."""
 
     data: torch.Tensor
 
     def __init__(self, handle: MemoryHandle, reader: torch.device | None = None) -> None:
         """Maps the buffer.
 
-        Args:
-            handle: The buffer.
-            reader: The GPU whose kernels read it, which takes ``data`` for its own memory where it reaches the owner's.
-                None stands for the owner's.
+        ``reader`` is the GPU whose kernels read it, None the owner's.  It takes ``data`` for its own memory where it
+        reaches the owner's.
 
         Raises:
             MappingFailed: The owner is gone, runs as another user or on another host, or the handle is wrong.

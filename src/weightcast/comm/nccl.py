@@ -58,11 +58,7 @@ class Work(Protocol):
 
 
 class Lane(Protocol):
-    """The stream of a group's work.
-
-    Attributes:
-        pointer: The CUDA stream, as an address.
-    """
+    """The stream of a group's work; ``pointer`` is the address of the CUDA stream."""
 
     pointer: int
 
@@ -119,10 +115,6 @@ class NcclGroup:
 
         Args:
             unique_id: Id from ``new_unique_id``, the same for all members.
-            name: Name of the group, for errors.
-            rank: This member's rank.
-            world_size: Number of members.
-            device: Device of the tensors.
             timeout_s: Deadline of the rendezvous, in seconds.
             cancelled: Event by which another thread cancels the rendezvous.
             lane: Stream of the group's work; None makes one.
@@ -279,10 +271,9 @@ class NcclGroup:
 
 
 def nccl_binding() -> tuple[Any, type[Exception]]:
-    """Imports ``nccl4py``, which takes more than a second.
+    """Imports ``nccl4py``; returns its public API, and the class of its errors for NCCL's result codes.
 
-    Returns:
-        Its public API, and the class of its errors for NCCL's result codes.
+    The import takes more than a second.
 
     Raises:
         ConfigError: The package or a dependency is not installed, or NCCL is missing or too old.

@@ -20,18 +20,10 @@ _OWNER = ".owner"
 
 
 class OwnedFolder:
-    """A new folder.
-
-    Attributes:
-        path: Current path.
-    """
+    """A new folder."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder, for this user only.
-
-        Raises:
-            OSError: The folder exists already, or cannot be made.
-        """
+        """Makes the folder, for this user only; raises OSError if it exists already or cannot be made."""
         path.mkdir(mode=0o700)
         self.path = path
         try:
@@ -44,11 +36,7 @@ class OwnedFolder:
             raise
 
     def rename(self, path: Path) -> None:
-        """Renames the folder within its file system.
-
-        Raises:
-            OSError: The folder cannot have that name.
-        """
+        """Renames the folder within its file system; raises OSError if it cannot have that name."""
         self.path = self.path.rename(path)
 
     def remove(self) -> None:
@@ -60,9 +48,7 @@ class OwnedFolder:
 def remove_abandoned(root: Path, name: re.Pattern[str]) -> None:
     """Removes the folders of this user's processes that were killed on this host.
 
-    Args:
-        root: Parent of the folders.
-        name: Pattern of their whole names.
+    They are in ``root``, and ``name`` matches their whole names.
     """
     for folder in root.iterdir():
         with suppress(OSError):

@@ -17,13 +17,10 @@ _ATTEMPTS = 1_000
 
 
 def quiet_port(host: str = "127.0.0.1") -> int:
-    """Returns a free TCP port that the system gives to no outgoing connection.
+    """Returns a free TCP port, at an address of this host, that the system gives to no outgoing connection.
 
     The system may give a port from ``bind(0)`` to the next connection of this host, and an engine binds its port half a
     minute after it got the number.
-
-    Args:
-        host: Address of this host on which the server will listen.
 
     Raises:
         OSError: The address does not belong to this host, or no port is free there.

@@ -29,12 +29,7 @@ class Arena:
     """
 
     def __init__(self, count: int, size_bytes: int, device: torch.device) -> None:
-        """Allocates and registers the memory.
-
-        Args:
-            count: Number of buffers.
-            size_bytes: Size of each buffer.
-            device: Device of the memory; only the CPU works.
+        """Allocates and registers memory for ``count`` buffers, on the CPU only.
 
         Raises:
             ConfigError: NIXL is missing or cannot register the memory.

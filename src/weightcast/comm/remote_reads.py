@@ -43,7 +43,6 @@ class Pull:
 
     Attributes:
         key: Names the read, so that it is prepared once and repeated afterwards.
-        memory: The buffer.
         runs: First byte in the reader's memory, and the runs in the buffer that follow each other there.  The same
             object stands for the same runs.
     """
@@ -61,7 +60,6 @@ class RemoteReader:
     """
 
     def __init__(self) -> None:
-        """Nothing is allocated yet."""
         self._session: _Session | None = None
 
     @property
@@ -77,9 +75,6 @@ class RemoteReader:
         Args:
             pulls: The reads, at most one for each key.
             size_bytes: Size of all bytes, with gaps between them.
-            what: Name of the bytes, for errors.
-            timeout_s: Deadline, in seconds.
-            interrupted: True once the bytes are not wanted any more.
 
         Raises:
             Refused: The read was interrupted.

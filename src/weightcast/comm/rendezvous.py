@@ -54,11 +54,7 @@ class Rendezvous:
 
     @property
     def store(self) -> dist.TCPStore:
-        """The store.  It listens while anything refers to it, so callers should not keep it.
-
-        Raises:
-            GroupFailed: The rendezvous was closed.
-        """
+        """The store; GroupFailed once closed.  It listens while anything refers to it: callers should not keep it."""
         if self._store is None:
             raise GroupFailed("the rendezvous of the group was closed")
         return self._store

@@ -22,7 +22,6 @@ class EngineRequest:
     """One HTTP request that an adapter wants sent.
 
     Attributes:
-        method: ``GET`` or ``POST``.
         path: Path with a leading slash, and with the query if there is one.
         body: JSON bytes; empty for none.
         timeout_s: Deadline of this one request, in seconds; None takes the step's.
@@ -54,8 +53,6 @@ async def converse_on_loop(
     the request's own.  Every other error ends the step.
 
     Args:
-        client: Client of the engine.
-        steps: Generator of requests.
         timeout_s: Deadline of the whole step; a number counts in seconds from now.
         send: Function that sends one request; None for plain requests and answers.
 

@@ -33,7 +33,6 @@ class TorchMemory(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``cuda``, or ``shm`` for a named POSIX segment (torch's ``file_system`` strategy).
         device: UUID of the GPU without prefix, or ``"cpu"``.
-        size_bytes: Size of the storage.
         handle: For ``cuda``, the handle of the allocation in torch's form; for ``shm``, the segment's name.
         offset_bytes: For ``cuda``, where the storage starts in the allocation.
         ref_counter: For ``cuda``, name of the file with the reference counters.
@@ -143,11 +142,7 @@ class Ring:
 
 
 class SharedSlot:
-    """A buffer that is filled again and again.
-
-    Attributes:
-        data: The buffer, uint8.
-    """
+    """A uint8 buffer that is filled again and again."""
 
     def __init__(
         self,
@@ -162,13 +157,9 @@ class SharedSlot:
         """Allocates the buffer.
 
         Args:
-            size_bytes: Size of the buffer.
-            device: Device of the buffer.
             ways: Any of ``weightcast``, ``torch`` and ``ring``; or ``remote`` alone; empty for a buffer that no process
                 opens.  Each way beyond the first costs a second buffer and a copy, except ``torch`` on a GPU.
-            ring: The ring that the buffer is a part of.
-            arena: The registered memory that the buffer is a part of.
-            index: Number of the buffer in the ring or arena.
+            index: Number of the buffer in ``ring`` or ``arena``, of which it is then a part.
 
         Raises:
             ConfigError: There is not enough memory, or the memory cannot be shared.
@@ -200,12 +191,7 @@ class SharedSlot:
             self._ring.reclaim()
 
     def share(self, *, opens: int, ring_opens: int = 0) -> Shared:
-        """Returns handles to the current contents.
-
-        Args:
-            opens: Number of processes that will open torch's handles.
-            ring_opens: Number of processes that will open the ring.
-        """
+        """Returns handles to the current contents: torch's for ``opens`` processes, the ring's for ``ring_opens``."""
         for copy in (self._ours, self._segment):
             if copy is not None and copy.data is not self.data:
                 copy.data.copy_(self.data)

@@ -17,11 +17,7 @@ _Allocation = tuple[int, int, object]  # address, size, identity
 
 
 class TensorMemory:
-    """The allocations that hold some tensors.
-
-    Attributes:
-        handles: A handle to each of them.
-    """
+    """The allocations that hold some tensors, with a handle to each."""
 
     def __init__(self) -> None:
         self.handles: list[MemoryHandle] = []

@@ -67,12 +67,7 @@ def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str 
 
 
 def tls_trouble(error: BaseException, *, has_certificate: bool) -> tuple[str, str] | None:
-    """Explains a TLS error: the words and a hint, or None if the error is about something else.
-
-    Args:
-        error: Exception that the client raised.
-        has_certificate: Whether the client had a certificate to show.
-    """
+    """Explains a client's TLS error: the words and a hint, or None if the error is about something else."""
     found = _ssl_error(error)
     if found is None:
         return None

@@ -26,12 +26,7 @@ _MAX_PATIENCE_S = 3.0
 
 
 class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The note of a rank that gave up.
-
-    Attributes:
-        blames: The ranks it was waiting for; empty if the trouble is its own.
-        reason: Its own words.
-    """
+    """The note of a rank that gave up: the ranks that it was waiting for, none if the trouble is its own, and why."""
 
     blames: tuple[int, ...]
     reason: str
@@ -58,10 +53,7 @@ class Verdict:
 class FailureNotes:
     """The notes of one group of ranks, in the job's key-value store.
 
-    Args:
-        store: The job's key-value store.
-        prefix: Prefix of the keys; the same on every rank, never used twice.
-        rank: This rank.
+    ``prefix`` begins the keys; it is the same on every rank and never used twice.
     """
 
     def __init__(self, store: dist.Store, *, prefix: str, rank: int) -> None:
@@ -72,7 +64,6 @@ class FailureNotes:
         """Leaves this rank's note and follows the notes of others to the culprit.
 
         Args:
-            suspects: The ranks that this rank was waiting for.
             reason: This rank's reason to give up, for the error on the other ranks.
             patience_s: Deadline for notes, and for the store's answers, in seconds.
         """
@@ -120,7 +111,6 @@ class FailureState:
     """The first failure of a group of ranks.  After it, ``check`` raises it until the next ``reset``.
 
     Attributes:
-        timeout_s: Deadline of the group's calls, in seconds.
         hosts: Name of each rank's host, for the failure's words; empty if all ranks are on one.
         reason: The failure in words; None before one.
         lost: True if a rank was dead or silent; False where ranks only gave up.
@@ -136,30 +126,22 @@ class FailureState:
         self.lost = False
 
     def reset(self, notes: FailureNotes | None, hang_up: Callable[[], None]) -> None:
-        """Forgets a failure.
+        """Forgets a failure.  ``notes`` are those of the new group, None in a group of one rank.
 
-        Args:
-            notes: The notes of the new group; None for a group of one rank.
-            hang_up: Ends every wait of this process and of its peers.
+        ``hang_up`` ends every wait of this process and of its peers.
         """
         self._notes, self._hang_up = notes, hang_up
         self.reason, self.lost = None, False
 
     def check(self) -> None:
-        """Raises the failure if there was one.
-
-        Raises:
-            TrainerRankFailed: The group has failed.
-        """
+        """Raises the failure, a TrainerRankFailed, if there was one."""
         if self.reason is not None:
             raise TrainerRankFailed(self.reason)
 
     def give_up(self, reason: str, *, tell: bool) -> None:
         """Fails for a reason of this rank; does nothing after an earlier failure.
 
-        Args:
-            reason: This rank's own words.
-            tell: Whether to leave a note and end the waits of the other ranks.
+        With ``tell`` it leaves a note and ends the waits of the other ranks.
         """
         if self.reason is not None:
             return
@@ -171,10 +153,8 @@ class FailureState:
     def fail(self, suspects: Sequence[int], what: str, *, timed_out: bool = False) -> NoReturn:
         """Finds the culprit, ends every other wait in the group, and raises.
 
-        Args:
-            suspects: The ranks that this rank was waiting for.
-            what: What it was waiting for.
-            timed_out: True after a deadline, False after a broken connection.
+        ``suspects`` are the ranks that this rank was waiting for, and ``what`` says for what.  ``timed_out`` is True
+        after a deadline, False after a broken connection.
         """
         self.check()
         notes = self._notes
@@ -189,12 +169,7 @@ class FailureState:
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """``"trainer rank 3"`` or ``"trainer ranks 1, 3"``; ``"trainer rank 3 (host b)"`` if ``hosts`` names them.
-
-    Args:
-        ranks: The ranks.
-        hosts: Name of each rank's host, for all ranks of the job; empty to leave hosts out.
-    """
+    """``"trainer rank 3"`` or ``"trainer ranks 1, 3"``; ``"trainer rank 3 (host b)"`` given the hosts of all ranks."""
     named = [f"{rank} (host {hosts[rank]})" if hosts else str(rank) for rank in ranks]
     return f"trainer rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}"
 

@@ -31,13 +31,7 @@ class GlooPeers:
         return self._post(self._group.recv, tensor, peer, tag, what)
 
     def wait(self, peer: int, work: dist.Work, what: str, deadline: float) -> None:
-        """Waits for an operation with one rank.
-
-        Args:
-            peer: The other rank.
-            work: The operation, from ``send`` or ``receive``.
-            what: What is waited for, for the error.
-            deadline: Time by ``time.monotonic``.
+        """Waits for an operation with one rank, until ``deadline`` by ``time.monotonic``.
 
         Raises:
             TrainerRankFailed: The other rank is gone or did not take part in time.

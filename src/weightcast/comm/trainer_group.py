@@ -45,13 +45,7 @@ class _Seat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Seats(msgspec.Struct, frozen=True, array_like=True):
-    """Where all ranks run.
-
-    Attributes:
-        own_gpus: True if each rank has a GPU of its own.
-        hosts: Id and name of each host.
-        host_of: Number of each rank's host, in order of rank.
-    """
+    """Where all ranks run: id and name of each host, and the number of each rank's host, in order of rank."""
 
     own_gpus: bool
     hosts: tuple[tuple[str, str], ...]
@@ -66,9 +60,6 @@ class TrainerGroup:
     """All ranks of the training job, or this process alone.  Made by ``TrainerGroup.connect``.
 
     Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
-        device: Device of this rank's tensors.
         reading_hosts: Hosts on which engines read trainer ranks' own parts, so that each part is served there; empty if
             one rank serves it to all engines.  Must be the same on every rank.
     """
@@ -91,7 +82,6 @@ class TrainerGroup:
         """Meets the other trainer ranks.  Collective over all ranks of ``torch.distributed``, if it is initialised.
 
         Args:
-            device: Device of this rank's tensors.
             timeout_s: Deadline of this and of every later call, in seconds.
 
         Raises:
@@ -211,10 +201,9 @@ class TrainerGroup:
     # -- small messages
 
     def broadcast_bytes(self, payload: bytes | None, *, timeout_s: float | None = None) -> bytes:
-        """Returns the head's bytes on every rank.
+        """Returns the head's ``payload``, which is ignored elsewhere, on every rank.
 
         Args:
-            payload: The message, on the head; ignored elsewhere.
             timeout_s: Deadline in seconds; None takes the group's own.  Ranks that wait for a busy head need more.
 
         Raises:
@@ -241,11 +230,7 @@ class TrainerGroup:
         return None
 
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
-        """Returns when every rank has called it.
-
-        Args:
-            what: Reason, the same on every rank: ranks that meet for different reasons are an error.
-            timeout_s: Deadline in seconds; None takes the group's own.
+        """Returns when every rank has called it with the same ``what``: different reasons to meet are an error.
 
         Raises:
             TrainerRankFailed: A rank is gone, did not come in time, or came for something else.
@@ -265,11 +250,6 @@ class TrainerGroup:
         Every pair of ranks must list what goes between them in the same order; apart from that any order works.
         On a GPU the batch follows what the current stream did before.
 
-        Args:
-            sends: Tensors that this rank gives.
-            receives: Tensors that this rank's receives are written to.
-            what: Name of the batch, for the error.
-
         Raises:
             TrainerRankFailed: A rank is gone or did not take part in time.
         """
@@ -282,9 +262,7 @@ class TrainerGroup:
     def all_gather(self, tensors: Sequence[torch.Tensor], *, what: str) -> None:
         """Completes tensors of which rank r holds the r-th of ``world_size`` equal parts, in place.  NCCL only.
 
-        Args:
-            tensors: Contiguous, this rank's part written already; the same list on every rank.
-            what: Name of the batch, for the error.
+        The tensors are contiguous and the same list on every rank, which has written its part already.
 
         Raises:
             TrainerRankFailed: A rank is gone or did not take part in time.
@@ -299,10 +277,7 @@ class TrainerGroup:
     def abort(self, reason: str = "no reason given") -> None:
         """Ends every wait in this group, on every rank.  The trainer's own groups are untouched.
 
-        Safe to call twice and from another thread.
-
-        Args:
-            reason: This rank's reason, for the error on the other ranks.
+        Safe to call twice and from another thread.  The error on the other ranks has the reason.
         """
         self._failure.give_up(reason, tell=not self._closed)
 

@@ -19,12 +19,6 @@ _PREFIX = "weightcast/trainers"
 def meet(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> tuple[str, tuple[int, ...]]:
     """Waits until every rank has called this function.  All ranks may try again after a failure.
 
-    Args:
-        store: The job's key-value store.
-        rank: This rank.
-        world_size: Number of ranks.
-        timeout_s: Deadline in seconds.
-
     Returns:
         A new prefix for keys, the same on every rank, and the ranks that did not come in time, in order.
 

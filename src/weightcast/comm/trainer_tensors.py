@@ -23,12 +23,7 @@ _MAX_ABORT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One message of a batch.
-
-    Attributes:
-        peer: The other rank.
-        tensor: Contiguous, not empty, any dtype and shape, on the group's device.
-    """
+    """One message of a batch; ``tensor`` is contiguous, not empty, of any dtype and shape, on the group's device."""
 
     peer: int
     tensor: torch.Tensor

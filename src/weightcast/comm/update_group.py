@@ -86,11 +86,7 @@ class UpdateGroup:
 
         Args:
             store: The store of the rendezvous, or a function that connects to it.
-            name: Name of the group, for errors.
             token: Prefix of the store's keys.
-            rank: This member's rank.
-            world_size: Number of members.
-            device: Device of the tensors.
             address: Address of this process on the route to the others.
             timeout_s: Deadline of the rendezvous, in seconds.
             cancelled: Event by which another thread cancels the rendezvous.
@@ -218,9 +214,7 @@ class UpdateGroup:
         """Waits for a broadcast.  After it, ``data`` is complete on this rank, not merely enqueued.
 
         Args:
-            work: Handle from ``start_broadcast``.
             what: Name of the data, for the error, e.g. ``"bucket 3"``.
-            timeout_s: Deadline in seconds.
             poll: Function that is called while waiting; it may raise to end the wait.
 
         Raises:
