@@ -50,12 +50,7 @@ class TakesAdapters(Protocol):
 
 
 def adapter_routes(adapters: Callable[[], TakesAdapters], attach: Callable[[APIRouter, str], None]) -> APIRouter:
-    """Returns the routes.
-
-    Args:
-        adapters: The engine's adapters.
-        attach: Adds the routes of one adapter to the server, below a path.
-    """
+    """Returns the routes; ``attach`` adds those of one adapter to the server, below a path."""
     router = APIRouter(tags=["adapters"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU)
     attached: set[str] = set()
 

@@ -1,7 +1,4 @@
-"""Access to an engine: bearer keys, compared in constant time, and no web pages.
-
-It knows request headers.  Which routes ask for a key is the server's business.
-"""
+"""Access to an engine: bearer keys, compared in constant time, and no web pages."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ class Keys:
         return bool(self._digests)
 
     def admit(self, authorization: bytes) -> bool:
-        """Is this value of the ``Authorization`` header good enough?
-
-        Takes the same time whichever key is given and wherever it differs.
-        """
+        """True if this ``Authorization`` value is good enough; takes the same time wherever a key differs."""
         if not self._digests:
             return True
         scheme, _, given = authorization.partition(b" ")

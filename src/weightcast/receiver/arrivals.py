@@ -11,10 +11,7 @@ from weightcast.wire.layout import TensorSlot, TensorSpec
 
 
 class Arrivals:
-    """The rows of one update after the other.  Rows of a tensor come in order, each once.
-
-    Buckets that come as in the last complete update are not counted row by row.
-    """
+    """The rows of one update after the other.  Rows of a tensor come in order, each once."""
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}  # by tensor; without the buckets in ``_followed``
@@ -44,11 +41,7 @@ class Arrivals:
         self._abandoned = True
 
     def check(self, slot: TensorSlot) -> None:
-        """Checks that these rows are the next ones of their tensor.
-
-        Raises:
-            Refused: They come out of order or twice, or the update was abandoned.
-        """
+        """Raises ``Refused`` unless these rows are the next ones of their tensor, or if the update was abandoned."""
         if self._abandoned:
             raise Refused("a bucket of this update was given up half way", hint="open another session")
         self._count_followed()
@@ -69,14 +62,7 @@ class Arrivals:
         return follows and self._complete[number] is rows
 
     def take_all(self, rows: Mapping[str, int]) -> bool:
-        """Counts all slots of a bucket in one step, for there may be thousands.
-
-        Args:
-            rows: Rows of each tensor; empty if some tensors are not whole.
-
-        Returns:
-            False if the slots must be counted one by one.
-        """
+        """Counts all slots of a bucket at once; False, as for empty ``rows``, if they must be counted one by one."""
         if self.expects(rows):
             self._followed.append(rows)
             return True
@@ -109,12 +95,7 @@ class Arrivals:
             self._followed = []
 
     def whole(self, slot: TensorSlot, view: torch.Tensor) -> torch.Tensor | None:
-        """Returns a copy of the slot's whole tensor once its last row is here, else None.
-
-        Args:
-            slot: The slot, which was counted.
-            view: Its rows.
-        """
+        """Returns a copy of a counted slot's whole tensor once its last row is here, else None."""
         name = slot.spec.name
         if slot.whole:
             return view.clone()

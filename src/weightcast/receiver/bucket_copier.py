@@ -29,11 +29,7 @@ class BucketCopier:
         self._rests: dict[object, list[tuple[TensorSlot, Copy]]] = {}  # copies of a place that are no transfers
 
     def begin(self, num_buckets: int) -> None:
-        """Forgets the overflows of the update before.
-
-        Args:
-            num_buckets: Number of buckets that are planned.
-        """
+        """Forgets the overflows of the update before."""
         self._overflows.clear()
         if len(self._rests) > _MAX_PLACES * num_buckets:  # an engine that moves its weights again and again
             self._transfers = RepeatedTransfers()
@@ -49,14 +45,7 @@ class BucketCopier:
     def copy(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool = True) -> torch.Tensor | None:
         """Copies a bucket into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
-        Args:
-            bucket: The filled bucket; lent slots lie where they belong already.
-            plan: Its copies.
-            staging: The set of weights that is written.
-            summed: False if nobody needs the sums.
-
-        Returns:
-            ``Bucket.sums`` where they were taken on the way.
+        Lent slots lie where they belong already.  Returns ``Bucket.sums`` where they were taken on the way.
         """
         if transfers_on(bucket.data.device):
             sums = self._copy_and_sum(bucket, plan, staging, summed=summed)
@@ -112,11 +101,7 @@ def target_of(copy: Copy, staging: Staging) -> torch.Tensor:
 def _transfers_of(
     bucket: Bucket, plan: BucketPlan, staging: Staging
 ) -> tuple[list[Transfer], list[tuple[TensorSlot, Copy]]]:
-    """The transfers of a bucket, and those of its copies that cannot be transfers.
-
-    A slot that one copy takes whole is summed while it is copied.  Every other slot is summed on its own, whether this
-    rank keeps it or not.
-    """
+    """The transfers of a bucket, which sum every slot, and those of its copies that cannot be transfers."""
     flat = Flat(bucket.data)
     transfers: list[Transfer] = []
     rest: list[tuple[TensorSlot, Copy]] = []

@@ -15,11 +15,7 @@ class Copy:
     """A copy out of a bucket into a parameter, in elements.
 
     Attributes:
-        parameter: Name of the parameter.
-        shape: Shape of both ends.
-        stride: Strides in the parameter's storage.
         offset: Distance from the parameter's first element.
-        source_stride: Strides in the bucket.
         source_offset: Distance from the bucket's first byte, in elements of the slot's dtype.
     """
 
@@ -36,10 +32,7 @@ class BucketPlan:
     """The copies of one bucket.  It holds no views, which would keep the memory of a sleeping engine alive.
 
     Attributes:
-        layout: The bucket's table of contents.
-        table: Its slots, and the copies out of each.
         unbroken: Slots that one copy takes whole to adjacent elements, by their first byte in the bucket.
-        parameters: Names of the parameters that are written, each once.
         rows: Number of rows of each tensor by name, if every slot is a whole tensor that is copied or ignored;
             else empty.
     """
@@ -52,13 +45,7 @@ class BucketPlan:
 
 
 def plan_bucket(layout: BucketLayout, routes: Mapping[str, Sequence[Route]], computed: Collection[str]) -> BucketPlan:
-    """Works out the copies of a bucket.
-
-    Args:
-        layout: The bucket's table of contents.
-        routes: Routes by source name.
-        computed: Names of the sources that stay with the model's own loader.
-    """
+    """Works out the copies of a bucket; ``computed`` names the sources that stay with the model's own loader."""
     table = [
         (slot, [copy for route in routes.get(slot.spec.name, ()) if (copy := _copy_of(route, slot))])
         for slot in layout.slots

@@ -14,11 +14,9 @@ from weightcast.wire.routes import Route
 def uncovered(
     routes: Iterable[Route], residents: Mapping[str, torch.Tensor], filled: Mapping[str, int] | None = None
 ) -> list[str]:
-    """Names of the residents that the routes leave unwritten, wholly or in part.
+    """Names of the residents that all routes together leave unwritten, wholly or in part.
 
     Args:
-        routes: All of them.
-        residents: Parameters and buffers by name.
         filled: Number of elements of a resident that get a constant instead, by name.
 
     Raises:
@@ -40,12 +38,7 @@ def uncovered(
 
 
 def within(tensor: torch.Tensor, others: Mapping[str, torch.Tensor]) -> bool:
-    """True if the others cover every element of a tensor, in the same memory.
-
-    Args:
-        tensor: A view of some storage, of any strides.
-        others: Tensors by name; those of another storage or dtype are ignored.
-    """
+    """True if the others of the same storage and dtype cover every element of a tensor, of any strides."""
     if not tensor.numel():
         return False
     place = _storage_of(tensor)

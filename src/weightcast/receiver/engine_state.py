@@ -57,8 +57,6 @@ class EngineFacts:
         optional: Tensors that the engine knows and keeps nowhere.
         note: ``EngineInfo.message`` of an engine that is not quarantined.
         no_pause: Pause modes that the engine refuses as it was started, each with the reason.
-        hazards: As ``EngineInfo.hazards``.
-        reads_remote: As ``EngineInfo.reads_remote``.
     """
 
     engine: str
@@ -80,12 +78,9 @@ class EngineState:
     """The state, version and digest that an engine tells of itself.
 
     Attributes:
-        state: Serving, updating or quarantined.
         version: Version that the engine serves; None if it is unknown.
         digest: Model digest of that version; None if it was never proven.
         message: Why the engine is quarantined; else empty.
-        hooks: The engine's own pause, caches and version stamp.
-        facts: What stays the same.
     """
 
     def __init__(self, hooks: EngineHooks, facts: EngineFacts, *, version: int | None, tp_size: int) -> None:
@@ -99,11 +94,7 @@ class EngineState:
         self._instance = secrets.token_hex(16)
 
     def info(self, session_owner: str | None) -> EngineInfo:
-        """The engine's answer to "what are you and what do you serve?".
-
-        Args:
-            session_owner: The trainer that updates the engine now.
-        """
+        """The engine's description of itself; ``session_owner`` is the trainer that updates it now."""
         facts = self.facts
         return EngineInfo(
             protocol=PROTOCOL,

@@ -1,8 +1,7 @@
 """Sends a message to every rank of an engine and returns one answer for each rank.
 
-``LocalExecutor`` has its one rank in this process; ``MpExecutor`` runs each rank in a process of its own; the one for
-Ray is in ``weightcast.ray``.  Two lanes lead to a rank: one for weight messages, one for the engine's own work.  So an
-engine generates while a new version arrives.
+Two lanes lead to a rank: one for weight messages, one for the engine's own work.  So an engine generates while a new
+version arrives.  The executor for Ray is in ``weightcast.ray``.
 """
 
 from __future__ import annotations
@@ -57,15 +56,11 @@ class Executor(Protocol):
     tp_size: int
 
     def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
-        """Runs the message on every rank at once.
-
-        Raises:
-            EngineFailure: A rank died or did not answer in time; it is named.
-        """
+        """Runs a message on every rank at once; raises ``EngineFailure``, naming the rank, if one is dead or late."""
         ...
 
     def run(self, command: bytes) -> bytes:
-        """Runs the command on every rank at once and returns rank 0's answer.
+        """Runs a command on every rank at once and returns rank 0's answer.
 
         Raises:
             EngineFailure: A rank died, failed or did not answer in time; it is named.
@@ -142,11 +137,6 @@ class MpExecutor(ConnectedRanks):
         """Start the ranks and wait until each has built its worker.
 
         Args:
-            factory: Makes the worker of a rank, in its process.
-            tp_size: Number of ranks.
-            settings: More arguments of the factory.
-            run_timeout_s: Deadline of ``run``, in seconds.
-            start_timeout_s: Deadline of the start, in seconds.
             fork: True forks the ranks if no other Python thread runs here; the caller knows that CUDA is not used.
 
         Raises:

@@ -19,10 +19,7 @@ class LastCommit:
     """A committed session, and what it replaced.
 
     Attributes:
-        open: First message of the session.
-        answer: Answer to its Commit.
         reverted: Answer to its Revert; None while the commit stands.
-        reason: Why the trainer reverted it.
         version, digest: What the engine served before.
         whole: False if the engine was quarantined before.
     """

@@ -14,14 +14,10 @@ from weightcast.receiver.loader import Loader
 
 
 def changed_since_load(loader: Loader, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Compares a checkpoint with the live parameters, route by route.
+    """Compares a checkpoint with the live parameters, route by route; returns the names of those that differ, sorted.
 
-    Args:
-        loader: Loader whose routes were recorded; the weights are still those of the checkpoint.
-        weights: Name and whole tensor of everything in the checkpoint, in the dtypes of its files.
-
-    Returns:
-        Names of the parameters that differ, sorted.
+    The loader's routes were recorded, and the weights are still those of the checkpoint.  ``weights`` has the name and
+    whole tensor of everything in the checkpoint, in the dtypes of its files.
     """
     changed: set[str] = set()
     for name, tensor in weights:

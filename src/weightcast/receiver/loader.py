@@ -3,10 +3,6 @@
 The loader watches the model's ``load_weights`` once (``recorder``).  From then on an update replays its copies into the
 staging set.  Sources that the model computes with stay with ``load_weights``, and their place cannot be read back.
 They go into the live parameters directly, or, with ``hold_computed``, wait whole and are loaded at the commit.
-
-Neighbours: ``offer`` refuses what does not fit, ``arrivals`` counts rows, ``bucket_plan`` and ``bucket_copier`` copy,
-``resident_sums`` reads back.
-Sessions, groups and versions belong to ``rank``.
 """
 
 from __future__ import annotations
@@ -73,7 +69,6 @@ class Loader:
         """Watches ``load_weights`` once and changes nothing.
 
         Args:
-            model: This rank's model.
             load_weights: Takes ``(name, tensor)`` pairs of whole tensors.
             expected: Every tensor of a full update, whole.
             finishers: Run once after new weights are live.
@@ -135,9 +130,6 @@ class Loader:
         Without ``hold_computed``, the model's own code writes computed weights into live parameters.  Parameters that
         share memory are torn apart if one gets another storage.  An exchange of contents leaves views whole, but two
         parameters with a common element would exchange it twice.
-
-        Args:
-            keep_storage: A commit exchanges contents and leaves parameters at their addresses; see ``Staging``.
         """
         for name, words in () if self._holds else self.why_computed.items():
             more = f", and {len(self.why_computed) - 1} more like it" if len(self.why_computed) > 1 else ""
@@ -224,14 +216,8 @@ class Loader:
         """Destinations of the slots that the next bucket can be received into directly, as ``Bucket.lent``.
 
         A slot has one if the model is on the host and staged, and the slot is a run of its own that is kept whole, in
-        its order and dtype.  A receiver that gives up half way calls ``abandon``.
-
-        Args:
-            layout: Layout of the bucket.
-            runs: Sizes of its runs, in bytes.
-
-        Raises:
-            Refused: As ``load``.
+        its order and dtype.  A receiver that gives up half way calls ``abandon``.  The ``runs`` are in bytes.
+        Errors are those of ``load``.
         """
         places: dict[str, torch.Tensor] = {}
         plan = self._plan(layout)
@@ -257,10 +243,6 @@ class Loader:
     def load(self, bucket: Bucket, *, summed: bool = True) -> torch.Tensor | None:
         """Copies the bucket's tensors into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
-        Args:
-            bucket: The bucket; slots that came straight to their ``places`` are lent.
-            summed: False if nobody needs the sums.
-
         Returns:
             ``Bucket.sums`` if they were taken on the way; else None.
 
@@ -275,10 +257,6 @@ class Loader:
     def load_parts(self, buckets: Sequence[Bucket], parts: Parts, *, summed: bool = True) -> None:
         """Copies this rank's own share of a bucket whose parts lie in several buffers, as ``load`` does.
 
-        Args:
-            buckets: The bucket in each buffer; only some of its bytes mean something.
-            parts: The parts of each buffer.
-
         Raises:
             Refused: As ``load``, or the parts are not the whole bucket exactly once.
         """
@@ -286,16 +264,7 @@ class Loader:
         self.load_scattered([bucket.data for bucket in buckets], self.scattered.plan(layout, parts), summed=summed)
 
     def load_scattered(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, *, summed: bool = True) -> None:
-        """Copies this rank's own share of a bucket out of the places of a plan, as ``load`` does.
-
-        Args:
-            buffers: Memory of each place, flat uint8.
-            plan: The plan of the bucket.
-            summed: False if nobody needs the sums.
-
-        Raises:
-            Refused: As ``load``.
-        """
+        """As ``load``, for this rank's own share of a bucket, out of the places of a plan, each flat uint8."""
         rows = self._plan(plan.layout)
         if not self._arrivals.take_all(rows.rows):
             for number, (slot, _) in enumerate(rows.table):
@@ -306,15 +275,7 @@ class Loader:
         self.scattered.copy(buffers, plan, self.staging, summed=summed)
 
     def load_messages(self, received: torch.Tensor, plan: ExchangePlan, *, summed: bool = True) -> None:
-        """Copies this rank's own share of a bucket out of the messages that brought it, as ``load`` does.
-
-        Args:
-            received: All messages, flat uint8.
-            plan: The plan of the bucket.
-
-        Raises:
-            Refused: As ``load``.
-        """
+        """As ``load``, for this rank's own share of a bucket, out of the messages that brought it, flat uint8."""
         self.load_scattered([received], plan.copies, summed=summed)
         self.scattered.received_bytes += plan.size_bytes
 
@@ -324,11 +285,7 @@ class Loader:
         return ResidentChunks(routes, self.staging.live, tp_size=tp_size)
 
     def take_chunk(self, index: int, data: bytes, chunks: ResidentChunks) -> None:
-        """Copies a chunk that came from a peer into the staging set.
-
-        Raises:
-            Refused: It has another size than this rank's own chunk.
-        """
+        """Copies a peer's chunk into the staging set; raises ``Refused`` if its size is not that of this rank's own."""
         self.touched = self.touched or not self.staging.staged
         chunks.write(index, data, self.staging.target)
         self._fetched = chunks, index + 1
@@ -446,10 +403,7 @@ class Loader:
         return plan
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
-        """Gives a whole tensor to the model's own loader, after its last row.
-
-        The loader gets a copy: it may change its source in place, and the bucket is the trainer's memory.
-        """
+        """Gives the loader a copy of a whole tensor: it may change its source, but the bucket is the trainer's."""
         whole = self._arrivals.whole(slot, view)
         if whole is None:
             return

@@ -59,14 +59,8 @@ class FarRanks:
     def _gather(self, count: int, receive: Receive, timeout_s: float, what: str, *, work: bool) -> list[bytes]:
         """Waits for one reply from each rank and returns them in order.
 
-        On the work lane a failure is a reply too, unless the other ranks hang because of it.
-
-        Args:
-            count: Number of ranks.
-            receive: Waits for any of the given ranks, up to a limit in seconds; raises for a lost rank.
-            timeout_s: Deadline of the whole wait, in seconds.
-            what: Name of the reply for the error, e.g. ``"a step"``.
-            work: True on the work lane.
+        On the work lane a failure is a reply too, unless the other ranks hang because of it.  ``receive`` waits for any
+        of the given ranks, up to a limit in seconds, and raises for a lost rank.  ``timeout_s`` limits the whole wait.
         """
         deadline = time.monotonic() + timeout_s
         replies: dict[int, bytes] = {}

@@ -21,8 +21,6 @@ def check_offer(
     """Compares the tensors that a trainer will send with those that the model expects.
 
     Args:
-        specs: Tensors that will be sent.
-        expected: Every tensor of a full update, by name.
         optional: Names of expected tensors that may be left out.
         kept_dtypes: Returns the dtypes of the parameters that a tensor is copied into.
 
@@ -54,14 +52,9 @@ def check_offer(
 
 
 def check_copies(received: Mapping[str, str], copies: Mapping[str, str]) -> None:
-    """Compares tensors that the loader skips as copies with their originals.
+    """Refuses an update with another value for a copy than for its original, which the model would ignore.
 
-    Args:
-        received: Digest of each tensor that arrived, by name.
-        copies: Name of the original by name of the copy.
-
-    Raises:
-        Refused: An update brings another value for a copy, which the model would ignore.
+    ``received`` has the digest of each tensor that arrived, ``copies`` the name of each copy's original.
     """
     for name, original in copies.items():
         if name in received and received[name] != received.get(original):

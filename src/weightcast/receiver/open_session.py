@@ -17,12 +17,10 @@ class OpenSession:
     """One update of the engine, from its Open to its Commit or Abort.
 
     Attributes:
-        open: Its first message.
         deadline: Monotonic time at which the lease ends.
         buckets: Number of buckets that have arrived.
         closed: True once every rank has said that everything arrived.
         failed: Reason why a message failed; empty if none did.
-        cause: The part because of which a message failed.
         ending: Reason why the session is being ended; empty if it is not.
         paused_at: Monotonic time of the pause; None before it.
         not_updated: Parameters that no tensor of the update writes, by name.
@@ -68,13 +66,7 @@ class Announced:
 def check_message(message: Message, current: OpenSession | None, committed: str) -> None:
     """Refuses a message that does not fit the open session, or does not fit because no session is open.
 
-    Args:
-        message: The message.
-        current: The open session.
-        committed: Id of the session that was committed last; empty if there is none.
-
-    Raises:
-        Refused: The message belongs to another session, or may not come now.
+    ``committed`` is the id of the session that was committed last; empty if there is none.
     """
     if isinstance(message, Open) and current is not None and not current.ending:
         if current.open.session == message.session:

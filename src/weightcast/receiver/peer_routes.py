@@ -33,11 +33,7 @@ class GivesChunks(Protocol):
 
 
 def peer_routes(engine: Callable[[], GivesChunks]) -> APIRouter:
-    """Returns the routes.
-
-    Args:
-        engine: Returns the session handler of the engine whose weights are read.
-    """
+    """Returns the routes; ``engine`` returns the session handler of the engine whose weights are read."""
     router = APIRouter(tags=["peers"], dependencies=[Depends(no_browsers)], responses=NOT_FOR_YOU)
 
     @router.post(

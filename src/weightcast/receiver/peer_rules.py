@@ -14,17 +14,7 @@ from weightcast.wire.messages import Fetch, ReadChunk
 
 
 def check_readable(message: ReadChunk, engine: EngineState, ranks: int, *, writing: bool) -> None:
-    """Refuses to give live weights that are not the version which was asked for.
-
-    Args:
-        message: What is asked for.
-        engine: State of this engine.
-        ranks: Number of its ranks.
-        writing: True while an update may write to live weights.
-
-    Raises:
-        Refused: The engine serves something else, never proved it, or has no such rank.
-    """
+    """Refuses to give weights that the engine does not serve, never proved or may be writing, or of a rank it lacks."""
     if message.rank >= ranks:
         raise Refused(
             f"there is no rank {message.rank}: this engine has {ranks}", hint="copy from an engine of its size"
@@ -42,11 +32,7 @@ def check_readable(message: ReadChunk, engine: EngineState, ranks: int, *, writi
 
 
 def check_fetch(message: Fetch, session: OpenSession) -> None:
-    """Refuses a chunk that does not belong to the session so far.
-
-    Raises:
-        Refused: The session gets its weights otherwise, or the chunk is not the next one.
-    """
+    """Refuses a chunk that is not the session's next one, or whose session gets its weights otherwise."""
     opened = session.open
     if session.fetched is None and session.buckets:
         raise Refused("this session gets its weights from a trainer, not from a peer")
@@ -62,14 +48,7 @@ def check_fetch(message: Fetch, session: OpenSession) -> None:
 def check_fetched(session: OpenSession, asked: str, specs: Sequence[TensorSpec], unproven: Collection[str]) -> None:
     """Refuses to switch to fetched weights whose digests do not add up to the peer's.  Fine for other sessions.
 
-    Args:
-        session: The session.
-        asked: Model digest in Commit.
-        specs: The engine's tensors.
-        unproven: Names of tensors that this engine cannot read back.
-
-    Raises:
-        Refused: What waits is not what the peer serves.
+    ``asked`` is the model digest in Commit; ``unproven`` names the tensors that this engine cannot read back.
     """
     fetched = session.fetched
     if fetched is None:
@@ -84,14 +63,7 @@ def check_fetched(session: OpenSession, asked: str, specs: Sequence[TensorSpec],
 
 
 def check_computed(computed: Collection[str]) -> None:
-    """Refuses a rank whose model computes with weights: parameters alone do not prove those.
-
-    Args:
-        computed: Names of the tensors that the model's loader computes with.
-
-    Raises:
-        Refused: There are some; they are named.
-    """
+    """Refuses a rank whose model computes with weights, and names them: parameters alone do not prove those."""
     if computed:
         raise Refused(
             f"this model computes with {some(sorted(computed))} while it loads, so a copy of them cannot be proven",

@@ -25,13 +25,7 @@ class Resident:
     """
 
     def __init__(self, table: DigestTable, sums: torch.Tensor, broken: Sequence[str] = ()) -> None:
-        """Takes the sums.
-
-        Args:
-            table: The source tensors whose parts make up a whole.
-            sums: Sum of each, int64 ``[tensors]``.
-            broken: As the attribute.
-        """
+        """Takes the sum of each source tensor whose parts make up a whole, int64 ``[tensors]``."""
         self._table = table
         self._sums = sums
         self.broken = tuple(broken)
@@ -62,11 +56,7 @@ class ResidentFold:
         self._folding = _Folding(())
 
     def fold(self, acks: Sequence[RankAck]) -> Resident:
-        """The tensors that all ranks keep together.
-
-        Args:
-            acks: Answer of each rank.
-        """
+        """Folds the answers of all ranks, one each."""
         tables = [ack.held.table for ack in acks]
         if len(tables) != len(self._tables) or not all(map(operator.is_, tables, self._tables)):
             self._tables, self._folding = tables, _Folding([part for table in tables for part in table.parts])

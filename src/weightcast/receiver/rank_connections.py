@@ -40,12 +40,9 @@ class ConnectedRanks(FarRanks):
         self._shout(_INTERRUPT + reason.encode(errors="replace"))
 
     def _tell(self, message: Message, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> list[RankAck]:
-        """Sends the message to every rank and waits for the answers.
+        """Sends a message to every rank, calls ``meanwhile`` once each has it, and waits for the answers.
 
-        Args:
-            message: The message.
-            timeout_s: The ranks' own deadline, in seconds.
-            meanwhile: Called once every rank has the message, before the wait for their answers.
+        ``timeout_s`` is the ranks' own deadline.
         """
         with self._apply_lock:
             self._check()
@@ -114,14 +111,8 @@ def serve_messages(
 ) -> bool:
     """Answers weight messages that come over a connection, in order, while interrupts and notes overtake them.
 
-    Args:
-        control: Connection to the process that sends the messages.
-        worker: Carries out the messages.
-        rank: Number of this rank, for answers that the worker did not give.
-        on_note: Called with the bytes of each note, on the thread that reads.
-
-    Returns:
-        True if the other end asked for the end, False if it is gone.
+    ``on_note`` is called on the thread that reads.  Returns True if the other end asked for the end, False if it is
+    gone.
     """
     messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 

@@ -38,12 +38,7 @@ class ReceivedSums:
             self._received.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
 
     def add_copies(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
-        """Sums a bucket with a tensor that must equal another one, also without proof.
-
-        Args:
-            bucket: The bucket.
-            copies: ``Loader.copies``.
-        """
+        """Sums a bucket with a tensor that must equal another, also without proof; ``copies`` as ``Loader.copies``."""
         names = {*copies, *copies.values()}
         if any(slot.spec.name in names for slot in bucket.layout.slots):
             self._copies.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))

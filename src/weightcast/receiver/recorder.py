@@ -55,18 +55,10 @@ class Recording:
 def record_routes(
     load_weights: LoadWeights, specs: Sequence[TensorSpec], residents: Mapping[str, torch.Tensor]
 ) -> Recording:
-    """Runs ``load_weights`` without changing anything, and records its copies.
+    """Runs ``load_weights`` without changing anything, and records its copies of whole sources.
 
     It runs once with all sources.  If some writes are computed it runs again with each source by itself, as an update
     will call it for the sources that stay with it.
-
-    Args:
-        load_weights: Takes ``(name, tensor)`` pairs, as vLLM's and SGLang's models do.
-        specs: The sources, whole.
-        residents: Parameters and buffers by name.
-
-    Returns:
-        Routes where everything is a pure copy; names of the sources where it is not.
 
     Raises:
         ConfigError: A parameter is written only when several sources are there at once.

@@ -26,13 +26,10 @@ Lookup = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Some elements of one route's region, at one place of a chunk.
+    """Some elements of one route's region, from byte ``offset`` of a chunk on.
 
     Attributes:
-        route: Number of the route.
         first: First element of the region, in the order of its dimensions.
-        count: Number of elements.
-        offset: First byte in the chunk.
     """
 
     route: int
@@ -51,14 +48,7 @@ class ResidentChunks:
     def __init__(
         self, routes: Sequence[Route], tensor: Lookup, *, tp_size: int, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """Cuts the weights into chunks; copies nothing.
-
-        Args:
-            routes: All routes of the rank's loader.
-            tensor: Returns a parameter by its name.
-            tp_size: Tensor-parallel size.
-            chunk_bytes: Most bytes of a chunk.
-        """
+        """Cuts the weights into chunks of at most ``chunk_bytes``; copies nothing."""
         self._routes = sorted(routes, key=lambda route: (route.source, route.box_offset, route.parameter))
         self._dtypes = [tensor(route.parameter).dtype for route in self._routes]
         self._chunks = list(self._cut(chunk_bytes))
@@ -80,11 +70,7 @@ class ResidentChunks:
         return list(dict.fromkeys(self._routes[slot.route].source for slot in slots))
 
     def read(self, index: int, tensor: Lookup) -> bytes:
-        """Copies a chunk out of the parameters.  Waits for the device.
-
-        Raises:
-            Refused: There is no such chunk.
-        """
+        """Copies a chunk out of the parameters; waits for the device.  Raises ``Refused`` for no such chunk."""
         if index >= len(self._chunks):
             raise Refused(f"there is no chunk {index}: this rank has {len(self._chunks)}")
         places = list(self._places(index, tensor))
@@ -95,11 +81,7 @@ class ResidentChunks:
         return buffer.cpu().numpy().tobytes()
 
     def write(self, index: int, data: bytes, tensor: Lookup) -> None:
-        """Copies a chunk into the parameters.
-
-        Raises:
-            Refused: The chunk has another size.
-        """
+        """Copies a chunk into the parameters; raises ``Refused`` if it has another size."""
         if len(data) != self.size_bytes(index):
             raise Refused(f"chunk {index} has {len(data)} bytes instead of {self.size_bytes(index)}")
         places = list(self._places(index, tensor))

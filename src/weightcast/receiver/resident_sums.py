@@ -14,12 +14,7 @@ from weightcast.wire.routes import Route
 
 
 class ResidentSums:
-    """Reads parameters back through the routes.  The launch on a GPU is worked out once.
-
-    Args:
-        routes: All routes.
-        expected: Whole source tensors, by name.
-    """
+    """Reads parameters back through the routes.  The launch on a GPU is worked out once."""
 
     def __init__(self, routes: Sequence[Route], expected: Mapping[str, TensorSpec]) -> None:
         self._routes = routes
@@ -31,10 +26,7 @@ class ResidentSums:
     def held(self, place: object, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldSums:
         """Sums the part of each route.  Waits for the device.
 
-        Args:
-            place: A key for the memory and the dtypes of the parameters; one key stands for one memory at a time.
-            device: Device of the parameters.
-            tensor: Returns a parameter by its name.
+        ``place`` is a key for the memory and the dtypes of the parameters: one key stands for one memory at a time.
         """
 
         def pieces() -> list[Piece]:

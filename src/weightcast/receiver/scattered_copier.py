@@ -47,13 +47,6 @@ class ScatteredCopier:
     def __init__(
         self, expected: Mapping[str, TensorSpec], routes: Mapping[str, Sequence[Route]], computed: Collection[str]
     ) -> None:
-        """Nothing is planned yet.
-
-        Args:
-            expected: Every source tensor by name.
-            routes: Routes by source name.
-            computed: Names of the sources that stay with the model's own loader.
-        """
         self._expected = expected
         self._routes = ShareRoutes.of(routes, computed)
         self._num_routes = sum(map(len, routes.values()))
@@ -84,15 +77,7 @@ class ScatteredCopier:
         return wanted_of(self._expected, self._routes)
 
     def plan(self, layout: BucketLayout, parts: Parts) -> ScatteredPlan:
-        """The copies out of the buckets of all trainer ranks.
-
-        Args:
-            layout: The bucket's table of contents.
-            parts: The parts that each of them has.
-
-        Raises:
-            Refused: The parts are not the whole bucket exactly once.
-        """
+        """The copies out of all trainer ranks' buckets; raises ``Refused`` unless parts are the bucket exactly once."""
         plan = self._plans.get(layout.index)
         if plan is None or plan.layout != layout or plan.parts != parts:
             plan = self._plans[layout.index] = plan_scattered(layout, parts, self._routes)
@@ -100,13 +85,7 @@ class ScatteredCopier:
         return plan
 
     def plan_exchange(self, layout: BucketLayout, parts: Parts, *, read: bool = False) -> ExchangePlan:
-        """The messages that bring this rank's share of a bucket; errors are those of ``plan``.
-
-        Args:
-            layout: The bucket's table of contents.
-            parts: The parts of each trainer rank.
-            read: As for ``plan_message``.
-        """
+        """The messages with this rank's share of a bucket; ``read`` as in ``plan_message``, errors as in ``plan``."""
         plan = self._exchanges.get((layout.index, read))
         if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
             plan = plan_exchange(layout, parts, self.wanted, self._routes, read=read)
@@ -129,14 +108,7 @@ class ScatteredCopier:
     def copy(
         self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, staging: Staging, *, summed: bool = True
     ) -> None:
-        """Copies out of all buffers, flat uint8, into the set of weights that is written.
-
-        Args:
-            buffers: The buffers.
-            plan: The copies.
-            staging: The set of weights.
-            summed: False if nobody needs ``sums``.
-        """
+        """Copies out of all buffers, flat uint8, into the written set; ``summed`` is False if nobody needs ``sums``."""
         by_device: dict[torch.device, list[int]] = {}
         for number, (data, copies) in enumerate(zip(buffers, plan.buffers, strict=True)):
             if copies:

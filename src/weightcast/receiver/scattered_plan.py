@@ -27,8 +27,6 @@ class Source:
     """A box of a slot's tensor, and where it lies.
 
     Attributes:
-        buffer: Number of the buffer.
-        box: The box.
         offset: First element, from the buffer's first byte, in elements of the tensor's dtype.
         stride: Strides, in elements.
         wanted: The box that this one was asked for as a part of; None if every route may read it.
@@ -43,14 +41,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ShareCopy:
-    """A copy of one box of a source tensor.
-
-    Attributes:
-        slot: The slot that the box belongs to.
-        copy: The copy.
-        box: The box.
-        route: Number of the route, counted over all sources in order.
-    """
+    """A copy of one box of a slot's tensor; ``route`` counts over all sources in order."""
 
     slot: TensorSlot
     copy: Copy
@@ -63,7 +54,6 @@ class ShareRoutes:
     """A rank's routes.
 
     Attributes:
-        by_source: Routes by source name.
         computed: Names of the sources that stay with the model's own loader.
         firsts: Number of the first route of each source.
     """
@@ -88,11 +78,8 @@ class ScatteredPlan:
     """The copies of one bucket.
 
     Attributes:
-        layout: The bucket's table of contents.
-        parts: The parts that the plan was made for.
         buffers: The copies out of each buffer.
         wholes: Sources of each slot that the model's own loader takes whole, by the slot's number.
-        read_bytes: Bytes that this rank reads.
     """
 
     layout: BucketLayout
@@ -107,7 +94,6 @@ class ExchangePlan:
     """The messages that bring one bucket, and the copies out of them.
 
     Attributes:
-        messages: The message of each trainer rank.
         starts: First byte of each message in the receive buffer.
         size_bytes: Size of the receive buffer.
         copies: The copies; the receive buffer is the only one.
@@ -120,12 +106,7 @@ class ExchangePlan:
 
 
 def wanted_of(expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> Wanted:
-    """The boxes that a rank must get: each one that it keeps, and the whole of a tensor that its loader computes with.
-
-    Args:
-        expected: Every source tensor by name.
-        routes: The rank's routes.
-    """
+    """The boxes that a rank must get: each that it keeps, and the whole of a tensor that its loader computes with."""
     found: Wanted = {}
     for name, spec in expected.items():
         if name in routes.computed:
@@ -138,11 +119,6 @@ def wanted_of(expected: Mapping[str, TensorSpec], routes: ShareRoutes) -> Wanted
 
 def plan_scattered(layout: BucketLayout, parts: Parts, routes: ShareRoutes) -> ScatteredPlan:
     """Works out the copies out of several trainer ranks' buckets, in which each part lies at its place.
-
-    Args:
-        layout: The bucket's table of contents.
-        parts: The parts of each buffer.
-        routes: This rank's routes.
 
     Raises:
         Refused: The parts are not every slot exactly once; the text names one tensor.
@@ -172,15 +148,7 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Works out the messages that bring this rank's share of a bucket, and the copies out of them.
 
-    Args:
-        layout: The bucket's table of contents.
-        parts: The parts of each trainer rank.
-        wanted: As ``wanted_of``.
-        routes: This rank's routes.
-        read: As for ``plan_message``.
-
-    Raises:
-        Refused: As ``plan_scattered``.
+    ``wanted`` comes from ``wanted_of``; ``read`` is as for ``plan_message``.  Raises as ``plan_scattered``.
     """
     _check_parts(layout, parts)
     messages: list[PieceMessage] = []
@@ -209,13 +177,7 @@ def plan_mapped(
     sizes: Sequence[int],
     routes: ShareRoutes,
 ) -> ScatteredPlan:
-    """Works out the copies out of trainer ranks' own memory.
-
-    Args:
-        layout: The table of contents.
-        parts: All parts.
-        sizes: Size of each memory, in bytes.
-        routes: This rank's routes.
+    """Works out the copies out of trainer ranks' own memory, whose ``sizes`` are in bytes.
 
     Raises:
         Refused: As ``plan_scattered``; or a part lies beyond its memory.

@@ -218,10 +218,7 @@ class _LeaseResponse(StreamingResponse):
 
 
 class _MessageLimit:
-    """Limit on the bytes of a message: a few times the engine's own table of tensors.
-
-    A message cannot make the engine allocate more than that, although the schema's own bounds would allow more.
-    """
+    """Limit on the bytes of a message: a few times the engine's own table of tensors, less than the schema allows."""
 
     def __init__(self, engine: Answers) -> None:
         self._engine = engine

@@ -1,7 +1,6 @@
 """The sessions of one engine: the trainer opens one for each update, one at a time.
 
-A message goes from here to the executor, and from there to every rank.  Neighbours: ``open_session`` says which message
-fits, ``engine_state`` what the engine serves, ``last_commit`` how a commit is reverted.
+A message goes from here to the executor, and from there to every rank.
 """
 
 from __future__ import annotations

@@ -69,15 +69,7 @@ class SessionEvents:
     def answered(
         self, message: Message, ack: Ack, heard: float, session: OpenSession | None, last: LastCommit | None
     ) -> Ack:
-        """Emits the events of one message; returns its answer with the steps and the time.
-
-        Args:
-            message: The message.
-            ack: Its answer.
-            heard: Monotonic time at which the message had been read.
-            session: The session that is open now.
-            last: The session that was committed last.
-        """
+        """Emits the events of a message read at ``heard`` (monotonic); returns the answer with steps and time."""
         ack = msgspec.structs.replace(self.with_steps(ack), heard=heard, answered=time.monotonic())
         opened = session is not None and session is not self._open
         if opened:
@@ -106,13 +98,7 @@ class SessionEvents:
         )
 
     def look(self, session: OpenSession | None, last: LastCommit | None, error: str = "") -> None:
-        """Emits what has changed.
-
-        Args:
-            session: The session that is open now.
-            last: The session that was committed last.
-            error: Error of the message that changed it.
-        """
+        """Emits what has changed; ``error`` is that of the message that changed it."""
         now = time.monotonic()
         before, self._open = self._open, session
         if before is not None and before is not session:

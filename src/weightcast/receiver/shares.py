@@ -24,15 +24,7 @@ ShareSource = ScatteredSource | RemoteSource | ExchangeSource | MappedSource
 
 @dataclass(slots=True)
 class Shares:
-    """Reads a rank's shares.
-
-    Attributes:
-        loader: Writes them.
-        memory: Maps the buffers of trainer ranks on this host.
-        groups: The groups that this rank has joined.
-        device: This rank's device.
-        remote: Reads the buffers of trainer ranks on any hosts.
-    """
+    """Reads a rank's shares out of memory on this host, out of messages, or out of memory on any host."""
 
     loader: Loader
     memory: SharedMemorySource
@@ -58,10 +50,7 @@ class Shares:
         """Reads and loads the share of one bucket; done when it returns.
 
         Args:
-            layout: The bucket's table of contents.
-            source: Where its parts are.
             timeout_s: Deadline of messages or remote reads, in seconds.
-            summed: False if nobody needs digests.
             interrupted: True once the update is over.
 
         Returns:

@@ -36,10 +36,8 @@ class _Placing:
 
     Attributes:
         live: Address of each live parameter.
-        dtypes: Dtype of each live parameter.
         exchange: Exchange of the small parameters' contents; None if there are none.
         flipped: The placing after a flip; None if there has been no flip from here.
-        number: Number that no other placing has.
     """
 
     live: list[int]
@@ -50,11 +48,7 @@ class _Placing:
 
 
 def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes: int, device: torch.device) -> Place:
-    """Chooses the place of a staging set of ``size_bytes``.
-
-    Raises:
-        ConfigError: The place asked for has too little free memory.
-    """
+    """Chooses the place of a staging set; raises ``ConfigError`` if the place asked for has too little free memory."""
     if asked == "none":
         return "none"
     need = int(size_bytes * _HEADROOM)
@@ -152,10 +146,7 @@ class Staging:
             self._waiting = {name: tensor for name, tensor in self._waiting.items() if tensor.device.type == "cpu"}
 
     def abandon(self) -> None:
-        """Drops the set while a broadcast may still write to it; ``allocate`` then gets other memory.
-
-        The broadcast must keep its memory alive.
-        """
+        """Drops the set while a broadcast may write to it, and keeps it alive; ``allocate`` then gets other memory."""
         self._reset_progress()
         self._placing = _Placing([], [], None)
         self._waiting.clear()
@@ -166,14 +157,7 @@ class Staging:
         return self._placing.number
 
     def look(self, *, dtypes: bool = False) -> int:
-        """Looks where the live parameters lie now, which their engine may change.
-
-        Args:
-            dtypes: True to look at their dtypes as well.
-
-        Returns:
-            ``number``, which is another one if they have moved.
-        """
+        """Looks where the live parameters lie now, and at their dtypes if asked; returns ``number``."""
         now = self._placing
         if now.live != list(map(torch.Tensor.data_ptr, self._tensors)) or (
             dtypes and now.dtypes != list(map(_dtype_of, self._tensors))

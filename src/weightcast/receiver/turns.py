@@ -24,12 +24,7 @@ class Turns:
         self._last: SessionHandler | None = None
 
     def apply(self, handler: SessionHandler, message: Message) -> Ack:
-        """Carries out a message; an Open waits until the session of another handler is over.
-
-        Args:
-            handler: Sessions of what the message is for.
-            message: The message.
-        """
+        """Carries out a message; an Open waits until the session of another handler is over."""
         if isinstance(message, Open):
             return self._open(handler, message)
         if isinstance(message, Commit | Revert):

@@ -20,11 +20,8 @@ class _Write:
     """One write into a parameter, of which ``parts`` are left.
 
     Attributes:
-        parameter: Its name.
-        whole: The parameter.
         region: What was written, relative to the parameter's first element.
         route: The copy; None for a constant.
-        value: The constant.
         source: The source that the loader had in hand.
         parts: Boxes of the parameter that no later write covers; None for all of it.
     """

@@ -40,12 +40,7 @@ class BroadcastSource:
     """
 
     def __init__(self, device: torch.device, interrupted: threading.Event) -> None:
-        """No group yet.
-
-        Args:
-            device: Where buckets go.
-            interrupted: Set before a call of ``interrupt``; ends a meeting.
-        """
+        """No group yet; ``interrupted`` is set before a call of ``interrupt`` and ends a meeting."""
         self._device = device
         self._interrupted = interrupted
         self._groups: dict[str, UpdateGroup] = {}
@@ -112,21 +107,18 @@ class BroadcastSource:
         next_runs: Sequence[int] = (),
         places: Mapping[str, torch.Tensor] = _NOWHERE,
     ) -> Bucket:
-        """Receive the bucket.  Valid until the next but one.
+        """Receives a bucket, which is valid until the next but one.
 
         Args:
-            layout: What comes.
-            name: From which group.
-            timeout_s: Deadline in seconds.
-            runs: In runs of so many bytes; empty for one of all.
-            next_runs: Those of the bucket that will follow from the same group, if they are known: where it fits a
-                buffer, its broadcast is entered before this one is returned, and goes on meanwhile.
-            places: By name, where slots that are a run of their own go instead of into a buffer: ``Bucket.lent`` of
-                what is returned.  None for a bucket that was ``entered``.  A broadcast that was given up may write
-                there until it notices; it keeps the memory alive.
+            runs: Sizes of its runs, in bytes; empty for one run of all.
+            next_runs: Runs of the bucket that will follow from the same group, if they are known.  If it fits a buffer,
+                its broadcast is entered before this one is returned, and goes on meanwhile.
+            places: Destinations of slots that are a run of their own, by name: ``Bucket.lent`` of what is returned.  A
+                bucket that was ``entered`` can have none.  A broadcast that was given up may write there until it
+                notices; it keeps the memory alive.
 
         Raises:
-            Refused: No such group here.
+            Refused: There is no such group here.
             DeadlineExceeded, GroupFailed: The trainer fell silent, died or aborted.
         """
         with self._reading_from(name) as group:
@@ -149,17 +141,7 @@ class BroadcastSource:
             return Bucket(layout, entered.buffer, lent=places)
 
     def receive(self, name: str, receives: Sequence[Move], *, what: str, timeout_s: float) -> None:
-        """Receives messages from other members.
-
-        Args:
-            name: Name of the group.
-            receives: The messages.
-            what: Name of the messages, for the error.
-            timeout_s: Deadline in seconds.
-
-        Raises:
-            Refused, DeadlineExceeded, GroupFailed: As ``read``.
-        """
+        """Receives messages of other members; errors are as for ``read`` and call the messages ``what``."""
         with self._reading_from(name) as group:
             group.finish_moves(group.start_moves((), receives), what=what, timeout_s=timeout_s)
 

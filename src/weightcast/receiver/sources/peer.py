@@ -22,11 +22,7 @@ class PeerSource:
     def read(self, message: Fetch, *, rank: int, layout: str, timeout_s: float) -> bytes:
         """Reads one chunk.
 
-        Args:
-            message: The chunk, and the engine that has it.
-            rank: The rank whose weights are read.
-            layout: Hash of this rank's layout.
-            timeout_s: Deadline of the whole request, in seconds.
+        ``layout`` is the hash of this rank's layout; ``timeout_s`` limits the whole request.
 
         Raises:
             EngineFailure: The peer refused, is gone or did not answer in time; the text names it.

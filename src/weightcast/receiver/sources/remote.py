@@ -17,7 +17,6 @@ class RemoteMemorySource:
     """Reads one rank's share of a bucket and nothing else."""
 
     def __init__(self) -> None:
-        """Nothing is allocated yet."""
         self.reader = RemoteReader()
         self._runs: dict[int, tuple[ExchangePlan, tuple[int | None, ...], list[list[tuple[int, Runs]]]]] = {}
 
@@ -34,11 +33,8 @@ class RemoteMemorySource:
         """Reads the share as the plan's messages lie in their receive buffer; valid until the next read.
 
         Args:
-            layout: The bucket's table of contents.
             buffers: The buffers, in the order of the plan's messages.
-            plan: The pieces of each buffer.
             wanted: Name of the boxes that this rank wants, by which it finds its packs.
-            timeout_s: Deadline, in seconds.
             interrupted: True once the update is over.
 
         Raises:
