@@ -1,7 +1,4 @@
-"""Turns an exporter into a stream of filled buckets.
-
-The exporter gathers and the caller sends; this module only keeps the order.
-"""
+"""Turns an exporter into a stream of filled buckets: the exporter gathers, and the caller sends."""
 
 from __future__ import annotations
 
@@ -34,9 +31,6 @@ def bucketize(
     With n buffers, the caller must have finished with bucket k before it asks for bucket k + n.
 
     Args:
-        exporter: The exporter of the tensors.
-        layouts: Layouts of the buckets, the same on every rank.
-        group: The trainer ranks.
         slots: Flat uint8 buffers on the exporter's device, on ranks of ``group.receivers``; None elsewhere.
         lent: Zero-copy tensors of each bucket (``Bucket.lent``), in order; empty if every tensor is to be copied.
         sources: Takes the sums of this rank's shards, if the exporter is ``Summing``; None for no sums.

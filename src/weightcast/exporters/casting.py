@@ -8,11 +8,7 @@ from weightcast.errors import ConfigError
 
 
 def check_wire_dtype(wanted: torch.dtype | None) -> None:
-    """Refuses a dtype that a plain cast cannot produce.
-
-    Raises:
-        ConfigError: The value is no dtype, or not a floating-point one of 16 bits or more; narrower ones need scales.
-    """
+    """Refuses, with ``ConfigError``, a dtype that is no float of 16 bits or more; narrower ones need scales."""
     if wanted is not None and not isinstance(wanted, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"wire_dtype={wanted!r} is no dtype of torch", hint="use torch.bfloat16, for example")
     if wanted is not None and (not wanted.is_floating_point or wanted.itemsize < 2):

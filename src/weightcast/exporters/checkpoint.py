@@ -1,7 +1,4 @@
-"""Exports a safetensors checkpoint: one file, or a Hugging Face folder with one file or an index.
-
-The exporter reads the disk bucket by bucket and holds no tensor.
-"""
+"""Exports a safetensors file or a Hugging Face folder.  Reads the disk bucket by bucket and holds no tensor."""
 
 from __future__ import annotations
 

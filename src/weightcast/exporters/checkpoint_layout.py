@@ -42,13 +42,7 @@ _CHOICES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One of the trainer's tensors.
-
-    Attributes:
-        name: Path in the model, without the segments of wrappers.
-        shape: Unsharded shape.
-        dtype: The trainer's dtype.
-    """
+    """One of the trainer's tensors: name without the segments of wrappers, unsharded shape, trainer's dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,13 +55,8 @@ def arrange_as_saved(
     """Arranges a model's tensors under the names and layouts of a checkpoint, in the order of the trainer's tensors.
 
     Args:
-        model: The model, possibly in wrappers.
-        stored: The trainer's tensors, each once.
         numbers: Number in ``stored`` of a tensor, by its ``id``.
         config: The model's configuration; None if it has none.
-
-    Returns:
-        The table in use, and the travelling tensors.
 
     Raises:
         ConfigError: Neither transformers nor a table knows the names of the tensors in a checkpoint.

@@ -1,10 +1,7 @@
 """Exports weights that the trainer converts itself: Megatron-Core through a bridge, or any stream of named tensors.
 
-A bridge turns its sharded model into whole tensors with Hugging Face names, one after the other, and does its own
-communication.  Megatron-Bridge (``export_hf_weights``) and mbridge (``export_weights``) both do; neither is imported
-here.  The stream has an order of its own, so the exporter reads it once for each update.
-
-This module knows nothing of Megatron: no layer, no pipeline, no parallel state.
+A bridge does its own communication.  Megatron-Bridge (``export_hf_weights``) and mbridge (``export_weights``) are such
+bridges; neither is imported here.
 """
 
 from __future__ import annotations

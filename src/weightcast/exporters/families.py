@@ -1,9 +1,7 @@
 """Tables of names and layouts for models outside transformers: modules that trainers write or fuse, and remote code.
 
-Models of transformers need no table: ``checkpoint_layout.py`` takes their names from the library, and falls back to a
-table only if that fails.  A rule describes stacked experts or fused projections that a trainer may have.  Names that a
-checkpoint already has pass through, so one table serves fused and unfused modules.  Each table is tested against
-the checkpoint that transformers writes.
+Models of transformers need a table only if the library's own conversion fails (``checkpoint_layout.py``).  Names that a
+checkpoint already has pass through, so one table serves fused and unfused modules.
 """
 
 from __future__ import annotations
@@ -149,11 +147,7 @@ _STACKED = re.compile(r".*experts\.[^.]+(\.weight)?")
 
 
 def family_named(name: str) -> Family:
-    """Finds a table by its name, or by the ``model_type`` of its models.
-
-    Raises:
-        ConfigError: There is no such table.
-    """
+    """Finds a table by its name or the ``model_type`` of its models; raises ``ConfigError`` if there is none."""
     for family in (*FAMILIES, PLAIN):
         if name == family.name or name in family.model_types:
             return family
@@ -171,10 +165,6 @@ def table_for(config: Any) -> Family | None:
 
 def family_of(config: Any, stored: Iterable[tuple[str, tuple[int, ...]]]) -> Family:
     """The table for a model's configuration; ``PLAIN`` if it has no ``model_type`` or an unknown one.
-
-    Args:
-        config: The model's configuration, or anything without ``model_type``.
-        stored: Name and shape of the trainer's tensors.
 
     Raises:
         ConfigError: The family is unknown and the model stacks its experts, which a checkpoint may have one by one.

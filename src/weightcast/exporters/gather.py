@@ -3,8 +3,6 @@
 No rank ever holds a whole tensor beside its bucket.  A part that lies contiguously in the bucket is received in its
 place.  Other parts, and parts that are cast before they are sent, pass through a scratch buffer: the bucket's size
 divided by the number of ranks.  The traffic of a bucket is one batch, or several where the scratch buffer is too small.
-
-This module knows boxes and ranks.  It does not know meshes, modules or engines.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ class Gatherer:
     """Gathers the tensors of one exporter.
 
     Args:
-        specs: Every tensor, the same on every rank.
         local: The parts that this rank holds now of the tensor with this number.  Called anew for every bucket.
         shared: The parts that all ranks hold.  Several ranks may hold replicas of a part.
         look: A quicker way than ``local`` to parts that lie in memory; None if there is none.
@@ -76,8 +73,6 @@ class Gatherer:
 
         Args:
             bucket: This rank's bucket, on a receiver; None elsewhere.
-            layout: Layout of the bucket, the same on every rank.
-            group: The trainer ranks.
             receivers: The ranks that have a bucket, in order; None for ``group.receivers``.
             sources: Takes the sums of this rank's parts, as ``fold`` reads them; None for no sums.
 
@@ -99,13 +94,7 @@ class Gatherer:
     def fill_own(
         self, bucket: Bucket, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
     ) -> None:
-        """Writes this rank's parts of the layout's tensors into its own bucket, where they belong.  Nothing moves.
-
-        Args:
-            bucket: This rank's bucket; the rest of it keeps its bytes.
-            layout: Layout of the bucket, the same on every rank.
-            group: The trainer ranks; all of them are receivers.
-            sources: As for ``fill``.
+        """Writes this rank's parts into its own bucket; other bytes stay.  Nothing moves; all ranks are receivers.
 
         Raises:
             ConfigError: As ``fill``.
@@ -171,22 +160,11 @@ class Gatherer:
         answers: Sequence[torch.Tensor],
         receivers: tuple[int, ...] | None = None,
     ) -> Folded:
-        """Combines the sums that all ranks took of a bucket.
-
-        Args:
-            layout: Layout of the bucket.
-            group: The trainer ranks.
-            answers: The sums of each rank in order, int64 on the CPU, as many as ``source_counts`` says.
-            receivers: The same as for ``fill``.
-        """
+        """Combines ``answers``, the sums of each rank in order: int64 on the CPU, as many as ``source_counts`` says."""
         return self._plan(layout, group, receivers or group.receivers)[0].ledger.fold(answers)
 
     def lend(self, layout: BucketLayout, group: TrainerGroup) -> dict[str, torch.Tensor]:
-        """Zero-copy tensors of a bucket: large ones whose bytes this rank already holds as they travel.
-
-        Returns:
-            ``Bucket.lent``: views of this rank's own memory, by tensor name.
-        """
+        """Views for ``Bucket.lent``: large tensors whose bytes this rank already holds as they travel."""
         self.prepare(group)
         found: dict[str, torch.Tensor] = {}
         for slot in layout.slots:

@@ -28,10 +28,7 @@ class Parcel:
     """A box of one slot on its way from one rank to others.
 
     Attributes:
-        slot: The slot.
         box: Place of the box in the whole tensor.
-        source: The rank that sends it.
-        targets: The ranks that receive it.
         source_scratch_bytes: Scratch memory that the source needs for it; 0 if it is sent from where it lies.
         target_scratch_bytes: Scratch memory that each target needs; 0 if it is received in its place.
         summed_at: Place of its sum on the source, which computes it into the scratch buffer; None if not summed there.
@@ -57,10 +54,6 @@ class GatherPlan:
     """One rank's work for one bucket.
 
     Attributes:
-        layout: Layout of the bucket.
-        receivers: The ranks that have a bucket.
-        ledger: The sums that each rank takes.
-        own: The parts that this rank holds.
         gathers: Slots that one all-gather fills.
         waves: Batches of parcels that this rank sends or receives.
         scratch_bytes: Scratch memory that the largest wave needs.
@@ -89,14 +82,7 @@ def plan_gather(
     *,
     scattered: bool = False,
 ) -> GatherPlan:
-    """Works out one bucket's gather.
-
-    Args:
-        layout: Layout of the bucket.
-        tensors: Every tensor of the exporter and its parts, by name.
-        group: The trainer ranks.
-        receivers: The ranks that have a bucket, in order.
-        scattered: True leaves each part on the ranks that hold it.
+    """Works out one bucket's gather.  ``scattered`` leaves each part on the ranks that hold it.
 
     Raises:
         ConfigError: The layout has a tensor that the exporter does not have, or no rank on a reading host holds a part.
@@ -157,22 +143,11 @@ def align(size_bytes: int) -> int:
 
 
 def _expect_sums(plan: GatherPlan, index: int, part: SharedPart, box: Box, source: int | None, rank: int) -> int | None:
-    """Enters in the ledger which ranks sum a part, and in ``own`` this rank's share.
+    """Enters in the ledger which ranks sum a part, and in ``own`` this rank's share.  Returns the place of its sum.
 
     Every holder sums what lies in its memory.  A computed value is summed where it is first written: in the bucket of
     a receiver that holds the part, or on the rank that sends it.  Holders of one computed part compute it from
-    replicas, and the sums of those replicas are compared.
-
-    Args:
-        plan: The plan so far.
-        index: Number of the slot.
-        part: The part.
-        box: The part's box in the slot.
-        source: The rank that sends it to others; None if no rank does.
-        rank: This rank.
-
-    Returns:
-        Place of this rank's sum of the values.
+    replicas, and the sums of those replicas are compared.  ``source`` is None if no rank sends the part.
     """
     slot, ledger = plan.layout.slots[index], plan.ledger
     takers: Sequence[int] = part.holders

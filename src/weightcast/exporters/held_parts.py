@@ -45,12 +45,7 @@ Local = Callable[[int], Sequence[Held]]
 
 @dataclass(frozen=True)
 class Seen:
-    """Tensors as they lie in memory at one moment.
-
-    Attributes:
-        tensors: The tensors.
-        layout: Value that stays equal while they are the same parts, laid out alike.
-    """
+    """Tensors as they lie in memory at one moment; ``layout`` stays equal while they are the same, laid out alike."""
 
     tensors: list[torch.Tensor]
     layout: object
@@ -67,13 +62,7 @@ Look = Callable[[Sequence[int]], Seen]
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """A part that lies in memory.
-
-    Attributes:
-        box: Place of the part.
-        memory: Shape ``box.shape``.
-        source: Number, for ``Look``, of the tensor that ``memory`` is a view of; None if ``Look`` does not know it.
-    """
+    """A part that lies in memory.  ``source``: number, for ``Look``, of the tensor that it views; None if unknown."""
 
     box: Box
     memory: torch.Tensor
@@ -98,11 +87,7 @@ class HeldParts:
         self.look = look
 
     def find(self, name: str, box: Box) -> Held:
-        """The part of a tensor that contains a box.
-
-        Raises:
-            ConfigError: No part does.
-        """
+        """The part of a tensor that contains a box; raises ``ConfigError`` if there is none."""
         for held in self.local(self.number[name]):
             if contains(held.box, box):
                 return held

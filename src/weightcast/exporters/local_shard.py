@@ -2,10 +2,8 @@
 
 Only this module reads DTensor's placements.  It does the arithmetic itself, because torch's own helper is private, has
 changed between releases and allocates an index for every row.  A placement cuts a dimension into chunks as
-``torch.chunk`` does.  Unknown placements are refused.
-
-Trainers that shard without DTensor give the place of each shard with a ``ShardOf``.  ``experts_over`` is the usual one,
-for experts that are divided among the ranks of an expert-parallel group.
+``torch.chunk`` does.  Unknown placements are refused.  Trainers that shard without DTensor give the place of each shard
+with a ``ShardOf``.
 """
 
 from __future__ import annotations
@@ -25,12 +23,7 @@ from weightcast.wire.box import Box
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Within:
-    """The place of this rank's tensor, or of its DTensor, in the whole tensor.
-
-    Attributes:
-        offset: First element, one number for each dimension.
-        shape: Shape of the whole tensor.
-    """
+    """The place of this rank's tensor, or of its DTensor: its first element, and the shape of the whole tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -115,15 +108,9 @@ def stored_part(name: str, tensor: torch.Tensor, shard_of: ShardOf | None) -> tu
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
-    """This rank's part of a tensor and its place in the whole.  No communication, no copy.
+    """This rank's part of a plain (whole) tensor or a DTensor: its box in the whole, and the model's own memory.
 
-    Args:
-        name: Name of the tensor, for errors.
-        tensor: A plain tensor, which every rank holds whole, or a DTensor.
-
-    Returns:
-        The box, in elements of the whole tensor, and the model's own memory, of the box's shape.  None if the rank
-        holds nothing.
+    None if the rank holds nothing.  No communication, no copy.
 
     Raises:
         ConfigError: The placement is unknown, or ``Partial``, so that no rank has the values.
@@ -147,11 +134,7 @@ def local_part(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | No
 
 
 def placement_of(name: str, tensor: torch.Tensor, shard_of: ShardOf | None) -> Placement:
-    """How the trainer ranks hold a tensor.  No communication.
-
-    Raises:
-        ConfigError: The placement cannot be exported.
-    """
+    """How the trainer ranks hold a tensor.  No communication.  Raises ``ConfigError`` if it cannot be exported."""
     within = shard_of(name, tensor) if shard_of is not None else None
     sharded = isinstance(tensor, DTensor)
     return Placement(

@@ -45,13 +45,9 @@ _PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """One adapter of a weight, which adds scale * B A to it.
+    """Adds scale * B A to a weight.  ``a`` and ``b`` are numbers of tensors: (rank, inputs) and (outputs, rank).
 
-    Attributes:
-        a: Number of A among the adapters' tensors, (rank, inputs).
-        b: Number of B, (outputs, rank).
-        scale: The factor.
-        turned: The weight is transposed: (inputs, outputs).
+    ``turned``: the weight is transposed, (inputs, outputs).
     """
 
     a: int
@@ -75,11 +71,8 @@ def names_without_adapters(model: nn.Module) -> Callable[[nn.Module, str, str], 
 class Merger:
     """Adds adapters to the weights that are sent, on the ranks that hold the weights.
 
-    Before each bucket, every rank gathers the adapters that the bucket needs, which are small.
-
-    Args:
-        model: The model.  ``bool(merger)`` is False if it has no adapters.
-        weights: The model's weights, without the adapters.
+    Before each bucket, every rank gathers the adapters that the bucket needs, which are small.  ``bool(merger)`` is
+    False if the model has no adapters.
 
     Raises:
         ConfigError: A module has an adapter that cannot be merged.
@@ -154,7 +147,6 @@ class Merger:
         Args:
             layout: Layout of the bucket that is filled next; the plan is cached under its index.
             numbers: Numbers of the weights in it, the same on every rank.
-            group: The trainer ranks.
             sources: Takes the sums of the adapters, both in place and as gathered; None for no sums.
         """
         self._layers.begin(numbers)
@@ -189,11 +181,7 @@ class Merger:
     ) -> tuple[Mismatch, ...]:
         """Adapters whose replicas differ, or that a rank received with other values than their holders have.
 
-        Args:
-            layout: Layout of the bucket.
-            numbers: The same as for ``begin``.
-            group: The trainer ranks.
-            answers: The sums of each rank in order, as many as ``source_counts`` says.
+        ``answers`` are the sums of each rank in order, as many as ``source_counts`` says.
         """
         adapters = self._adapters(layout, numbers)
         if adapters is None:
@@ -211,14 +199,7 @@ class Merger:
         return tuple(found)
 
     def held(self, source: int, segment: Segment, box: Box, part: tuple[Box, torch.Tensor]) -> Held:
-        """A part of a travelling tensor, with its adapters merged if it has any.
-
-        Args:
-            source: Number of the weight.
-            segment: The weight's segment of the travelling tensor.
-            box: Place of the part in the travelling tensor.
-            part: This rank's part of the weight, with its place.
-        """
+        """The part of a travelling tensor at ``box``, made of this rank's ``part`` of a weight and its adapters."""
         if source in self._layers:
             return _MadeByPeft(box, segment, part, source, self._layers)
         if source not in self._deltas:
@@ -318,7 +299,6 @@ def rows_of(box: Box, max_elements: int, *, multiple: int = 1) -> Iterator[Box]:
     """Cuts a box of two dimensions or more into boxes of whole rows.
 
     Args:
-        box: The box to cut along dimension 0.
         max_elements: Largest size of a box, unless it has only ``multiple`` rows.
         multiple: Boxes begin at multiples of this, except the first.
     """

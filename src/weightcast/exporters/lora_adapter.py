@@ -1,7 +1,4 @@
-"""Exports a LoRA adapter by itself, for engines that serve adapters beside the model.
-
-The exporter reads PEFT's modules without importing PEFT and never changes the trainer's own tensors.
-"""
+"""Exports a LoRA adapter by itself, for engines that serve adapters beside the model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Maps the trainer's names and layouts to those of Hugging Face checkpoints, by tables.
 
-A ``Family`` is a table of rules.  Each rule says which tensors of a checkpoint a trainer's tensor becomes, and how it
-is cut and transposed.  ``families.py`` has the tables; ``arrange`` applies one to a model's names and shapes and
-returns segments.  It reads no weights.
+``families.py`` has the tables.  ``arrange`` applies one to names and shapes; it reads no weights.
 """
 
 from __future__ import annotations
@@ -82,12 +80,9 @@ class Family:
 
 
 def arrange(stored: Sequence[tuple[str, tuple[int, ...]]], family: Family, config: Any) -> list[Arranged]:
-    """Applies a table: the travelling tensors, in the order of the trainer's tensors.
+    """Applies a table: the travelling tensors, in the order of ``stored`` (name and unsharded shape of each).
 
-    Args:
-        stored: Name and unsharded shape of each of the trainer's tensors.
-        family: The table.
-        config: The model's configuration, for the sizes of fused parts; None if the table needs none.
+    ``config`` may be None if the table's rules need no sizes.
 
     Raises:
         ConfigError: A tensor does not have the shape that its rule expects, or two tensors get the same name.
@@ -106,13 +101,7 @@ def arrange(stored: Sequence[tuple[str, tuple[int, ...]]], family: Family, confi
 
 
 def as_published(saved: Sequence[Arranged], family: Family, config: Any) -> list[Arranged]:
-    """Transposes tensors that published checkpoints store the other way than transformers writes them.
-
-    Args:
-        saved: The tensors that transformers would write.
-        family: The table with the ``published`` rules.
-        config: The model's configuration.
-    """
+    """Transposes tensors that published checkpoints store the other way than transformers writes them."""
     text = getattr(config, "text_config", None) or config
     return [
         _turned(tensor)

@@ -1,7 +1,6 @@
 """Estimates the memory that an update takes on a trainer rank beside the model, before anything is allocated.
 
-``connect``, ``weightcast plan`` and ``weightcast doctor`` all take their number from here.  ``bucket_bytes_for`` is the
-inverse: the largest bucket that a limit of extra memory allows.
+``connect``, ``weightcast plan`` and ``weightcast doctor`` all take their number from here.
 """
 
 from __future__ import annotations
@@ -25,13 +24,6 @@ def peak_bytes(
 ) -> int:
     """Peak extra memory of a trainer rank with buckets, in bytes: ``peak_bytes_of`` the buckets of these tensors.
 
-    Args:
-        specs: Every tensor that is sent.
-        bucket_bytes: Largest size of a bucket.
-        packing: Packing that the engines can read.
-        world_size: Number of trainer ranks.
-        work_bytes: As for ``peak_bytes_of``.
-
     Raises:
         ConfigError: A tensor does not fit into a bucket.
     """
@@ -40,12 +32,9 @@ def peak_bytes(
 
 
 def peak_bytes_of(layouts: Sequence[BucketLayout], *, world_size: int, work_bytes: int = WORK_BYTES) -> int:
-    """Peak extra memory of a trainer rank, in bytes: two buckets, the scratch buffer of a gather, and its work.
+    """Peak extra memory of a trainer rank, in bytes: two buckets, the scratch buffer of a gather, and ``work_bytes``.
 
-    Args:
-        layouts: Every bucket that is filled.
-        world_size: Number of trainer ranks.
-        work_bytes: Bytes beside these; add what computing values takes (``COMPUTED_BYTES`` and adapters).
+    ``work_bytes`` needs to contain what computing values takes (``COMPUTED_BYTES`` and adapters).
     """
     largest = max((layout.size_bytes for layout in layouts), default=0)
     scratch = _scratch_bytes(largest, world_size) if layouts else 0

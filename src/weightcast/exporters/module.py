@@ -2,8 +2,6 @@
 
 The exporter reads parameters where they live, when they are asked for.  It changes one thing about the model: FSDP2
 modules that still hold gathered parameters from the last forward pass free them, as the next pass would anyway.
-
-This module does not know engines, buckets' lifetimes or transports.
 """
 
 from __future__ import annotations
@@ -45,14 +43,7 @@ class WeightsExporter:
 
     Args:
         model: The whole model, which has the names.
-        tensors: This rank's tensors of it.
-        wire_dtype: The same as for ``ModuleExporter``.
-        names: The same as for ``ModuleExporter``.
-        family: The same as for ``ModuleExporter``.
-        quantise: The same as for ``ModuleExporter``.
-
-    Attributes:
-        family: The table in use.
+        tensors: This rank's tensors of it.  The other arguments are as for ``ModuleExporter``.
 
     Raises:
         ConfigError: The model has tensors that cannot be sent as they are; nothing has moved.

@@ -1,7 +1,6 @@
 """Lists a module's tensors by number: the attribute that has each, its name, and this rank's shard.
 
-Tensors are looked up by attribute whenever they are needed, since optimizers and FSDP2 replace them.  This module does
-not know what engines or checkpoints call a tensor.
+Tensors are looked up by attribute whenever they are needed, since optimizers and FSDP2 replace them.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ from weightcast.wire.layout import MAX_DIMS, dtype_name
 class Place:
     """The attribute of a module that has a tensor.
 
-    Attributes:
-        module: The module.
-        attribute: Name of the attribute.
-        name: Path of the tensor in the model, without the segments of wrappers.
-        shape: Unsharded shape, when the exporter was made.
-        dtype: Dtype at that time.
+    ``name`` is the tensor's path without the segments of wrappers.  ``shape`` (unsharded) and ``dtype`` are as when
+    the exporter was made.
     """
 
     module: nn.Module
@@ -46,10 +41,9 @@ class Place:
 
 
 class PlacedTensors:
-    """Parameters and persistent buffers of a module, each once.
+    """Parameters and persistent buffers of a module, each once.  Values may change later, the structure may not.
 
     Args:
-        model: The module.  Its values may change later, its structure not.
         shard_of: Place of a plain parameter in the whole tensor; None if every plain parameter is whole.
         name_of: Function of a module, its path without wrappers, and an attribute.  It returns the tensor's name, or
             None to leave the tensor out.
@@ -85,7 +79,6 @@ class PlacedTensors:
         self._settle()
 
     def _settle(self) -> None:
-        """Notes what follows from the places."""
         self._attributes = [(place.module, place.attribute) for place in self.places]
         device_bytes: Counter[torch.device] = Counter()
         for number, place in enumerate(self.places):
@@ -130,11 +123,7 @@ class PlacedTensors:
         return self._parts[number]
 
     def placement(self, number: int) -> Placement:
-        """How the trainer ranks hold a tensor now.  No communication.
-
-        Raises:
-            ConfigError: The placement cannot be exported.
-        """
+        """How the trainer ranks hold a tensor now.  No communication.  ``ConfigError`` if it cannot be exported."""
         return placement_of(self.places[number].name, self.tensor(number), self._shard_of)
 
     def look(self, numbers: Sequence[int]) -> Seen:
@@ -221,11 +210,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor whose values cannot be sent as they are.
-
-    Raises:
-        ConfigError: The tensor has no memory, or bytes that are not its values.
-    """
+    """Refuses, with ``ConfigError``, a tensor that has no memory, or bytes that are not its values."""
     if tensor.is_meta:
         raise ConfigError(f"{name} is on the meta device", hint="give the model its weights before exporting them")
     if tensor.layout != torch.strided:

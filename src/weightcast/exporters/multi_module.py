@@ -1,7 +1,4 @@
-"""Combines several exporters into one, such as a policy and its draft, so that one session updates all of them.
-
-This module knows names and order.  Each part gathers its own tensors.
-"""
+"""Combines several exporters into one, such as a policy and its draft, so that one session updates all of them."""
 
 from __future__ import annotations
 

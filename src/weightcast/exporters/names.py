@@ -16,12 +16,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def strip_wrappers(model: nn.Module, path: str) -> str:
-    """A module's path without the segments that ``torch.compile``, checkpointing, DDP and PEFT add.
-
-    Args:
-        model: The module at which the path starts.
-        path: A path from ``named_modules``.
-    """
+    """A path from ``model.named_modules()`` without the segments of compile, checkpoint, DDP and PEFT wrappers."""
     kept: list[str] = []
     module: Any = model
     inside = ""  # the wrapper's segment that came just before
@@ -61,11 +56,7 @@ def is_wrapper(module: object) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuses names that cannot be sent.
-
-    Raises:
-        ConfigError: A name has characters other than printable ASCII, is empty or too long, or occurs twice.
-    """
+    """Refuses, with ``ConfigError``, names that are not printable ASCII, are empty or too long, or occur twice."""
     seen: set[str] = set()
     for name in names:
         if not _TRAVELS.fullmatch(name):

@@ -31,12 +31,10 @@ class OwnPart:
     """A part of one slot that this rank holds.
 
     Attributes:
-        slot: The slot.
         number: Number of the slot in its bucket.
         box: Place of the part in the whole tensor.
         place: Place of its sum among this rank's sums of the bucket; None if this rank sums none of the values.
         origin: Place of the sum of ``Held.origin``; None if that is not summed.
-        computed: Its values are computed when they are sent.
     """
 
     slot: TensorSlot
@@ -86,15 +84,9 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CopySteps:
-    """Remembered steps that copy this rank's parts into a bucket.
+    """Remembered steps that copy this rank's parts, valid while ``Seen.layout`` of the sources is ``layout``.
 
-    Attributes:
-        sources: Numbers of the tensors that are read.
-        layout: ``Seen.layout`` of them when the steps were worked out.
-        summed: Copies that are summed on their way.
-        copies: Plain copies.
-        rest: Computed parts, which are written anew each time.
-        lent: Names of the zero-copy tensors, which stay where they are.
+    ``rest`` has the computed parts, which are written anew each time.  ``lent`` names the zero-copy tensors.
     """
 
     sources: list[int]
@@ -107,13 +99,9 @@ class _CopySteps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SumSteps:
-    """Remembered steps that sum this rank's parts where they lie.
+    """Remembered steps that sum this rank's parts where they lie, with the places of the sums.
 
-    Attributes:
-        sources: Numbers of the tensors that are read.
-        layout: ``Seen.layout`` of them when the steps were worked out.
-        views: Memory that is summed as it is, with the places of the sums.
-        rest: Parts that are read anew each time: cast before they are sent, or memory that a value is computed from.
+    ``rest`` is read anew each time: parts that are cast before they are sent, or memory that a value is computed from.
     """
 
     sources: list[int]
@@ -124,14 +112,7 @@ class _SumSteps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lying:
-    """Remembered places of parts that others read where they lie.
-
-    Attributes:
-        served: Number of the slot and box of each part.
-        sources: Numbers of the tensors that hold them.
-        layout: ``Seen.layout`` of these tensors.
-        views: The memory of each part, with the number of its slot.
-    """
+    """Remembered places of parts that others read where they lie.  ``views``: number of the slot, and memory."""
 
     served: Sequence[tuple[int, Box]]
     sources: list[int]
@@ -140,11 +121,7 @@ class _Lying:
 
 
 class OwnMemory:
-    """The parts that others read where this rank keeps them.
-
-    Attributes:
-        stamp: Value that stays equal while every part lies at the same address in the same way.
-    """
+    """The parts that others read where this rank keeps them.  ``stamp`` stays equal while none of them moves."""
 
     def __init__(self, lying: _Lying, found: Seen) -> None:
         self.stamp = lying, found.addresses
@@ -158,15 +135,7 @@ class OwnMemory:
 
 
 class OwnParts:
-    """The parts of one bucket that this rank holds.
-
-    Args:
-        layout: Layout of the bucket.
-        parts: This rank's parts of its slots.
-        held: This rank's parts of every tensor.
-        transfers: Copies that are summed on their way; shared by the buckets of one exporter.
-        sums: Sums of memory; shared likewise.
-    """
+    """The parts of one bucket that this rank holds.  All buckets of an exporter share ``transfers`` and ``sums``."""
 
     def __init__(
         self,
@@ -221,12 +190,7 @@ class OwnParts:
         return None
 
     def sum_in_place(self, taker: Taker, *, summed_on_the_way: bool) -> None:
-        """Sums the parts where they lie.
-
-        Args:
-            taker: Takes the sums.
-            summed_on_the_way: All values were already summed while they were copied.
-        """
+        """Sums the parts where they lie; ``summed_on_the_way`` if all values were summed while they were copied."""
         if summed_on_the_way:
             return
         (known, found), self._seen = self._seen, ([], None)
@@ -243,10 +207,7 @@ class OwnParts:
             self._sum_one(own, taker, scratch)
 
     def lying(self, served: Sequence[tuple[int, Box]]) -> OwnMemory:
-        """Places of the parts that others read.
-
-        Args:
-            served: Number of the slot and box of each part.
+        """Places of the parts that others read, given as number of the slot and box.
 
         Raises:
             ConfigError: A part does not lie in memory as it travels.
@@ -320,10 +281,7 @@ class OwnParts:
         return steps, seen
 
     def _view_of(self, own: OwnPart) -> tuple[_View, torch.Tensor] | None:
-        """Place of a part in a tensor that ``Look`` knows, and that tensor.
-
-        None if the part is computed or ``Look`` does not know it.
-        """
+        """Place of a part in a tensor that ``Look`` knows, and that tensor; None if it is computed or unknown."""
         held = self._held.find(own.slot.spec.name, own.box)
         look = self._held.look
         if look is None or not isinstance(held, InMemory) or held.source is None:

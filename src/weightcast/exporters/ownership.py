@@ -1,7 +1,4 @@
-"""The trainer ranks that hold each part of each tensor that travels.
-
-Refuses tensors that the ranks together do not hold exactly once.
-"""
+"""Finds the trainer ranks that hold each part of a tensor; refuses tensors that they do not hold exactly once."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ from weightcast.wire.layout import TensorSpec
 class SharedPart:
     """A part of a tensor and the ranks that hold it, in order.
 
-    Attributes:
-        box: Place of the part.
-        holders: The ranks that hold it.
-        ready: Every holder can send it as it is.
-        computed: At least one holder computes its values.
+    ``ready``: every holder can send it as it is.  ``computed``: at least one holder computes its values.
     """
 
     box: Box
@@ -57,9 +50,6 @@ class SharedParts:
     """The parts of tensors that are cut out of a module's tensors.
 
     Args:
-        tensors: This rank's tensors.
-        arranged: The tensors that are cut out of them.
-        specs: Name, dtype and shape of these, in the same order.
         travelling: All tensors that travel, which must be the same on every rank; None for ``specs``.
         computed: Function of a stored tensor's number: True if its values are computed when they are sent.
     """

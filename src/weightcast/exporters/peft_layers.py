@@ -160,13 +160,7 @@ def check_adapters(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A layer that is merged by PEFT.
-
-    Attributes:
-        path: Its path in the model.
-        layer: The outermost adapter layer.
-        sources: Number of each tensor of its base, by the tensor's path in the base.
-    """
+    """A layer that is merged by PEFT.  ``sources``: number of each tensor of its base, by path in the base."""
 
     path: str
     layer: nn.Module
@@ -178,10 +172,6 @@ class LayerMerges:
 
     Extra memory: a copy of each such layer whose weights are in the bucket, and what PEFT's ``merge`` needs for it.
     Adapters of replicas are not compared with each other.
-
-    Args:
-        model: The model.
-        weights: The model's weights, without the adapters.
 
     Raises:
         ConfigError: An adapter cannot be merged; the text names the module and says why.
@@ -220,11 +210,7 @@ class LayerMerges:
         return bool(self._made)
 
     def begin(self, sources: Sequence[int]) -> None:
-        """Merges the layers of these weights; ``end`` frees the values.
-
-        Raises:
-            ConfigError: PEFT cannot merge a layer any more.
-        """
+        """Merges the layers of these weights; ``end`` frees them.  Raises ``ConfigError`` if PEFT cannot any more."""
         for made in {id(made): made for source in sources if (made := self._made.get(source))}.values():
             self._values |= self._merge(made)
 

@@ -1,11 +1,7 @@
-"""The placements of all trainer ranks' tensors, agreed in one small exchange.
+"""The placements of all trainer ranks' tensors, agreed in one exchange that grows with ranks times meshes, not tensors.
 
-A rank describes its tensors by a table: for each tensor the mesh, and which dimension of the mesh cuts which dimension
-of the tensor.  The table is the same on all ranks of a usual job, so a rank sends the table's hash and a few numbers:
-its coordinate in each mesh, and the place of each shard that no mesh describes.  From these every rank computes every
-rank's box.  A table is sent in full only where hashes differ.
-
-The exchange grows with ranks times meshes, not with ranks times tensors.
+A rank sends the hash of a table, which is the same on all ranks of a usual job, and a few numbers: its coordinate in
+each mesh, and the place of each shard that no mesh describes.  It sends the table itself only where hashes differ.
 """
 
 from __future__ import annotations
@@ -38,8 +34,6 @@ class Class(msgspec.Struct, frozen=True, array_like=True):
     """A way in which tensors are held; tensors of one class have the same boxes on every rank.
 
     Attributes:
-        shape: Shape of the whole tensor.
-        dtype: The trainer's dtype.
         mesh: Number of the mesh that cuts it; -1 if none does.
         cuts: Dimension of the tensor and dimension of the mesh, in the order of cutting.
         place: Number, among the rank's own numbers, of the tensor's place in the whole one; -1 if it is whole.
@@ -61,11 +55,7 @@ class Class(msgspec.Struct, frozen=True, array_like=True):
 class Table(msgspec.Struct, frozen=True, array_like=True):
     """One rank's description of the model, free of anything that is this rank's own.
 
-    Attributes:
-        model: Hash of the tensors that travel and of the way they are cut out of stored ones.
-        meshes: Shape of each mesh.
-        classes: The distinct classes.
-        class_of: Class of each stored tensor.
+    ``model`` is a hash of the tensors that travel and of the way they are cut out of stored ones.
     """
 
     model: str
@@ -117,9 +107,7 @@ class StoredParts:
     """The distinct parts of a stored tensor, in order of their place.
 
     Attributes:
-        shape: Shape of the whole tensor.
         boxes: Offset and extent of each part: int64 ``[parts, 2, dimensions]``.
-        holders: The ranks that hold each part, in order.
         ready: True for each part whose memory all holders can read as it is: contiguous, on the group's device.
         computed: True for each part whose values at least one holder computes.
         dtypes: Dtypes of the holders' memory.
@@ -192,11 +180,7 @@ class _Variant:
 
 
 class Agreed:
-    """The placements that all ranks agreed on.
-
-    Args:
-        variants: The distinct tables with their ranks.
-    """
+    """The placements that all ranks agreed on."""
 
     def __init__(self, variants: Sequence[_Variant]) -> None:
         self._variants = tuple(variants)
@@ -251,10 +235,8 @@ def agree(
     """Exchanges the placements of every rank's tensors.  Collective.
 
     Args:
-        tensors: This rank's tensors.
         specs: The tensors that travel, which must be the same on every rank.
         model: ``model_hash`` of the tensors that travel.
-        group: The trainer ranks.
         computed: Function of a stored tensor's number: True if its values are computed when they are sent.
 
     Raises:
@@ -425,10 +407,7 @@ def _unpack(packed: bytes, num_rows: int) -> torch.Tensor:
 
 
 def _is_grid(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """True if the intervals of each dimension tile it and there are as many boxes as combinations.
-
-    Boxes form such a grid where dimensions were cut one by one.
-    """
+    """True if the intervals of each dimension tile it and there are as many boxes as combinations."""
     count = 1
     for dim, extent in enumerate(shape):
         end = 0

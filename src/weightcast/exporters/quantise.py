@@ -105,17 +105,7 @@ def _grid_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
 
 
 class Quantiser:
-    """Quantises parts of tensors as a gatherer asks for them.
-
-    Args:
-        specs: The tensors without quantisation.
-        local: This rank's parts of them.
-        shared: All ranks' parts of them.
-        blocks: Selection of the weights to quantise.
-
-    Attributes:
-        specs: The travelling tensors.
-    """
+    """Quantises parts of tensors as a gatherer asks for them; ``self.specs`` are the travelling tensors."""
 
     def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, blocks: Fp8Blocks) -> None:
         self._wide = tuple(specs)
@@ -170,12 +160,7 @@ class Quantiser:
         return [SharedPart(whole, tuple(range(self._group.world_size)), ready=False, computed=True)]
 
     def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
-        """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them.
-
-        Args:
-            layout: Layout of the bucket that is filled next; the same on every rank.
-            group: The trainer ranks.
-        """
+        """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them."""
         wanted: dict[int, list[tuple[int, int]]] = {}
         for slot in layout.slots:
             number = self._number.get(slot.spec.name)

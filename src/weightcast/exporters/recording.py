@@ -307,9 +307,6 @@ def _interval(start: int, end: int, radices: list[int]) -> list[list[tuple[int, 
 def _boxes(copy: _Copy, number: int, source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Segment]:
     """Splits a copy between a whole source and a whole target, both contiguous, into boxes whose steps are all 1.
 
-    A box spans the longest axes, at most one for each dimension of either side.  Each index of the other axes is a box
-    of its own.
-
     Raises:
         NotRecorded: The copy needs too many boxes.
     """

@@ -43,14 +43,7 @@ _MAX_READ_BYTES = 1 << 30  # the kernel reads at most 2 GiB in one call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a file.
-
-    Attributes:
-        dtype: Dtype in the file.
-        shape: Shape in the file.
-        start_bytes: Offset of its first byte in the file.
-        size_bytes: Size in the file.
-    """
+    """One tensor of a file; ``start_bytes`` is its offset in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,11 +58,7 @@ class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Staging:
-    """Host buffers, allocated on first use: 8 MiB on the way to a GPU, 4 MiB on the way to another dtype.
-
-    Args:
-        device: Destination of the bytes.
-    """
+    """Host buffers, allocated on first use: 8 MiB on the way to a GPU, 4 MiB on the way to another dtype."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -129,10 +118,8 @@ class SafetensorsFile:
         """Reads a run of a tensor's elements into a tensor of any dtype and device.
 
         Args:
-            entry: The tensor.
             first_byte: Offset of the run in the tensor, in bytes; a multiple of the item size.
             target: Flat, contiguous tensor; its length is the length of the run.
-            staging: Buffers for bytes that cannot be read straight into the target.
 
         Raises:
             WeightcastError: The file has changed since it was opened, or the disk failed.
@@ -224,11 +211,7 @@ class SafetensorsFile:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object and refuses duplicate keys; an ``object_pairs_hook`` for ``json.loads``.
-
-    Raises:
-        ValueError: A key occurs twice.
-    """
+    """Builds a JSON object; an ``object_pairs_hook`` that raises ``ValueError`` for a key that occurs twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

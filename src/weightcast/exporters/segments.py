@@ -1,7 +1,6 @@
 """Maps boxes of the trainer's tensors to boxes of the tensors that travel, with dimensions perhaps in another order.
 
-A table of names and layouts becomes a list of segments, and the gatherer needs nothing else from it.  Segments are
-views only.  This module knows no family and no mesh.
+Segments are views only.  The gatherer needs nothing else from a table of names and layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class Segment:
     """A box of a stored tensor that is a box of a travelling one.
 
     Attributes:
-        source: Number of the stored tensor.
         box: Box in the stored tensor.
         dims: For each dimension of the travelling tensor, the stored tensor's dimension, or ``NEW`` for one of extent 1
             that the stored tensor does not have.  Stored dimensions that are not listed have extent 1 in ``box`` and
@@ -84,13 +82,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged:
-    """A travelling tensor and the segments that make it up.
-
-    Attributes:
-        name: Name that engines know.
-        shape: Unsharded shape.
-        segments: Disjoint segments that cover the whole tensor.
-    """
+    """A travelling tensor (name that engines know, unsharded shape) and the disjoint segments that cover it."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,8 +95,6 @@ def check_used_once(
     """Refuses an arrangement that does not use every element of every stored tensor exactly once.
 
     Args:
-        stored: Name and shape of the trainer's tensors.
-        arranged: The travelling tensors.
         left_out: Names of stored tensors that need not travel.
 
     Raises:

@@ -1,7 +1,6 @@
 """Exports a model of which each trainer rank has a part: pipeline stages, or experts in modules of their own.
 
-Each rank passes the modules that it has, and the whole model without memory, which has the names of all tensors.  The
-ranks then agree on who holds what, as for other sharded models; within a stage, tensors may be sharded further.
+Within a stage, tensors may be sharded further.
 """
 
 from __future__ import annotations

@@ -20,25 +20,14 @@ def unsummed(exporter: Exporter, specs: Sequence[TensorSpec]) -> Collection[str]
 
 
 def encode(sources: torch.Tensor, buckets: Sequence[torch.Tensor]) -> bytes:
-    """Encodes one rank's message to the head: 8 bytes for each sum.
-
-    Args:
-        sources: ``SourceSums.values`` of the rank.
-        buckets: Sums of the slots of each bucket that the rank filled; empty if the head does not need them.
-    """
+    """Encodes one rank's message to the head, 8 bytes for each sum.  ``buckets`` is empty if the head needs none."""
     return host_bytes(torch.cat([sources, *(sums.cpu() for sums in buckets)]))
 
 
 def decode(
     exporter: Exporter, layouts: Sequence[BucketLayout], group: TrainerGroup, messages: Sequence[bytes]
 ) -> tuple[list[Folded], dict[int, list[torch.Tensor]]]:
-    """Combines the messages of all ranks.
-
-    Args:
-        exporter: The head's exporter.
-        layouts: Layouts of the buckets, in order.
-        group: The trainer ranks.
-        messages: Output of ``encode`` from each rank, in order of rank.
+    """Combines the messages of all ranks, in order of rank.
 
     Returns:
         The combined sums of each bucket, in order.  The bucket sums of each rank that sent them, by rank.
