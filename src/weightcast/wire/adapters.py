@@ -26,7 +26,6 @@ class AdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """An adapter that a trainer wants to update.
 
     Attributes:
-        name: Name under which the engine serves it.
         config: Content of PEFT's ``adapter_config.json``.
         specs: A and B of each adapted module.  B has its scale in it already.
     """
@@ -56,11 +55,7 @@ def adapter_request(name: str, config: dict[str, Any], specs: tuple[TensorSpec, 
 
 
 def decode_adapter_request(data: bytes) -> AdapterRequest:
-    """Decodes a request and checks every field.
-
-    Raises:
-        WireError: The bytes are no such request.
-    """
+    """Decodes a request and checks every field; raises WireError if the bytes are no such request."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:

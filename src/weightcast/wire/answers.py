@@ -23,7 +23,6 @@ class RankAck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         rank: Tensor-parallel rank.
         ok: False if the rank refused or failed; ``error`` says why.
-        error: The rank's own words.
         refused: True if the rank refused before it changed anything.
         cause: The part that failed: the rank itself, its process group (another member is to blame), or the mapping of
             trainer memory (another transport may work).
@@ -66,13 +65,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Answer of one engine to one message.
 
     Attributes:
-        ok: False if the engine refused or failed.
-        error: Reason of the refusal or failure.
-        failed_ranks: Engine ranks that failed.
         cause: The part that failed on every rank that failed; ``engine`` if there are several.
-        state: The engine's state now.
         version: Version that the engine serves now; None before the first one is known.
-        ranks: Number of engine ranks.
         closed: True in the answer to the last bucket that Open announced, which answers Close as well.
         received_all: After Close: rank 0's digest of everything that arrived; empty if asked for digests by name.
         received: After a Close that asks for it: rank 0's digest by name of each tensor that arrived.
@@ -81,14 +75,11 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         resident: After Readback: digest by name of each tensor that the ranks keep together.
         resident_ranks: After Commit: number of ranks that keep exactly what was expected.
         mismatched: Names of tensors whose digests differ between ranks or from what was expected.
-        missing: Names of source tensors that did not arrive.
-        not_updated: Names of parameters that no source tensor writes.
         unproven: After Open, Close and Commit: names of tensors whose place cannot be read back.
         load_s: Seconds that the slowest rank spent on copies.
         verify_s: Seconds that the slowest rank spent on digests.
         stall_s: After Commit: seconds in which the engine generated nothing.
         peak_extra_bytes: Most extra memory of any rank since the session opened, in bytes.
-        message: A further remark.
         checksum: After Commit: the engine's own digest of all its weights, which is comparable only among engines of
             one kind, version and size; empty if the engine has none.
         heard: Time at which the engine's server had read the message, in seconds of its monotonic clock; None if it

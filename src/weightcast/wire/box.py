@@ -13,19 +13,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A rectangular part of a tensor.  The box of a tensor without dimensions has two empty tuples.
-
-    Attributes:
-        offset: First index of the box, one number for each dimension.
-        shape: Extent of the box, one number for each dimension.
-    """
+    """A rectangular part of a tensor: first index and extent in each dimension, none for a tensor without one."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -99,13 +93,7 @@ def is_one_run(shape: tuple[int, ...], within: tuple[int, ...]) -> bool:
 
 
 def span_of(offset: int, shape: Sequence[int], stride: Sequence[int]) -> Span:
-    """The shortest span that covers a strided region; empty for an empty region.
-
-    Args:
-        offset: First element of the region.
-        shape: Extents of the region.
-        stride: Strides of the region, in elements, none of them negative.
-    """
+    """The shortest span that covers a strided region without negative strides; empty for an empty region."""
     if math.prod(shape) == 0:
         return Span(offset, offset)
     return Span(offset, offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)))
@@ -115,12 +103,6 @@ def box_of_view(
     full: Sequence[int], offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> tuple[Box, tuple[int | None, ...]] | None:
     """Finds the box of a contiguous tensor that a strided view covers.
-
-    Args:
-        full: Shape of the contiguous tensor.
-        offset: First element of the view.
-        shape: Extents of the view.
-        stride: Strides of the view, in elements.
 
     Returns:
         The box, and for each dimension of the tensor the dimension of the view that runs along it (None where the

@@ -18,7 +18,6 @@ class Bucket:
     """A filled or fillable bucket.
 
     Attributes:
-        layout: Table of contents.
         data: uint8, one-dimensional, contiguous, at least ``layout.size_bytes`` long, on any device.
         sums: Partial digest sum of each slot, int64 ``[slots]`` on the device of ``data``, if they were taken
             on the way; else None.
@@ -60,12 +59,7 @@ class Bucket:
 
 
 def run_sizes(layout: BucketLayout, lent: Collection[str]) -> tuple[int, ...]:
-    """Sizes of a bucket's runs, in bytes.
-
-    Args:
-        layout: Layout of the bucket.
-        lent: Names of the tensors whose slots are lent.
-    """
+    """Sizes of a bucket's runs, in bytes; ``lent`` names the tensors whose slots are lent."""
     return tuple(end - start for start, end, _ in _runs(layout, lent))
 
 

@@ -21,7 +21,6 @@ class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         kind: ``cuda`` (a CUDA IPC handle) or ``shm`` (an anonymous shared-memory file of the trainer).
         device: For ``cuda``, the UUID of the GPU; for ``shm``, ``"cpu"``.
-        size_bytes: Size of the buffer, in bytes.
         token: Random id of the buffer, because a freed and newly allocated one may have the same handle.  For ``shm``
             it is also the name of the file, so that the file of a process with a reused pid is not taken for this one.
         pid: For ``shm``, the process that holds the file.
@@ -51,13 +50,7 @@ class IpcSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A box of one slot's tensor that lies in one of several buffers, at its place in the bucket.
-
-    Attributes:
-        slot: Number of the slot in the layout.
-        offset: First element of the box in the tensor, one number for each dimension.
-        shape: Extent of the box.
-    """
+    """A box of one slot's tensor that lies in one of several buffers, at its place in the bucket."""
 
     slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]
     offset: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
@@ -65,7 +58,6 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def box(self) -> Box:
-        """The box."""
         return Box(offset=self.offset, shape=self.shape)
 
 
@@ -96,7 +88,6 @@ class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         address: First byte of the registered memory.  It begins with ``token``.
         token: Random bytes, by which a reader recognises the memory.
         first_byte: First byte of the buffer in the registered memory.
-        size_bytes: Size of the buffer, in bytes.
         owner: The owner's host and process id, for errors.
     """
 
@@ -114,7 +105,6 @@ class Pack(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         wanted: Name of these boxes (``pieces.name_of``).
-        first_byte: First byte in the buffer.
     """
 
     wanted: Annotated[str, Meta(max_length=64)]
@@ -155,11 +145,7 @@ class MappedPart(msgspec.Struct, frozen=True, array_like=True):
     """A box of one slot's tensor that lies in a trainer rank's own memory.
 
     Attributes:
-        slot: Number of the slot in the layout.
-        offset: First element of the box in the tensor, one number for each dimension.
-        shape: Extent of the box.
-        memory: Number of the memory.
-        first_byte: First byte of the box in that memory.
+        first_byte: First byte of the box in memory number ``memory``.
         stride: Strides there, in elements.
     """
 
@@ -172,7 +158,6 @@ class MappedPart(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def box(self) -> Box:
-        """The box."""
         return Box(offset=self.offset, shape=self.shape)
 
 

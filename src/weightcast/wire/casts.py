@@ -12,11 +12,6 @@ def why_no_cast(name: str, sent: torch.dtype, kept: torch.dtype) -> str:
 
     Floats of 16 bits and more are cast to each other.  Values of every other dtype have a scale, a zero point or a
     packing that the cast would lose.
-
-    Args:
-        name: Name of the tensor.
-        sent: Dtype that travels.
-        kept: Dtype that the engine keeps.
     """
     if sent == kept or (sent in _WIDE and kept in _WIDE):
         return ""

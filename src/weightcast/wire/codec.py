@@ -102,7 +102,6 @@ def encode(
     """Encodes any of the classes above as JSON.
 
     Args:
-        message: The message.
         named: True if the other end has the plan of an ``Open``, which is then named and not sent.
         known_tables: Hashes of the tables that the other end of a ``RankAck`` has.
         known_specs: Hash of the specs that the other end of an ``EngineInfo`` has; empty if it has none.
@@ -139,12 +138,7 @@ def _open_form(message: Open, *, named: bool) -> Any:
 
 
 def _opened(form: Any) -> Open:
-    """Returns the Open of its form.
-
-    Raises:
-        ValueError, WireError: It has neither specs nor a plan, or both; the plan is unknown, or refused by
-            ``take_plan``.
-    """
+    """Returns the Open of its form."""
     if form.plan is msgspec.UNSET:
         if form.specs is msgspec.UNSET or form.tables is not msgspec.UNSET:
             raise ValueError("an Open needs specs, or a plan")
@@ -156,12 +150,7 @@ def _opened(form: Any) -> Open:
 
 
 def _announced(form: Any) -> Announce:
-    """Returns the Announce of its form.
-
-    Raises:
-        ValueError, WireError: It has neither a layout nor a bucket of a plan, or both; the layout breaks the rules of
-            ``BucketLayout.check``; or the plan is unknown or has no such bucket.
-    """
+    """Returns the Announce of its form."""
     if form.layout is not msgspec.UNSET:
         if form.plan is not msgspec.UNSET or form.bucket is not msgspec.UNSET:
             raise ValueError("an Announce has a layout, or a bucket of a plan")
@@ -200,20 +189,15 @@ def specs_hash(info: EngineInfo) -> str:
 
 
 def decode_ack(data: bytes) -> Ack:
-    """Decodes an engine's answer.
-
-    Raises:
-        WireError: The bytes are no such answer.
-    """
+    """Decodes an engine's answer; raises WireError if the bytes are none."""
     return _answer(_acks.decode, data)
 
 
 def decode_rank_ack(data: bytes, tables: MutableMapping[str, HeldTable] | None = None) -> RankAck:
     """Decodes an engine rank's answer.
 
-    Args:
-        data: The answer.
-        tables: Tables of parts that came with earlier answers, by hash; takes the one that comes with this one.
+    ``tables`` has the tables of parts that came with earlier answers, by hash, and takes the one that comes with this
+    one.
 
     Raises:
         WireError: The bytes are no such answer, or name a table that did not come.
@@ -228,11 +212,7 @@ def decode_rank_ack(data: bytes, tables: MutableMapping[str, HeldTable] | None =
 
 
 def decode_info(data: bytes) -> EngineInfo:
-    """Decodes an engine's description of itself.
-
-    Raises:
-        WireError: The bytes are no such description.
-    """
+    """Decodes an engine's description of itself; raises WireError if the bytes are none."""
     return _answer(_described, data)
 
 

@@ -31,17 +31,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """An engine's description: sent by our receiver, or made by a probe for an engine without our receiver.
 
     Attributes:
-        protocol: Version of this protocol.
         engine: Kind and version of the engine, e.g. ``"weightcast 1.2.3"``.
         model: Name under which the engine serves the model.
-        state: The engine's state now.
         version: Version that the engine serves; None if unknown.
         digest: Model digest of the served weights, from the last commit; None if it was never proven.
-        tp_size: Tensor-parallel size.
         host_id: Boot id of the host: two processes with the same one can share memory.
-        ranks: Process and device of each rank.
         staging: Place where a new version waits for its commit: ``device``, ``host`` or ``none``.
-        transports: Names of the transports by which the engine can receive weights.
         specs: Every tensor that a full update must contain, with the dtype that the engine keeps.
         session_owner: The trainer that updates the engine now; None if there is none.
         message: Reason why the engine does not serve, or a further remark.
@@ -49,7 +44,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         optional: Tensors that the engine knows but does not keep; an update may contain them or not.
         kind: Name of the engine's adapter; ``native`` for every engine with our receiver.
         dp_size: Number of data-parallel replicas behind the URL.
-        ep_size: Expert-parallel size.
         staging_bytes: Size of the staging set on the rank where it is largest, in bytes; 0 if nothing is staged, or if
             the engine does not report it.
         instance: Random id of this start of the server; empty if it has none.

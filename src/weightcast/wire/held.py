@@ -26,10 +26,7 @@ _Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 class HeldPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """The part of a source tensor that one rank keeps.
 
-    Attributes:
-        spec: The whole source tensor, with the dtype that the engine keeps.
-        box_offset: First index that the rank keeps, for each dimension.
-        box_shape: Number of indices that the rank keeps, for each dimension.
+    ``spec`` is the whole tensor, in the dtype that the engine keeps.
     """
 
     spec: TensorSpec
@@ -38,7 +35,6 @@ class HeldPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def box(self) -> Box:
-        """The part of the source tensor that the rank keeps."""
         return Box(offset=self.box_offset, shape=self.box_shape)
 
 
@@ -93,12 +89,7 @@ _parts = msgspec.json.Decoder(Annotated[tuple[HeldPart, ...], Meta(max_length=MA
 
 
 def form_of(held: HeldSums, known: Collection[str]) -> HeldForm:
-    """Returns sums for the wire.
-
-    Args:
-        held: The sums.
-        known: Hashes of the tables that the other end has.
-    """
+    """Returns sums for the wire, without the table if the other end has it: ``known`` are the hashes of its tables."""
     parts = msgspec.UNSET if held.table.hash in known else msgspec.Raw(held.table.encoded)
     return HeldForm(table=held.table.hash, totals=held.totals.contiguous().numpy().tobytes(), parts=parts)
 
@@ -106,9 +97,7 @@ def form_of(held: HeldSums, known: Collection[str]) -> HeldForm:
 def held_of(form: HeldForm, tables: MutableMapping[str, HeldTable]) -> HeldSums:
     """Returns the sums of a form.
 
-    Args:
-        form: Sums from the wire.
-        tables: Tables that this process has, by hash; takes the one that came with the form.
+    ``tables`` are those that this process has, by hash; it takes the one that came with the form.
 
     Raises:
         WireError: The table is unknown or has another hash, or there is not one sum for each part.

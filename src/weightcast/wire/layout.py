@@ -51,11 +51,7 @@ Shape = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The wire name of a torch dtype.
-
-    Raises:
-        ConfigError: The dtype cannot travel (complex, quantised, ...).
-    """
+    """The wire name of a torch dtype; raises ConfigError for one that cannot travel (complex, quantised, ...)."""
     try:
         return NAMES[dtype]
     except KeyError:
@@ -93,7 +89,6 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -116,7 +111,6 @@ class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One tensor's place in a bucket, or the place of some of its rows.
 
     Attributes:
-        spec: The whole tensor.
         offset_bytes: First byte in the bucket.  A multiple of the dtype's item size: torch refuses to
             view a uint8 buffer anywhere else.
         first_row: First index of dimension 0 that travels here; 0 for a scalar.
@@ -130,7 +124,6 @@ class TensorSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def whole(self) -> bool:
-        """True if the slot carries the whole tensor."""
         return self.first_row == 0 and self.num_rows == self.spec.num_rows
 
     @property
@@ -221,11 +214,6 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_buckets(specs: Iterable[TensorSpec], *, bucket_bytes: int, packing: Packing) -> list[BucketLayout]:
     """Fills buckets with tensors in the order given; one dtype after the other where a bucket may carry only one.
-
-    Args:
-        specs: The tensors of one update.
-        bucket_bytes: Largest size of a bucket, in bytes.
-        packing: Packing that the engines can read.
 
     Raises:
         ConfigError: A tensor (or, where tensors may be cut, one row of it) does not fit into a bucket;

@@ -39,12 +39,7 @@ MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them 
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer process that owns a session, for error messages.
-
-    Attributes:
-        host: Name of the trainer's host.
-        pid: Process id on that host.
-    """
+    """The trainer process that owns a session, for error messages."""
 
     host: Text
     pid: Annotated[int, Meta(ge=0, le=1 << 32)]
@@ -55,14 +50,10 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         session: Unguessable id, which every later message has.
-        owner: The trainer process.
         version: The new version; not lower than the served one unless ``allow_older``.
-        allow_older: True accepts a lower version.
         timeout_s: Deadline of each wait inside the engine, in seconds.
         lease_s: Seconds after the last message at which the engine ends the session by itself.
         pause: Fate of the requests that run at the switch.
-        verify: Level of proof that the trainer wants.
-        digest: Kind of digest that the trainer wants.
         specs: Every tensor that will be sent, in order.
         bucket_runs: Sizes in bytes of each bucket's broadcasts, in order.  They let a receiver enter the broadcast of a
             bucket early; empty if the sender waits for each reply.
@@ -89,13 +80,10 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Asks the engine to join a process group of the trainer's head and engine ranks.  The group outlives an update.
 
     Attributes:
-        group: Name of the group.
-        host: Address of the trainer's store.
-        port: Port of the trainer's store.
+        host, port: Address of the trainer's store.
         token: Prefix of the store's keys, so that no rank joins another trainer's group by accident.
         first_rank: Group rank of this engine's rank 0; the others follow in order.
         world_size: Ranks in the group, the trainer's head (rank 0) included.
-        backend: ``nccl`` or ``gloo``.
         timeout_s: Deadline of the rendezvous, in seconds.
         session: The session that needs the group; empty for a rendezvous outside an update, which lasts half a minute
             at most and ends when an update begins.
@@ -118,8 +106,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
     """Asks the engine to leave a group and to unmap buffers.  A group that was never joined is no error.
 
-    Attributes:
-        group: Name of the group; None only unmaps buffers.
+    Without ``group`` it only unmaps buffers.
     """
 
     group: GroupName | None = None
@@ -128,11 +115,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Announce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="announce"):
     """Announces a bucket: its source and its contents.  The engine answers when it has loaded the bucket.
 
-    Attributes:
-        session: The session.
-        layout: Contents of the bucket.
-        source: Source of the bucket.
-        plan: Hash of the plan whose bucket number ``layout.index`` this is; empty without a plan.
+    ``plan`` is the hash of the plan whose bucket number ``layout.index`` this is; empty without a plan.
     """
 
     session: Session
@@ -147,8 +130,6 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     The trainer may send it again.
 
     Attributes:
-        session: The session.
-        buckets: Number of buckets that were sent.
         by_name: True asks for the digest of each tensor instead of one for all.  Thousands of digests take time while
             engines wait to switch, and are needed only to name the tensors of a failure.
         known_tables: Set inside an engine, for its ranks; see ``Readback``.
@@ -166,7 +147,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     A trainer that lost the answer sends the message again.  The engine repeats its answer until the next Open.
 
     Attributes:
-        session: The session.
         digest: Model digest that the engine's tensors must have, in the dtypes that it keeps and without those that it
             cannot read back; empty without proof.
         known_tables: Set inside an engine, for its ranks; see ``Readback``.
@@ -185,8 +165,6 @@ class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     version and the digests of the live weights.  Like ``Commit``, it may be sent again.
 
     Attributes:
-        session: The session that was committed last.
-        reason: For the engine's log.
         known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
@@ -196,12 +174,7 @@ class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="abort"):
-    """Ends the session without a commit.  The engine answers when the session has ended.
-
-    Attributes:
-        session: The session.
-        reason: For the engine's log.
-    """
+    """Ends the session without a commit.  The engine answers when the session has ended."""
 
     session: Session
     reason: Text = ""
@@ -239,7 +212,6 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     engine switches only if their model digest is ``digest``.
 
     Attributes:
-        session: The session.
         index: Number of the chunk; a rank with fewer chunks than others does nothing for the rest.
         peer: The engine to copy from.
         version: Version that the peer must serve, which is the session's.
@@ -257,8 +229,6 @@ class ReadChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Asks for one chunk of a rank's live weights, in the engine's layout.  Changes nothing.
 
     Attributes:
-        rank: The rank that keeps them.
-        index: Number of the chunk.
         layout: Hash of the asking rank's layout, which must be this rank's too.
         version: Version that the engine must serve.
         digest: Model digest that the engine must have proven for it.

@@ -38,7 +38,6 @@ class WantedBox(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def box(self) -> Box:
-        """The box."""
         return Box(offset=self.offset, shape=self.shape)
 
 
@@ -60,20 +59,12 @@ def encode_wanted(wanted: Wanted) -> bytes:
 
 
 def decode_wanted(data: bytes) -> Wanted:
-    """Decodes what an engine rank wants.
-
-    Raises:
-        WireError: The bytes are no such table.
-    """
+    """Decodes what an engine rank wants; raises WireError if the bytes are no such table."""
     return _decoded(_decoder, data, "an engine rank wants")
 
 
 class WantedBoxes(msgspec.Struct, frozen=True, kw_only=True):
-    """The boxes that an engine's ranks want.
-
-    Attributes:
-        kinds: ``encode_wanted`` of each distinct rank.
-    """
+    """The boxes that an engine's ranks want; ``kinds`` has ``encode_wanted`` of each distinct rank."""
 
     kinds: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)]
 
@@ -82,11 +73,7 @@ _boxes = msgspec.json.Decoder(WantedBoxes)
 
 
 def decode_boxes(data: bytes) -> WantedBoxes:
-    """Decodes the boxes that an engine's ranks want.
-
-    Raises:
-        WireError: The bytes are no such answer.
-    """
+    """Decodes the boxes that an engine's ranks want; raises WireError if the bytes are no such answer."""
     return _decoded(_boxes, data, "an engine wants")
 
 
@@ -107,11 +94,9 @@ class Piece:
     """A box of one slot on its way from one rank to another.
 
     Attributes:
-        slot: Number of the slot in the bucket.
         wanted: Number of the wanted box among those of the slot's tensor.
         box: The box, a part of the wanted one.
         offset_bytes: First byte in the message.
-        size_bytes: Size.
         straight: True if it is taken from the sender's bucket; else it is packed.
     """
 
@@ -125,13 +110,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceMessage:
-    """The pieces of one bucket from one trainer rank to one engine rank.
-
-    Attributes:
-        pieces: The pieces, the packed ones first.
-        packed_bytes: Size of the part that holds all packed pieces.
-        size_bytes: Size.
-    """
+    """The pieces of one bucket from one trainer rank to one engine rank, first the ``packed_bytes`` of packed ones."""
 
     pieces: tuple[Piece, ...]
     packed_bytes: int
@@ -150,9 +129,7 @@ def plan_message(
     """Works out a message, the same at both ends.
 
     Args:
-        layout: The bucket's table of contents.
         parts: Number of the slot and box of each part that the trainer rank has.
-        wanted: The boxes that the engine rank wants.
         read: True if the engine rank reads the pieces by itself, in any number of runs; only short runs are packed.
     """
     packed: list[tuple[int, int, Box, int]] = []
@@ -181,14 +158,7 @@ def plan_message(
 
 
 class Runs(NamedTuple):
-    """Equally spaced runs of bytes in a bucket.
-
-    Attributes:
-        first_byte: First byte of the first run.
-        size_bytes: Size of each run.
-        stride_bytes: Distance from one run to the next.
-        number: Number of runs.
-    """
+    """Equally spaced runs of bytes in a bucket."""
 
     first_byte: int
     size_bytes: int
@@ -197,12 +167,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(slot: TensorSlot, box: Box) -> list[Runs]:
-    """The runs of bytes that a box of a slot's tensor is, in the order of its elements.
-
-    Args:
-        slot: The slot.
-        box: A box in the slot's rows.
-    """
+    """The runs of bytes that a box in a slot's rows is, in the order of its elements."""
     if not box.numel:
         return []
     itemsize, strides = slot.spec.torch_dtype.itemsize, contiguous_strides(slot.shape)

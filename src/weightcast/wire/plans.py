@@ -47,7 +47,6 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A plan on the wire.
 
     Attributes:
-        specs: Every tensor that will be sent, in order.
         buckets: Size in bytes of each bucket, and its slots: number of the tensor, first byte, first row, rows.
         bucket_runs: As ``Open.bucket_runs``.
     """
@@ -70,13 +69,7 @@ class UpdatePlan:
         layouts: Sequence[BucketLayout],
         bucket_runs: tuple[tuple[int, ...], ...] = (),
     ) -> None:
-        """Takes the tables.
-
-        Args:
-            specs: Every tensor, in order.
-            layouts: Layouts of the buckets; every slot is of one of these tensors.
-            bucket_runs: As ``Open.bucket_runs``.
-        """
+        """Takes the tables.  Every slot is of one of the tensors; ``bucket_runs`` is as ``Open.bucket_runs``."""
         self.specs = specs
         self.layouts = tuple(layouts)
         self.bucket_runs = bucket_runs
@@ -115,11 +108,7 @@ class UpdatePlan:
 
 
 def kept_plan(name: str) -> UpdatePlan:
-    """Returns a plan that this process was sent.
-
-    Raises:
-        UnknownPlan: It was not, or other plans have taken its place.
-    """
+    """Returns a plan that this process was sent; raises UnknownPlan if it was not, or others have taken its place."""
     plan = _kept.get(name)
     if plan is None:
         raise UnknownPlan(f"this process does not have the plan {name}; it must be sent in full")

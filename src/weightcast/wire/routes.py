@@ -21,14 +21,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One copy.
+    """One copy, from a box of the source to a parameter or buffer.
 
-    Attributes:
-        source: Name of the source tensor.
-        box_offset: First index of the copied box in the source, one number for each dimension.
-        box_shape: Extent of the box, likewise.
-        parameter: Name of the resident parameter or buffer.
-        region: Where the box lies in the parameter's storage, its dimensions in the source's order.
+    ``region`` is where the box lies in the parameter's storage, its dimensions in the source's order.
     """
 
     source: str
@@ -39,5 +34,4 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def box(self) -> Box:
-        """The part of the source that is copied."""
         return Box(offset=self.box_offset, shape=self.box_shape)

@@ -24,13 +24,11 @@ class UpdateStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The update that runs now, or the last one.
 
     Attributes:
-        version: Version that it brings.
         outcome: ``running``, or how it ended.
         owner: Process of the trainer, in words.
         seconds: Time since it began, or between its beginning and its end.
         ago_s: Seconds since its end; None while it runs.
         bytes: Bytes of the buckets that have arrived.
-        buckets: Number of these buckets.
         phases: Seconds of the slowest rank by phase: ``wire``, ``load``, ``verify``, ``switch``, ``pause``, ``resume``.
         stall_s: Seconds without generation.
         reason: Why it was not committed; empty if it was.
@@ -52,9 +50,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one engine with our receiver.
 
     Attributes:
-        engine: Kind and version.
-        model: Name under which it serves.
-        state: Serving, updating or quarantined.
         version: Version that it serves; None if unknown.
         digest: Model digest of that version; None if it was never proven.
         paused: True while an update, an operator or sleep has paused it.
@@ -78,11 +73,7 @@ _decoder = msgspec.json.Decoder(EngineStatus)
 
 
 def decode_status(data: bytes) -> EngineStatus:
-    """Decodes an engine's short description.
-
-    Raises:
-        WireError: It says something else.
-    """
+    """Decodes an engine's short description; raises WireError if it says something else."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
