@@ -23,10 +23,7 @@ _guard = threading.Lock()
 def start(work: Callable[[], None], *, name: str, give_up: Callable[[], None] | None = None) -> threading.Thread:
     """Runs ``work`` on a thread that may be left behind.
 
-    Args:
-        work: Function that blocks.
-        name: Name of the thread.
-        give_up: Function that makes the work end soon; called at interpreter exit if it is still under way.
+    ``give_up`` makes the work end soon; it is called at interpreter exit if the work is still under way.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     with _guard:

@@ -7,17 +7,12 @@ from collections.abc import Callable
 
 
 class Deadline:
-    """A limit for a wait that begins now.
-
-    Attributes:
-        limit_s: Limit of the whole wait, in seconds.
-    """
+    """A limit for a wait that begins now."""
 
     def __init__(self, limit_s: float, *, begins: Callable[[], float | Deadline | None] | None = None) -> None:
         """Starts the clock now, or later if ``begins`` is given.
 
         Args:
-            limit_s: Limit of the whole wait, in seconds.
             begins: Function that returns the start of the clock by ``time.monotonic``.  While another wait has to end
                 first, it returns the deadline of that one, or None if there is none yet.  When that deadline passes,
                 this one passes too, but not before ``limit_s``.  The clock starts after ``limit_s`` at the latest, so

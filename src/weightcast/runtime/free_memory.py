@@ -24,11 +24,7 @@ _V2 = _Files(limit="memory.max", used="memory.current", cache="inactive_file")
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes of host memory that can be allocated; 0 where the system does not say.
-
-    Args:
-        root: Parent folder of ``proc`` and ``sys``.
-    """
+    """Returns the bytes of host memory that can be allocated; 0 where the system does not say."""
     machine = _number_after(root / "proc/meminfo", "MemAvailable:")
     if machine is None:
         return 0

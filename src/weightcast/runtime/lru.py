@@ -15,11 +15,7 @@ class Lru(Generic[_K, _V]):
     """Values by key; the least recently used is evicted first."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """Makes an empty cache.
-
-        Args:
-            limit_bytes: Limit of all values together, in bytes; a single value may be larger.
-        """
+        """Makes an empty cache; the limit is that of all values together, and a single one may be larger."""
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._found: OrderedDict[_K, tuple[_V, int]] = OrderedDict()
@@ -40,13 +36,7 @@ class Lru(Generic[_K, _V]):
             return next((key for key, (found, _) in self._found.items() if found is value), None)
 
     def put(self, key: _K, value: _V, size_bytes: int) -> None:
-        """Adds a value if the key has none.
-
-        Args:
-            key: Key of the value.
-            value: Value to keep.
-            size_bytes: Size of key and value, in bytes.
-        """
+        """Adds a value if the key has none; ``size_bytes`` is the size of both."""
         with self._lock:
             if key in self._found:
                 return

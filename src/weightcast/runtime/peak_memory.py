@@ -36,11 +36,6 @@ class PeakMemory:
         device: Device to measure.
         trim: On the CPU, return freed heap memory to the kernel first; work that reuses it would not show.  What the
             process needs again afterwards it faults in again, a quarter of a second for each GB.
-
-    Example:
-        >>> with PeakMemory(torch.device("cpu")) as peak:
-        ...     work()
-        >>> peak.extra_bytes
     """
 
     def __init__(self, device: torch.device, *, trim: bool = True) -> None:

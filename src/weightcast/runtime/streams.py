@@ -8,8 +8,7 @@ import torch
 def wait_for_streams(*devices: torch.device) -> None:
     """Waits for all work on the current stream of each GPU among these devices.
 
-    Raises:
-        RuntimeError: Work on a stream failed; the error has CUDA's words.
+    If work on a stream failed, it raises RuntimeError with CUDA's words.
     """
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
