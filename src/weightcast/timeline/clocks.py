@@ -13,12 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """One message and its answer, in seconds.
-
-    Attributes:
-        began, ended: Sent and answered, on the clock of this side.
-        heard, answered: Received and answered, on the clock of the other side.
-    """
+    """One message and its answer, in seconds; ``heard`` and ``answered`` are times of the other side's clock."""
 
     began: float
     heard: float
@@ -38,11 +33,9 @@ class RoundTrip:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A way from another clock to this one.
+    """A way from another clock to this one: add ``offset_s``.
 
-    Attributes:
-        offset_s: Seconds to add to a time of the other clock.
-        error_s: The sum may be wrong by so much; 0 if both sides use one clock.
+    The sum may be wrong by ``error_s``, which is 0 if both sides use one clock.
     """
 
     offset_s: float = 0.0

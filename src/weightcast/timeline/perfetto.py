@@ -21,12 +21,7 @@ _MAX_FLOWS = 1 << 20  # messages of one update
 class Update(msgspec.Struct, kw_only=True):
     """One update of a trace; further fields of a report are ignored.
 
-    Attributes:
-        version: Weight version.
-        seconds: Wall time of the whole update.
-        transport: Name of the transport.
-        bytes: Payload of one copy of the model, in bytes.
-        timeline: What every rank did.
+    ``bytes`` is the payload of one copy of the model.
     """
 
     version: int
@@ -37,14 +32,7 @@ class Update(msgspec.Struct, kw_only=True):
 
 
 def trace_of(updates: Sequence[Update]) -> dict[str, Any]:
-    """Returns the trace of one update, or of several at their times of day.
-
-    Args:
-        updates: At least one update with a timeline.
-
-    Raises:
-        ValueError: No update has a timeline.
-    """
+    """Returns the trace of one update, or of several at their times of day; ValueError if none has a timeline."""
     known = [update for update in updates if update.timeline.tracks]
     if not known:
         raise ValueError(
@@ -86,11 +74,7 @@ def trace_of(updates: Sequence[Update]) -> dict[str, Any]:
 
 
 def write(path: str | Path, updates: Sequence[Update]) -> Path:
-    """Writes ``trace_of`` as JSON and returns the path.
-
-    Raises:
-        ValueError: As ``trace_of``; nothing was written.
-    """
+    """Writes ``trace_of`` as JSON and returns the path; raises as ``trace_of``, with nothing written."""
     path = Path(path)
     path.write_bytes(msgspec.json.encode(trace_of(updates)))
     return path
