@@ -39,8 +39,7 @@ def together(errors: Iterable[BaseException | None]) -> BaseException | None:
     An exception from outside this package comes first, because it is a bug or an interrupt.  Where an engine is to
     blame, errors without an engine are left out, and so are engines that report only a failed group.
 
-    Args:
-        errors: Errors in the order of the engines; an engine's first error counts.
+    Errors come in the order of the engines; an engine's first error counts.
     """
     found = [error for error in errors if error is not None]
     for error in found:
@@ -110,10 +109,7 @@ def find_culprit(
     Engines that did not come to the rendezvous count if no engine is lost or refuses.
 
     Args:
-        error: The error that ended the step on this side.
         answers: The engines' answers, in the order of ``links``.
-        what: Name of the step.
-        links: The engines in the group.
         timeout_s: Deadline that the engines keep, in seconds.
         tells_group_failure: True if the engines' status tells a failed group from their own failure.
         first: The answers that had come before the group was aborted.
@@ -172,11 +168,7 @@ def _did_not_come(
 ) -> TargetError:
     """Returns one error for all absent engines; one error at a time would cost a deadline each.
 
-    Args:
-        group: Name of the group that they were to join.
-        absent: The absent ranks, by URL.
-        unprompted: Answers that came before the rendezvous was given up; later ones follow from that.
-        error: The error that ended the rendezvous.
+    ``unprompted`` came before the rendezvous was given up; later answers follow from that.
     """
     own_words = {refusal.url: refusal for refusal in unprompted if isinstance(refusal, TargetRejected)}
     limit = f" within {error.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""

@@ -43,11 +43,7 @@ class BroadcastTransport(Pumped):
         """Creates no group yet.
 
         Args:
-            links: The targets.
-            device: Device of the buckets.
             host: Address of this process that engines can reach.
-            bucket_bytes: Size of the largest bucket, in bytes.
-            timeout_s: Deadline of each wait, in seconds.
             trainers: As for ``Channel``.
             in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
 

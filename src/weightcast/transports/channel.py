@@ -205,7 +205,6 @@ class Channel:
         When it returns, the bucket may be filled again.
 
         Args:
-            bucket: The bucket.
             filled: Event that completes when the bucket is filled; None on the host.
             shared: The parts that each trainer rank sends; not used if the head broadcasts.
 
@@ -263,11 +262,7 @@ class Channel:
             self.drain()
 
     def drain(self) -> None:
-        """Reads the replies that are due.
-
-        Raises:
-            TargetError, GroupFailed: As ``send``.
-        """
+        """Reads the replies that are due; raises as ``send``."""
         self._read_replies(None)
 
     def _read_replies(self, last: int | None) -> None:

@@ -59,11 +59,7 @@ class CheckpointEngineTransport(Pumped):
     name = "checkpoint-engine"
 
     def __init__(self, links: Sequence[Link], *, timeout_s: float) -> None:
-        """Nothing is sent yet.
-
-        Raises:
-            ConfigError: pyzmq is not installed, or there is no place for sockets.
-        """
+        """Nothing is sent yet; raises ConfigError if pyzmq is not installed, or there is no place for sockets."""
         super().__init__(self._send_one)
         zmq = _zmq()
         self._folder = _folder_for_sockets()
@@ -141,11 +137,7 @@ class Feed:
         self.link.took_over()
 
     def finish(self) -> None:
-        """No more buckets: unmap, finish, and the engine's own word that all is well.
-
-        Raises:
-            TargetRejected, TargetLost: As ``take``.
-        """
+        """No more buckets: unmap, finish, and the engine's own word that all is well.  Raises as ``take``."""
         if not self._sockets:
             return
         self._ask(_NOTHING, "letting go of the buffer")
@@ -302,11 +294,7 @@ def table(layout: BucketLayout, first_byte: int) -> bytes:
 
 
 def memory_of_ranks(link: Link, shared: Sequence[Shared]) -> list[TorchMemory]:
-    """The storage of each engine rank: the one on its GPU, or host memory.
-
-    Raises:
-        ConfigError: No trainer rank is on its GPU.
-    """
+    """The storage of each engine rank: on its GPU, where a trainer rank must be (else ConfigError), or host memory."""
     found: list[TorchMemory] = []
     for rank in link.info.ranks:
         offered = [item.ring[rank.rank] for item in shared if rank.rank < len(item.ring)]

@@ -74,11 +74,8 @@ class DiskTransport(Pumped):
 
         Args:
             links: The targets; their adapters are ``FromFolder``.
-            specs: The tensors that will be sent, in order.
             folder: Parent of the checkpoint folder, under its path for trainer and engines; None takes the folder for
                 temporary files.
-            timeout_s: Deadline of a target's answer, in seconds.
-            readers: Users that may read the weights.
 
         Raises:
             ConfigError: The path is no folder, or has too little free space.
@@ -108,11 +105,7 @@ class DiskTransport(Pumped):
         self._closed = False
 
     def connect(self) -> None:
-        """Begins a new file.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Begins a new file; raises ConfigError if it cannot be written."""
         self._discard()
         header = _header(self._specs)
         self._left_bytes = total_bytes(self._specs)

@@ -23,13 +23,7 @@ class IpcTransport(Pumped):
     name = "ipc"
 
     def __init__(self, links: Sequence[Link], *, timeout_s: float, in_flight: int | None = None) -> None:
-        """Sends nothing yet.
-
-        Args:
-            links: The targets.
-            timeout_s: Deadline of each answer, in seconds.
-            in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
-        """
+        """Sends nothing yet; ``in_flight`` is as ``Wiring.in_flight``, None if these are all targets of the update."""
         self._links = list(links)
         self._timeout_s = timeout_s
         in_flight = in_flight or in_flight_to(self._links)

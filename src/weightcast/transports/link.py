@@ -47,8 +47,6 @@ class Link:
     """A target that takes part in updates.
 
     Attributes:
-        client: HTTP connections to the target.
-        adapter: The target's adapter.
         info: The target's description, from the last probe.
         group_rank: Group rank of the target's first engine rank.
         sharing: Form of the handles to a shared buffer.
@@ -62,9 +60,8 @@ class Link:
         silent: True once the target has missed a deadline.
         mixed: True if the live weights may be parts of two versions and the engine does not know that itself.
         digest: Model digest of the last commit; None if there was none, or no digest was taken.
-        opened: Answer to this session's Open; None before it.
+        opened, committed: Answers to this session's Open and Commit; None before them.
         closed: Answer to Close, or to the last bucket if that answers Close too; None before it.
-        committed: Answer to Commit; None before it.
         asked: The Commit of this session; None before it is sent.
         notes: Failures that did not fail the update, since ``take_notes`` was last called.
         events: Told of every message.
@@ -100,7 +97,6 @@ class Link:
 
     @property
     def url(self) -> str:
-        """The engine's URL."""
         return self.client.target.url
 
     @property
@@ -146,7 +142,6 @@ class Link:
 
         Args:
             kind: Name of the step in events: ``Asked.message``.
-            steps: The requests.
             timeout_s: The engine's deadline, in seconds.
             bucket: Index of the bucket that the step announces; None for another step.  An engine may get the
                 announcement while it still loads the bucket before, so the deadline counts from the answer to that one.
@@ -197,24 +192,13 @@ class Link:
         self.mixed = not self.adapter.leased
 
     async def close(self, *, buckets: int, timeout_s: float, by_name: bool = False) -> Ack:
-        """Tells the engine that everything was sent.
-
-        Args:
-            buckets: Number of buckets that were sent.
-            timeout_s: The engine's deadline, in seconds.
-            by_name: True to ask for the digest of each tensor.
-        """
+        """Tells the engine that everything was sent."""
         message = Close(session=self.session, buckets=buckets, by_name=by_name)
         self.closed = await self.ask("close", self.adapter.close(message), timeout_s=timeout_s)
         return self.closed
 
     async def commit(self, digest: str, *, timeout_s: float) -> Ack:
-        """Makes the new weights live.
-
-        Args:
-            digest: As ``Commit.digest``.
-            timeout_s: The engine's deadline, in seconds.
-        """
+        """Makes the new weights live; ``digest`` is as ``Commit.digest``."""
         self.asked = Commit(session=self.session, digest=digest)
         return await self._commit(self.asked, timeout_s)
 
@@ -350,10 +334,7 @@ async def tell(link: Link, steps: Steps, *, what: str, timeout_s: float, bucket:
     """Announces new weights, a bucket or a folder, to one target and reads the answer.
 
     Args:
-        link: The target.
-        steps: The requests.
         what: Name of the weights, for the error.
-        timeout_s: Deadline of the answer, in seconds.
         bucket: Index of the bucket; None for a folder.  The deadline counts from the answer to the bucket before.
 
     Raises:

@@ -40,7 +40,6 @@ class Outcome:
         notes: Failures that did not fail the update.
         peak_extra_bytes: Most extra memory of any engine rank, in bytes.
         transport: Name of the transport that reached the target in the last attempt; empty if none was tried.
-        message: Remarks for the report.
     """
 
     info: EngineInfo | None = None
@@ -68,12 +67,7 @@ class Outcome:
         self.message = f"{words}; {self.message}" if self.message else words
 
     def received(self, ack: Ack, sent: Sent) -> None:
-        """Records that the target received exactly what was sent.
-
-        Args:
-            ack: The target's answer to Close.
-            sent: Digests of everything sent.
-        """
+        """Records that the target received exactly what was sent, according to its answer to Close."""
         self.proof = "received"
         self.matched = ack.received_ranks
         self.digest = lambda: sent.digest
@@ -82,8 +76,6 @@ class Outcome:
         """Checks that the target keeps what was sent, and records it.
 
         Args:
-            link: The target.
-            ack: The target's answer to Commit.
             digest: Model digest of what it must keep; empty for no proof.
             proven: Number of tensors that have this digest together.
 
@@ -112,9 +104,7 @@ class Outcome:
     def row(self, url: str, now: EngineInfo | WeightcastError | None) -> TargetReport:
         """Returns the target's row in the report.
 
-        Args:
-            url: The target.
-            now: Result of another probe, for a target that has not committed or has failed; None for others.
+        ``now`` is the result of another probe, for a target that has not committed or has failed; None for others.
         """
         answer = self.reverted or self.committed
         status: TargetStatus = "serving" if answer is not None and self.reverted is None else "untouched"
@@ -160,13 +150,7 @@ class Outcome:
 
 
 def check_share(link: Link, count: int, unproven: Sequence[str], least: float) -> None:
-    """Checks that the target can prove a sufficient share of tensors to be resident.
-
-    Args:
-        link: The target.
-        count: Number of tensors that will be sent.
-        unproven: Names of the tensors that the target cannot read back.
-        least: Smallest share of tensors to be proven, from 0 to 1.
+    """Checks that the target can prove a share of at least ``least``, from 0 to 1, of the tensors to be resident.
 
     Raises:
         VerificationFailed: The share is too small.  The text names the first unproven tensors.
@@ -187,11 +171,7 @@ def check_share(link: Link, count: int, unproven: Sequence[str], least: float) -
 def arrived(link: Link, ack: Ack, sent: Sent, *, kept_only: bool = False) -> bool:
     """Returns True if every rank received exactly what was sent.
 
-    Args:
-        link: The target.
-        ack: The target's answer to Close.
-        sent: Digests of everything sent.
-        kept_only: True if ranks receive no more than they keep; then only tensors that the engine keeps are compared.
+    With ``kept_only`` ranks receive no more than they keep, so only tensors that the engine keeps are compared.
     """
     if kept_only:
         kept = {spec.name for spec in link.info.specs}
@@ -204,11 +184,8 @@ def arrived(link: Link, ack: Ack, sent: Sent, *, kept_only: bool = False) -> boo
 def received_otherwise(link: Link, ack: Ack, sent: Sent, *, gathers: bool) -> VerificationFailed:
     """Returns the error for a target that received something else; no target has switched.
 
-    Args:
-        link: The target.
-        ack: The target's answer to Close, by name.
-        sent: Digests of everything sent.
-        gathers: True if buckets are gathered from several trainer ranks, so the gather may be at fault.
+    ``ack`` answers Close by name.  ``gathers`` is True if buckets are gathered from several trainer ranks, so that the
+    gather may be at fault.
     """
     names = unequal(sent.received, ack.received) or list(ack.mismatched)
     what = "the trainer ranks hold" if gathers else "was sent"

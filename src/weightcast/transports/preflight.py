@@ -95,8 +95,7 @@ def check_scattered(link: Link, specs: Sequence[TensorSpec], config: UpdateConfi
 def check_pause(link: Link, pause: PauseMode) -> None:
     """Checks that the engine, as it was started, can be updated with this pause.
 
-    Raises:
-        ConfigError: It cannot.  The message has the engine's reason and the alternative.
+    If not, it raises ConfigError with the engine's reason and the alternative.
     """
     why = link.info.no_pause.get(pause)
     if why is not None:
@@ -110,15 +109,9 @@ def warn_hazards(link: Link) -> None:
 
 
 def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
-    """Checks that a target can prove what the caller requires.
+    """Checks that a target can prove at least ``level``, or raises ConfigError.
 
-    Args:
-        link: The target.
-        level: Lowest level of proof that is accepted.
-        scores: True if the trainer's model has a forward pass.
-
-    Raises:
-        ConfigError: It cannot.
+    ``scores`` is True if the trainer's model has a forward pass.
     """
     if level == "behaviour" and not scores:
         raise ConfigError(
@@ -196,10 +189,7 @@ def check_places(transport: TransportSpec, placement: Placement) -> None:
 def choose_transport(asked: TransportName, placement: Placement, *, without: Collection[str] = ()) -> TransportSpec:
     """Returns the transport that the caller asked for; for ``"auto"``, the first that suits every engine.
 
-    Args:
-        asked: The caller's choice.
-        placement: Where the trainer and the engines run.
-        without: Names of transports that ``"auto"`` passes over.
+    ``"auto"`` passes over the transports in ``without``.
 
     Raises:
         ConfigError: An engine cannot be reached that way.

@@ -25,9 +25,8 @@ class Pump:
     def __init__(self, send_one: SendOne, *, in_flight: int = 1) -> None:
         """Nothing is sent yet.
 
-        Args:
-            send_one: Sends a bucket, and returns when the bucket's buffer may be filled again.
-            in_flight: 2 if ``send_one`` may be called for a bucket before it has returned for the bucket before.
+        ``send_one`` returns when the bucket's buffer may be filled again.  ``in_flight`` is 2 if it may be called for a
+        bucket before it has returned for the bucket before.
         """
         self._send_one = send_one
         self._in_flight = min(in_flight, MAX_IN_FLIGHT)
@@ -48,11 +47,7 @@ class Pump:
             self._read_first()
 
     def drain(self) -> None:
-        """Waits for all buckets in flight.
-
-        Raises:
-            WeightcastError: A bucket failed.  The error names every target that failed.
-        """
+        """Waits for all buckets in flight; the WeightcastError of failed ones names every target that failed."""
         while self._sending:
             self._read_first()
 

@@ -68,7 +68,6 @@ class Placement:
 
     @property
     def on_many_hosts(self) -> bool:
-        """True if trainer ranks run on several hosts."""
         return len(set(self.hosts)) > 1
 
     @cached_property
@@ -81,7 +80,6 @@ class Placement:
 
     @cached_property
     def devices(self) -> frozenset[str]:
-        """The devices of all engine ranks."""
         return frozenset(rank.device for info in self.infos.values() for rank in info.ranks)
 
 
@@ -90,11 +88,7 @@ class Wiring:
     """Everything that a transport is built from.
 
     Attributes:
-        links: The targets.
-        specs: The tensors that will be sent, in order.
         device: The device of the buckets.
-        config: The caller's settings.
-        num_trainers: Number of trainer ranks.
         in_flight: Buckets that may be announced to all targets of the update before the first answer: 1 or 2.
         address: Returns an address of this process that every target can reach.
     """
@@ -128,7 +122,6 @@ class TransportSpec:
         name: The transport's name in ``UpdateConfig.transport``.
         build: Builds the transport; nothing is sent yet.
         delivery: The steps by which engines get the weights.
-        reach: The engines that it reaches.
         scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
         exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
