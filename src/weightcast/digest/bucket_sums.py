@@ -22,9 +22,7 @@ from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 def sums_of_slots(bucket: Bucket, repeated: RepeatedSums) -> torch.Tensor:
     """One partial sum for each slot: int64 ``[slots]`` on the bucket's device, to be read mod 2**64.
 
-    Args:
-        bucket: The filled bucket.  Sums that came with it are returned as they are.
-        repeated: The sums of this process in earlier updates.
+    Sums that came with the bucket are returned as they are.
     """
     if bucket.sums is not None:
         return bucket.sums
@@ -41,10 +39,8 @@ def sums_of_slots(bucket: Bucket, repeated: RepeatedSums) -> torch.Tensor:
 def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
     """Some rows of a slot's tensor, as a piece of the whole tensor.
 
-    Args:
-        slot: The slot.
-        tensor: The rows, shape ``(rows, *rest)``, or all of a tensor without dimensions.
-        first_row: Number of their first row in the whole tensor.
+    ``tensor`` has the shape ``(rows, *rest)``, or is all of a tensor without dimensions.  ``first_row`` counts in the
+    whole tensor.
     """
     shape = slot.spec.shape
     box = Box(offset=(first_row, *(0 for _ in shape[1:])), shape=tuple(tensor.shape)) if shape else None
@@ -55,12 +51,7 @@ class Totals:
     """The digests of all that travelled: one for everything, and one for each tensor when asked for."""
 
     def __init__(self, contents: Contents, values: torch.Tensor) -> None:
-        """Takes the sums.
-
-        Args:
-            contents: Contents of the buckets.
-            values: Sums of their slots, int64 ``[slots]`` on the CPU, in the order in which they travelled.
-        """
+        """Takes the sums of the slots, int64 ``[slots]`` on the CPU, in the order in which they travelled."""
         self._contents = contents
         self._values = values
 
@@ -80,11 +71,7 @@ class Totals:
         return hashed.hexdigest()
 
     def changed_from(self, other: Totals) -> float | None:
-        """The share of the bytes that lie in slots whose sums differ; None if other slots travelled then.
-
-        Args:
-            other: The digests of an earlier update.
-        """
+        """The share of the bytes that lie in slots whose sums differ; None if other slots travelled then."""
         contents = self._contents
         if not self or other._contents is not contents:
             return None
@@ -141,11 +128,7 @@ class RepeatedTotals:
         self._contents = Contents(())
 
     def totals(self, sums: Sequence[tuple[BucketLayout, torch.Tensor]]) -> Totals:
-        """Builds the digests of all that travelled.  Waits for the device.
-
-        Args:
-            sums: Sums of the slots of each bucket, from ``sums_of_slots``.
-        """
+        """Builds the digests of all that travelled, from each bucket's ``sums_of_slots``.  Waits for the device."""
         if not sums:
             return NOTHING
         layouts = [layout for layout, _ in sums]

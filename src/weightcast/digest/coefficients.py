@@ -32,10 +32,7 @@ def signed(value: int) -> int:
 def splitmix64_(x: torch.Tensor, scratch: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
     """Replaces each number by the `splitmix64` of its sum with the seed.
 
-    Args:
-        x: int64 on the CPU, read mod 2**64; overwritten and returned.
-        scratch: memory of the same shape.
-        seed: added to each number first.
+    `x` is int64 on the CPU, read mod 2**64; it is overwritten and returned. `scratch` is memory of the same shape.
     """
     x.add_(signed((seed + GOLDEN) & MASK))
     for shift, factor in ((30, MIX_1), (27, MIX_2)):

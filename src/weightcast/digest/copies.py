@@ -36,11 +36,7 @@ def host_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class Flat:
-    """A flat uint8 buffer, read as any dtype.
-
-    Args:
-        data: The buffer, one-dimensional and contiguous.
-    """
+    """A flat uint8 buffer, one-dimensional and contiguous, read as any dtype."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
@@ -51,12 +47,8 @@ class Flat:
     ) -> torch.Tensor:
         """A view of the buffer.
 
-        Args:
-            dtype: Dtype of the view; the buffer need not be a multiple of its size.
-            shape: Shape of the view.
-            stride: Strides in elements of ``dtype``.
-            offset: Distance from the buffer's first byte, in elements of ``dtype``.
-            as_bits: True for a view as integers of the same size.
+        Strides and offset are in elements of ``dtype``, and the buffer need not be a multiple of its size.  With
+        ``as_bits`` the view has integers of that size.
         """
         found = self._views.get(dtype)
         if found is None:

@@ -92,20 +92,12 @@ def as_unsigned(value: int) -> int:
 
 
 def add_partial(a: int, b: int) -> int:
-    """The sum mod 2**64 of two partial sums.
-
-    Raises:
-        ValueError: a summand is not in [0, 2**64).
-    """
+    """The sum mod 2**64 of two partial sums; raises ValueError if one is not in [0, 2**64)."""
     return (_checked_sum(a) + _checked_sum(b)) & MASK
 
 
 def finish(total: int, *, dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """The digest of a tensor as 16 hex characters, from the sum over all of it.
-
-    Raises:
-        ValueError: `total` is not in [0, 2**64).
-    """
+    """The digest of a tensor, 16 hex characters, from the sum over all of it; ValueError if it is not in [0, 2**64)."""
     return f"{splitmix64(_checked_sum(total) ^ _key_of(dtype, tuple(shape))):016x}"
 
 
@@ -117,20 +109,14 @@ def key_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def finish_all(totals: torch.Tensor, keys: torch.Tensor) -> str:
     """As `finish`, for many tensors at once: 16 hex characters for each, without a gap.
 
-    Args:
-        totals: sums of the tensors, int64 `[tensors]` on the CPU, read mod 2**64.
-        keys: `key_of` each tensor, int64 `[tensors]` on the CPU.
+    Both are int64 `[tensors]` on the CPU: sums, read mod 2**64, and `key_of` each tensor.
     """
     x = splitmix64_(totals.bitwise_xor(keys), torch.empty_like(totals))
     return host_bytes(x.view(torch.uint8).view(-1, 8).flip(1)).hex()
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """The digest of a whole tensor: `partial_sums` and `finish`. Waits for the device.
-
-    Raises:
-        ValueError: as `partial_sums`.
-    """
+    """The digest of a whole tensor: `partial_sums`, also its errors, and `finish`. Waits for the device."""
     sums = partial_sums([Piece(tensor=tensor, full_shape=tuple(tensor.shape))])
     return finish(as_unsigned(int(sums.item())), dtype=tensor.dtype, shape=tensor.shape)
 

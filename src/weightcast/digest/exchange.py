@@ -18,10 +18,9 @@ class Exchange:
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Works out the table.
+        """Works out the table of at least one pair, all on one device.
 
-        Args:
-            pairs: At least one pair, all on one device.  Both of a pair have the same size, and neither has gaps.
+        Both of a pair have the same size, and neither has gaps.
         """
         self._device = pairs[0][0].device
         spans = [(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in pairs]
@@ -34,9 +33,7 @@ class Exchange:
     def run(self, *, wait: bool = True) -> None:
         """Exchanges all pairs.  Waits for all work on the device before.
 
-        Args:
-            wait: Whether to wait for the exchange too.  Without that, whatever reads the memory afterwards must be
-                ordered behind the current stream.
+        Without ``wait``, whatever reads the memory afterwards must be ordered behind the current stream.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

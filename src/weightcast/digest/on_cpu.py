@@ -47,24 +47,12 @@ class Launches:
     """
 
     def __init__(self, transfers: Sequence[Transfer], count: int) -> None:
-        """Works out the jobs.
-
-        Args:
-            transfers: transfers on the CPU, for each of which `can_transfer` is true.
-            count: number of sums.
-        """
+        """Works out the jobs of transfers on the CPU, for each of which `can_transfer` is true."""
         self._count = count
         self._parts = [_Part(plan) for plan in plans_of_transfers(transfers, CPU_TILING)]
 
     def launch(self, *, summed: bool = True) -> torch.Tensor:
-        """Copies and sums; done when it returns.
-
-        Args:
-            summed: false for the copies alone.
-
-        Returns:
-            The sums, int64 `[count]`, to be read mod 2**64.
-        """
+        """Copies, and sums if `summed`; done when it returns the sums, int64 `[count]`, to be read mod 2**64."""
         run = _kernel()
         assert run is not None, "available() comes first"
         out = torch.zeros(self._count, dtype=torch.int64)

@@ -32,7 +32,6 @@ class Transfer:
     """A piece that is copied, or summed, or both.
 
     Args:
-        piece: the source.
         target: destination with the piece's shape and dtype, in other memory; None for a sum alone.
         total: number of the sum that the piece is added to; None for a copy alone.
     """
@@ -67,10 +66,6 @@ class Grid:
 
 def check_piece(piece: Piece, index: int) -> None:
     """Refuses a piece that has no digest.
-
-    Args:
-        piece: the piece.
-        index: its number, for the error.
 
     Raises:
         ValueError: the tensor is not strided or is a DTensor, or the box lies outside the full tensor or has another

@@ -39,10 +39,8 @@ _CAST_BYTES = 16 << 20
 def casts_of(specs: Iterable[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
     """The dtypes in which engines keep a tensor, other than the one in which it travels, by its name.
 
-    Args:
-        specs: The tensors that travel.
-        kept: The tensors of each engine, with the dtypes that it keeps.  Engines of one kind have one table, which is
-            read once.
+    ``kept`` has the tensors of each engine, with the dtypes that it keeps.  Engines of one kind have one table, which
+    is read once.
     """
     sent = {spec.name: spec.dtype for spec in specs}
     found: dict[str, set[str]] = {}
@@ -87,13 +85,7 @@ class Sent:
         hashed: Mapping[str, str] | None = None,
         cast: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """Takes the digests.
-
-        Args:
-            totals: Fast digests; empty if no proof was asked for.
-            hashed: SHA-256 by tensor name, where it was asked for.
-            cast: See the class.
-        """
+        """Takes the fast digests, empty if no proof was asked for, and SHA-256 by tensor name where that was."""
         self._totals = totals
         self.of_all = totals.of_all()
         self._hashed = hashed or {}
@@ -170,8 +162,6 @@ class SentDigests:
         """Starts without any bucket.
 
         Args:
-            casts: Other dtypes in which engines keep a tensor, by its name.
-            sha256: True for SHA-256 of every tensor as well.
             repeated: Work of earlier updates, which had the same buckets in the same places.
             unsummed: Names of tensors that no trainer rank sums at their source; None sums every bucket.
         """
@@ -252,10 +242,6 @@ class SentDigests:
         """Names of tensors whose bytes in the trainer's buffers differ now from what the ranks hold.
 
         Buffers keep the last buckets only, so earlier tensors are not found.
-
-        Args:
-            names: Names of the tensors to look at.
-            sources: As for ``finish``.
         """
         found: list[str] = []
         for number, (layout, _) in enumerate(self._sums):
@@ -312,9 +298,7 @@ def _replicas_differ(wrong: Sequence[Mismatch]) -> TrainerMismatch:
 def gathered_otherwise(names: Sequence[str], where: str) -> TrainerMismatch:
     """The error for bytes that changed on the trainer's side; no engine was told to switch.
 
-    Args:
-        names: The tensors, in order.
-        where: The place with the changed bytes, as the subject of a sentence.
+    ``where`` is the place with the changed bytes, as the subject of a sentence.
     """
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     return TrainerMismatch(

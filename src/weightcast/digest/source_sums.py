@@ -22,7 +22,6 @@ class Mismatch:
     """A tensor whose bytes differ between trainer ranks that must hold the same.
 
     Attributes:
-        name: The tensor.
         ranks: The trainer ranks in groups that agree, the group of the lowest rank first.
         gathered: False for a replica that has diverged.  True where the last group received its bytes from the first.
     """
@@ -45,7 +44,6 @@ class Folded:
     Attributes:
         sums: Partial digest sum of each slot, int64 ``[slots]`` on the CPU, to be read mod 2**64.
         known: Bool ``[slots]``, false for a slot that no rank has summed at its source.
-        mismatches: Tensors on which ranks disagree.
     """
 
     sums: torch.Tensor
@@ -121,11 +119,7 @@ class Ledger:
         return len(self._names) - 1
 
     def expect(self, rank: int, group: int) -> int:
-        """The rank sums the group.
-
-        Returns:
-            Place of that sum among those that the rank takes of this bucket.
-        """
+        """Adds that the rank sums the group; returns the place of that sum among the rank's own of this bucket."""
         mine = self._rows.setdefault(rank, [])
         mine.append(group)
         return len(mine) - 1
@@ -135,11 +129,7 @@ class Ledger:
         return len(self._rows.get(rank, ()))
 
     def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
-        """Add the sums of all ranks.
-
-        Args:
-            answers: Of each rank in order, int64 ``[count(rank)]`` on the CPU.
-        """
+        """Adds the sums of all ranks; those of each rank, in order, are int64 ``[count(rank)]`` on the CPU."""
         if self._table is None:
             self._table = self._tabulate(len(answers))
         groups, firsts, slots = self._table

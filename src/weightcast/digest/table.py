@@ -20,12 +20,7 @@ class DigestTable:
     """The names and keys of some tensors, in the order of their sums."""
 
     def __init__(self, names: Sequence[str], keys: torch.Tensor) -> None:
-        """Takes the tensors.
-
-        Args:
-            names: Name of each tensor, each once.
-            keys: ``key_of`` each tensor, int64 ``[tensors]``.
-        """
+        """Takes the names of the tensors, each once, and ``key_of`` each tensor, int64 ``[tensors]``."""
         self.names = tuple(names)
         self.keys = keys
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
@@ -35,11 +30,7 @@ class DigestTable:
         self._parts: list[_Part] = []
 
     def by_name(self, sums: torch.Tensor) -> dict[str, str]:
-        """The digest of each tensor.
-
-        Args:
-            sums: Sum of each tensor, int64 ``[tensors]`` on the CPU.
-        """
+        """The digest of each tensor, from its sum: int64 ``[tensors]`` on the CPU."""
         digits = finish_all(sums, self.keys)
         return {name: digits[16 * number : 16 * number + 16] for number, name in enumerate(self.names)}
 
@@ -52,10 +43,8 @@ class DigestTable:
     def of_some(self, sums: torch.Tensor, specs: Sequence[TensorSpec], without: Collection[str]) -> str:
         """``model_digest`` of the digests of some tensors; empty if one of them is not in the table.
 
-        Args:
-            sums: As for ``by_name``.
-            specs: The tensors.  The same object in each update costs nothing for each tensor.
-            without: Names among them that are left out.
+        ``without`` names those that are left out.  Where ``specs`` is the same object in each update, it costs nothing
+        for each tensor.
         """
         left_out = frozenset(without)
         found = next((part for part in self._parts if part.specs is specs and part.without == left_out), None)

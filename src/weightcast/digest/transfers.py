@@ -74,7 +74,6 @@ class RepeatedTransfers:
             place: A key for the memory of sources and targets; one key stands for one memory at a time.
             what: A value that changes whenever that memory needs other transfers.
             device: Device of all memory; ``transfers_on`` is true for it.
-            count: Number of sums.
             transfers: Makes the transfers; for each ``can_transfer`` is true.
             summed: False if nobody needs the sums, which a CPU then does not take.
 
@@ -115,8 +114,6 @@ class RepeatedSums:
         Args:
             place: A key for the memory of the pieces; one key stands for one memory at a time.
             what: A value that changes whenever that memory is to be read as other pieces.
-            device: Device of the pieces.
-            pieces: Makes the pieces.
         """
         again = self._transfers.again(place, what)
         if again is not None:
