@@ -45,12 +45,8 @@ def announce_of(
 ) -> Announce:
     """Returns the message that announces a bucket.
 
-    Args:
-        session: The session.
-        layout: Layout of the bucket.
-        group: Name of the group in which it is broadcast or exchanged, if it is.
-        shared: Handles to it otherwise.
-        plan: Hash of the plan that the engine has the layout from; empty if the message must have it.
+    It is broadcast or exchanged in ``group``, else read through its handles.  ``plan`` is the hash of the plan that the
+    engine has the layout from; empty if the message must have it.
     """
     if group is not None and shared:
         source = ExchangeSource(group=group, parts=tuple(item.parts for item in shared))

@@ -15,11 +15,7 @@ KINDS: tuple[Kind, ...] = (NativeKind(), SglangKind(), LmdeployKind(), VllmKind(
 
 
 def adapter_kinds(request: AdapterRequest | None) -> tuple[Kind, ...]:
-    """The kinds of engine that serve LoRA adapters beside their model.
-
-    Args:
-        request: The adapter that a probe asks them to take; None to describe none.
-    """
+    """The kinds of engine that serve LoRA adapters beside their model; without a request a probe describes none."""
     return (NativeAdapterKind(request),)
 
 

@@ -72,8 +72,6 @@ def describe(
     """Describes a server from its answers.
 
     Args:
-        url: URL of the server.
-        model: Served model name.
         asleep: True while some of its memory is released.
         status: Answer to ``GET /update_weights_from_ipc``; None before 0.17.
         sizes: Answer to ``/distserve/engine_info``, or None.

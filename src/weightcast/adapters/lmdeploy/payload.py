@@ -20,10 +20,7 @@ END = pickle_writer.pickled_base64(listing([]))
 def bucket_payload(layout: BucketLayout, memory: TorchMemory, *, handle: bool) -> str:
     """Base64 of the pickle that one rank reads for a bucket.
 
-    Args:
-        layout: Tensors in the bucket.
-        memory: This rank's handle to the buffer.
-        handle: True to send the handle; False if the rank has mapped the buffer for this dtype already.
+    ``handle`` is False if the rank has mapped the buffer for this dtype already.
 
     Raises:
         ConfigError: LMDeploy cannot read the bucket.

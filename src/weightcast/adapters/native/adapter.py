@@ -30,12 +30,7 @@ class NativeAdapter:
     leased = True
 
     def __init__(self, info: EngineInfo, root: str = "") -> None:
-        """Makes the adapter.
-
-        Args:
-            info: The engine's description.
-            root: Path below which the routes are; that of one LoRA adapter, or nothing for the engine's model.
-        """
+        """The routes are below ``root``: the path of one LoRA adapter, or nothing for the engine's model."""
         self._info = info
         self._root = root
         self._plan = ""  # hash of the plan of the session

@@ -52,11 +52,7 @@ class NativeKind:
 
 
 def described(url: str, path: str, body: bytes) -> EngineInfo:
-    """Decodes a description that our receiver has sent.
-
-    Raises:
-        ConfigError: It has another form, or is of another protocol.
-    """
+    """Decodes a description from our receiver; raises ConfigError for another form or another protocol."""
     try:
         info = decode_info(body)
     except WireError as error:

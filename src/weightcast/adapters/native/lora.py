@@ -24,11 +24,7 @@ class NativeAdapterKind:
     name = KIND
 
     def __init__(self, request: AdapterRequest | None = None) -> None:
-        """Nothing is asked yet.
-
-        Args:
-            request: The adapter; None for adapters that are described already.
-        """
+        """Nothing is asked yet; without a request, the adapters are described already."""
         self._request = request
 
     def recognise(self, url: str) -> Generator[EngineRequest, bytes, EngineInfo | None]:

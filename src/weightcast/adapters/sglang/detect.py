@@ -58,14 +58,7 @@ class SglangKind:
 
 
 def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> EngineInfo:
-    """Describes a server from its answers.
-
-    Args:
-        url: URL of the server.
-        server: Answer to ``/server_info``.
-        model: Answer to ``/model_info``.
-        paused: True if ``/ready`` answers 503.
-    """
+    """Describes a server by its ``/server_info`` and ``/model_info``; it is paused if its ``/ready`` answers 503."""
     tp_size = int(server["tp_size"])
     device = "cpu" if server.get("device") == "cpu" else "cuda"
     transports, messages = _usable_transports(server)

@@ -30,9 +30,7 @@ _TENSOR, _BYTE = name("torch", "Tensor"), name("torch", "uint8")
 def bucket_payload(layout: BucketLayout, memory: TorchMemory) -> str:
     """Base64 of the pickle that one rank reads: ``{"flattened_tensor": uint8 tensor, "metadata": [...]}``.
 
-    Args:
-        layout: Whole tensors of the bucket.
-        memory: Torch's handle to the buffer, for this rank alone.
+    The bucket has whole tensors only, and torch's handle is for this rank alone.
     """
     tensor = _cuda_tensor(layout, memory) if memory.kind == "cuda" else _cpu_tensor(layout, memory)
     return pickled_base64(mapping([("flattened_tensor", tensor), ("metadata", _metadata(layout))]))

@@ -119,11 +119,7 @@ class VllmAdapter(BaseVllmAdapter):
     def _init(
         self, forms: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
     ) -> Generator[EngineRequest, bytes, None]:
-        """Initialises the backend.
-
-        Args:
-            forms: Pairs of ``init_info`` and fields for every update, newest version first.
-        """
+        """Initialises the backend; ``forms`` pairs ``init_info`` with fields for every update, newest version first."""
         order = list(forms) if version_of(self._info.engine) >= _NEW_FORM else list(reversed(forms))
         for number, (init_info, update_fields) in enumerate(order, 1):
             try:

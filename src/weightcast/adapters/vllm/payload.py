@@ -19,9 +19,6 @@ ID_KEY = "broadcast_from/0/0"
 def ipc_handles(shared: Sequence[Shared]) -> str:
     """Base64 of a pickled map from GPU UUID to the arguments that rebuild the filled bucket there.
 
-    Args:
-        shared: Shared buffers of the trainer ranks, one for each GPU.
-
     Raises:
         ConfigError: A buffer is not on a GPU.
     """

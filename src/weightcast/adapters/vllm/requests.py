@@ -59,11 +59,7 @@ def succeeds(request: EngineRequest) -> Generator[EngineRequest, bytes, bool]:
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """Decodes a JSON object.
-
-    Raises:
-        WireError: The body is not a JSON object.
-    """
+    """Decodes a JSON object; raises WireError for anything else."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError as error:

@@ -40,7 +40,6 @@ class Facts:
         pickles: True if it reads pickles; None if it does not tell.
         prefix_caching: True if it reuses the KV cache across requests; None if it does not tell.
         draft: True if it has a speculative draft model.
-        dp_size: Data-parallel replicas.
         experts_apart: True if experts are spread over all of its ranks.
         moves_experts: True if it moves experts between ranks while it serves.
         quantised: vLLM's name of the quantisation of its weights; empty for none.
