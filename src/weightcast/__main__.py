@@ -11,11 +11,7 @@ _CLI_PACKAGES = frozenset({"typer", "rich", "click"})
 
 
 def main() -> int:
-    """Run the command line on ``sys.argv``.
-
-    Returns:
-        The exit code: 0 only on success.
-    """
+    """Run the command line on ``sys.argv``; return the exit code, which is 0 only on success."""
     # Importing torch makes some hundred thousand lasting objects.  By default the garbage collector walks them often
     # during the import and once more at exit, which takes a third of the time of a short command.
     gc.set_threshold(_MANY_OBJECTS)

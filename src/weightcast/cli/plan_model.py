@@ -25,7 +25,6 @@ class Model:
     """Tensors to plan for.
 
     Attributes:
-        specs: Tensors that are sent.
         family: Table of names that was used; None for a checkpoint, which has its names already.
         not_covered: Tensors that no update contains, with the reason, one sentence each.
     """
@@ -41,7 +40,6 @@ def model_at(model: Path, dtype: str | None, *, fp8: bool = False) -> Model:
     Args:
         model: A checkpoint (file or folder), a ``config.json``, or a folder that has only that.
         dtype: Dtype to cast floating-point tensors to; None keeps theirs.
-        fp8: Quantise weights block by block.
 
     Raises:
         ConfigError: The path is neither, the dtype is unknown, or the family's experts have no known names.

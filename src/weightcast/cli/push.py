@@ -258,11 +258,7 @@ def bucket_device(choice: str, engines: Sequence[Target], *, via: str, timeout_s
     Engines on the CPU, and engines on this host that map shared memory, are served from host memory or their own GPU.
     NCCL needs a GPU that no engine rank has.
 
-    Args:
-        choice: ``auto`` or the name of a device.
-        engines: Engines to update.
-        via: Transport asked for.
-        timeout_s: Deadline of each engine's answer, in seconds.
+    ``choice`` is ``auto`` or the name of a device.
 
     Raises:
         ConfigError: The device does not exist, or no GPU is free for engines that need one.

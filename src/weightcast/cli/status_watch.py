@@ -34,14 +34,7 @@ _STYLES = {"serving": "green", "updating": "cyan", "paused": "yellow", _ASKING: 
 
 
 def watch(targets: Sequence[Target], *, interval_s: float, timeout_s: float, as_json: bool) -> None:
-    """Observes engines until Ctrl-C, which is its normal end.
-
-    Args:
-        targets: The engines.
-        interval_s: Pause between two observations, in seconds.
-        timeout_s: Deadline of each answer, in seconds.
-        as_json: True prints a JSON document for each change, on one line.
-    """
+    """Observes engines until Ctrl-C, its normal end; ``as_json`` prints a document for each change, on one line."""
     looks = [_Look(target, interval_s=interval_s, timeout_s=timeout_s) for target in targets]
     with ExitStack() as stack:
         try:
@@ -123,10 +116,8 @@ class TokenRates:
 def table_of(found: Sequence[Observation], rates: TokenRates, *, width: int) -> Table:
     """Returns the table of one moment.
 
-    Args:
-        found: What was observed.
-        rates: Remembers the tokens of each engine.
-        width: Columns of the terminal.  Less important columns of the table are left out where they do not fit.
+    ``rates`` remembers the tokens of each engine.  Less important columns are left out where they do not fit into the
+    ``width`` of the terminal, in characters.
     """
     from rich import box
     from rich.table import Table

@@ -42,7 +42,6 @@ class Difference:
     """One tensor that differs.
 
     Attributes:
-        name: Name of the tensor.
         why: ``missing`` (not in the checkpoint), ``extra`` (not in the engine), ``shape`` or ``digest``.
         checkpoint: Shape or digest in the checkpoint; empty if the tensor is not there.
         engine: Shape or digest in the engine; empty if the tensor is not there.
@@ -59,14 +58,11 @@ class Comparison:
     """Result of the comparison.
 
     Attributes:
-        url: URL of the engine.
-        checkpoint: Path of the checkpoint, as given.
         version: Weight version that the engine serves; None if it does not know.
         digest: Digest over all tensors that the engine reads back; None if it reads back none.
         tensors: Number of names in the checkpoint and in the engine together.
         equal: Number of tensors that are proven equal.
         size_bytes: Bytes of the checkpoint's tensors that were compared.
-        differences: Tensors that differ.
         unreadable: Names of tensors that the engine transforms while loading and cannot read back; they are unproven.
         not_kept: Names of tensors of the checkpoint that the engine does not use.
         ok: True if nothing differs and everything that the engine keeps could be read.
@@ -141,11 +137,8 @@ def checkpoint_digests(
 ) -> dict[str, str]:
     """Computes the fast digest of each tensor after a cast, by name.
 
-    Args:
-        exporter: Source of the tensors.
-        specs: Tensors to digest, with the dtypes of the source.
-        dtypes: Dtype to cast each tensor to before digesting, by name.
-        advance: Called with the bytes done and the total bytes.
+    ``dtypes`` are those to cast to, by name, and ``specs`` have the source's.  ``advance`` gets the bytes done and the
+    total bytes.
     """
     import torch
 
