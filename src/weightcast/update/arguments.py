@@ -41,11 +41,7 @@ _SHORT = {
 
 
 def bytes_of(option: str, value: object) -> int:
-    """Returns a size in bytes, from a whole number or text like ``"512MiB"``.
-
-    Raises:
-        ConfigError: The value is neither.
-    """
+    """Returns a size in bytes, from a whole number or text like ``"512MiB"``; raises ``ConfigError`` for others."""
     if isinstance(value, str):
         try:
             return parse_size(value)
@@ -57,11 +53,7 @@ def bytes_of(option: str, value: object) -> int:
 
 
 def dtype_name_of(option: str, value: object) -> str:
-    """Returns the wire name of a torch dtype, of its name, or of a short form like ``"bf16"``.
-
-    Raises:
-        ConfigError: The wire format has no such dtype.
-    """
+    """Returns the wire name of a torch dtype, its name or a short form (``"bf16"``); raises ``ConfigError`` if none."""
     if isinstance(value, torch.dtype):
         name = NAMES.get(value, str(value))
     else:
@@ -125,14 +117,7 @@ def with_draft(
 ) -> tuple[Exporter, Callable[[], None]]:
     """Returns an exporter for a model and its draft, and the function that closes what was made for them.
 
-    Args:
-        exporter: The model's exporter.
-        release: Closes it.
-        draft: The draft model, as for ``exporter_of``.
-        wire_dtype: As for ``exporter_of``.
-
-    Raises:
-        ConfigError: As ``exporter_of``.
+    The draft, the dtype and the errors are as for ``exporter_of``; ``release`` closes the model's exporter.
     """
     try:
         other, close = exporter_of(draft, wire_dtype)
@@ -157,7 +142,6 @@ def adapter_of(model: Model, name: str, wire_dtype: str | None) -> tuple[Exporte
     Args:
         model: One of PEFT's models, or an ``AdapterExporter`` with ``scaled=True``.
         name: Name under which engines serve the adapter; also PEFT's, if the model has several.
-        wire_dtype: As for ``exporter_of``.
 
     Raises:
         ConfigError: The model has no such adapter, or engines cannot take it.
@@ -182,11 +166,7 @@ def adapter_of(model: Model, name: str, wire_dtype: str | None) -> tuple[Exporte
 
 
 def listeners_of(listeners: Listeners) -> tuple[Listener, ...]:
-    """Returns the caller's listeners, given as none, one or several.
-
-    Raises:
-        ConfigError: One of them cannot be called.
-    """
+    """Returns the caller's listeners, given as none, one or several; raises ``ConfigError`` if one cannot be called."""
     several = isinstance(listeners, list | tuple)
     listed: tuple[object, ...] = () if listeners is None else tuple(listeners) if several else (listeners,)
     for listener in listed:

@@ -28,14 +28,7 @@ _PROBE_TOKENS = tuple(range(5, 37))
 
 
 class Attempts:
-    """Runs the attempts of one update after the other.
-
-    Args:
-        exporter: The source of the weights.
-        group: The group of the trainer ranks.
-        ranks: Tells every rank the head's decisions.
-        timeline: Recorder of this rank's steps.
-    """
+    """Runs the attempts of one update after the other."""
 
     def __init__(
         self,
@@ -53,10 +46,7 @@ class Attempts:
     def run(self, version: int, head: Head | None, stream: BucketStream) -> AttemptResult:
         """Repeats attempts until the update is over.  Collective: every trainer rank calls it.
 
-        Args:
-            version: The weight version, which counts on the head alone.
-            head: The head of the present targets; None on other ranks.
-            stream: The buckets for the present targets.
+        ``version`` counts on the head alone, and ``head`` is None on other ranks.
 
         Returns:
             The last attempt's result, the same on every rank; the head's report has the timeline as well.  If it has a

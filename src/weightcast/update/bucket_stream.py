@@ -51,7 +51,6 @@ class Filling:
     """The buckets of one attempt.
 
     Attributes:
-        plan: The tensors and their buckets.
         buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
     """
@@ -83,10 +82,7 @@ class BucketStream:
         """Allocates nothing yet.
 
         Args:
-            exporter: The source of the weights.
             layouts: Layouts of the buckets, the same on every rank.
-            group: The trainer ranks.
-            choice: The head's choices at connect.
             head: Sends the buckets; None on ranks other than the head.
             num_mapped: Number of layouts, the first ones, whose tensors engines read where the trainer keeps them.
             verifies: True if the sums of this rank's shards are needed.
@@ -94,7 +90,6 @@ class BucketStream:
             wait_s: Deadline of one wait for another trainer rank, in seconds.
             timeout_s: Deadline of one wait for engine ranks, in seconds.
             progress: Callback on the head after each bucket, with bytes sent and bytes in all.
-            events: Told of each bucket that was filled.
         """
         self._exporter = exporter
         self._layouts = layouts
@@ -154,12 +149,8 @@ class BucketStream:
     ) -> tuple[Sequence[Folded], Mapping[int, Sequence[torch.Tensor]]]:
         """Sends all buckets.  Collective: every trainer rank calls it.
 
-        Args:
-            filling: The buckets.
-            sums_buckets: True if every rank with a bucket sums it.
-
-        Returns:
-            The arguments of ``Head.finish``.  They are empty on other ranks, without verification, and after a failure.
+        With ``sums_buckets``, every rank with a bucket sums it.  Returns the arguments of ``Head.finish``; they are
+        empty on other ranks, without verification, and after a failure.
         """
         sums: list[torch.Tensor] | None = [] if sums_buckets else None
         if not self._send_each(filling.buckets, sums, filling.sources) or filling.sources is None:
@@ -182,8 +173,7 @@ class BucketStream:
     def use_boxes(self, boxes: Sequence[bytes]) -> None:
         """Packs short runs from now on for engine ranks that read this rank's buffers.
 
-        Args:
-            boxes: ``encode_wanted`` of each kind of engine rank.
+        ``boxes`` has one ``encode_wanted`` for each kind of engine rank.
         """
         self._boxes = tuple(boxes)
         self._names = tuple(map(name_of, boxes))
@@ -249,16 +239,10 @@ class BucketStream:
         sums: list[torch.Tensor] | None,
         sources: SourceSums | None,
     ) -> bool:
-        """Sends one bucket after the other.
+        """Sends one bucket after the other; False, the same on every rank, if one could not be sent.
 
-        Args:
-            buckets: All buckets, with their slots.
-            sums: Output list for the sums of each bucket's slots, on ranks other than the head; None for no sums.
-
-            sources: Takes the sums of memory that engines read where it lies; None without verification.
-
-        Returns:
-            False if a bucket could not be sent; the same on every rank.
+        ``sums`` takes the sums of each bucket's slots on ranks other than the head, ``sources`` those of memory that
+        engines read where it lies.
         """
         head = self._head
         sent_bytes = 0
@@ -386,11 +370,7 @@ class BucketStream:
         return [msgspec.structs.replace(one, host=hosts[rank]) for rank, one in shared]
 
     def _own_parts(self, bucket: Bucket) -> tuple[Part, ...]:
-        """The parts of a bucket that engines read from this rank's buffer.
-
-        Raises:
-            NotFinite: Weights in them are NaN or infinite.
-        """
+        """The parts of a bucket that engines read from this rank's buffer; raises ``NotFinite`` for NaN or infinity."""
         served = cast(Scattering, self._exporter).serves(bucket.layout, self._group)
         if self._checks_finite:
             views = [(bucket.layout.slots[number], box) for number, box in served]

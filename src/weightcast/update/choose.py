@@ -58,14 +58,8 @@ class Plan:
         """Nothing is asked yet.
 
         Args:
-            targets: The engines.
-            roster: The record of every engine's health.
-            config: The caller's settings.
-            exporter: The source of the weights.
-            specs: The tensors that will be sent.
             places: UUID of each trainer rank's device; the first is the head's.
             links: Links that an earlier plan hands on, by URL.
-            events: Told of every message to a target.
             hosts: Id of each trainer rank's host; empty if all run on this one.
         """
         self.urls = tuple(target.url for target in targets)
@@ -119,12 +113,8 @@ class Plan:
     def leave_transport(self, url: str, error: WeightcastError) -> str | None:
         """Leaves a target's transport, which failed for it, for the next best one; ``choose_again`` must follow.
 
-        Args:
-            url: The target.
-            error: Its failure at connect or at a bucket.
-
-        Returns:
-            A remark for the report with the engine's words; None if the target must fail.
+        The error came at connect or at a bucket.  Returns a remark for the report with the engine's words; None if the
+        target must fail.
         """
         return self._reach.leave(self.links.get(url), error)
 

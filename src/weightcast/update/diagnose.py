@@ -56,11 +56,8 @@ class Diagnosis:
 def examine(target: Target, *, bucket_bytes: int, host: str | None, timeout_s: float) -> Diagnosis:
     """Asks the engine for its description and checks it; an engine on the CPU also joins a small group.
 
-    Args:
-        target: The engine.
-        bucket_bytes: Limit of one bucket.
-        host: Address of this machine that engines can reach; None takes it from the routing table.
-        timeout_s: Deadline of each single wait, in seconds.
+    ``host`` is an address of this machine that engines can reach; None takes it from the routing table.
+    ``timeout_s`` limits each single wait.
     """
     from weightcast.comm.http import Client
 

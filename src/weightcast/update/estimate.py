@@ -15,7 +15,6 @@ class EnginePlan:
     """Buckets that one kind of engine needs.
 
     Attributes:
-        engine: Kind of engine.
         buckets: Number of buckets; 0 if these tensors do not fit into buckets of this size.
         needs_bucket_bytes: Smallest possible bucket, in bytes.
     """
@@ -31,7 +30,6 @@ class DirectPlan:
 
     Attributes:
         refused: The reason why it cannot go over ``direct`` at all; empty if it can.
-        into_engine_rank_bytes: Bytes that each engine rank receives.
         out_of_trainer_rank_bytes: Bytes that each trainer rank sends, or that engine ranks read from it.
         busiest: The link with most bytes: ``trainer rank`` or ``engine rank``.
         seconds: Transfer time on the busiest link alone; None without a bandwidth.
@@ -52,22 +50,13 @@ class Plan:
     """Estimate of one update.
 
     Attributes:
-        model: Name of the model.
         engine: Kind of engine whose packing was used.
-        tensors: Number of tensors.
         size_bytes: Payload of one copy of the model.
-        buckets: Number of buckets.
-        bucket_bytes: Limit of one bucket.
-        largest_bucket_bytes: Size of the largest bucket.
         cut: Names of the tensors that are sent in several buckets, in order.
         oversized: Names of the tensors that are larger than a bucket, in order.
         alone: Names of the tensors that have a bucket to themselves, in order.
-        dtypes: Bytes of each dtype.
-        packing: Packing that the engine can read.
-        others: Buckets for every kind of engine.
         family: Table of names that was used, if any.
         not_covered: Tensors that no update contains, with the reason.
-        trainer_ranks: Number of trainer ranks.
         trainer_peak_bytes: Extra memory of a trainer rank at its peak: two buckets (one if there is only one), the
             scratch buffer of a gather, and 64 MiB for sums and casts.
         engine_ranks: Number of engine ranks that receive.
@@ -75,7 +64,6 @@ class Plan:
         all_links_bytes: Bytes that all engine ranks receive.
         link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
         seconds: Transfer time alone at that bandwidth, with every link busy at once.
-        direct: The same over ``direct``.
     """
 
     model: str

@@ -30,14 +30,7 @@ class Exchange:
     """
 
     def __init__(self, *, rank: int, num_trainers: int, device: torch.device, timeout_s: float) -> None:
-        """Nothing is joined yet.
-
-        Args:
-            rank: This trainer rank.
-            num_trainers: Number of trainer ranks.
-            device: Device of the buckets.
-            timeout_s: Deadline of each wait, in seconds.
-        """
+        """Nothing is joined yet; ``timeout_s`` limits each wait."""
         self._rank = rank
         self._num_trainers = num_trainers
         self._device = device
@@ -90,12 +83,7 @@ class Exchange:
         self.sent_bytes = 0
 
     def send(self, bucket: Bucket, parts: Parts) -> None:
-        """Starts to send this rank's parts of a bucket, then waits for the bucket before.
-
-        Args:
-            bucket: This rank's bucket.
-            parts: Number of the slot and box of each part that engines get from this rank.
-        """
+        """Starts to send this rank's parts of a bucket, then waits for the bucket before."""
         if self.failed is not None:
             return
         try:

@@ -64,14 +64,7 @@ def checks_finite(config: UpdateConfig, device: torch.device) -> bool:
 
 
 def check_parts_finite(parts: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Refuses parts of tensors with values that are not finite.
-
-    Args:
-        parts: Name of the tensor and the part, of any strides.
-
-    Raises:
-        NotFinite: Values of these tensors are NaN or infinite.
-    """
+    """Raises ``NotFinite`` if a part, of any strides, has values that are NaN or infinite, and names its tensor."""
     found: dict[str, int] = {}
     for name, values in parts:
         if _checked(values.dtype) and not _finite(values):

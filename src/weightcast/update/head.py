@@ -92,10 +92,8 @@ class Head:
     def begin(self, version: int, *, must_be: str | None = None, only: Sequence[str] | None = None) -> None:
         """Starts a new update, in which targets that failed before take part again.
 
-        Args:
-            version: The weight version.
-            must_be: The model digest that the weights must have, if they must.
-            only: URLs of the targets that take part; None for all.
+        ``must_be`` is the model digest that the weights must have, if they must.  ``only`` has the URLs of the targets
+        that take part; None for all.
         """
         self._version = version
         for url in self._plan.urls:
@@ -125,10 +123,7 @@ class Head:
         return AttemptResult(again=True)
 
     def copy_from_peers(self) -> AttemptResult:
-        """Copies the current version into the late targets from active ones; the trainer sends to the rest.
-
-        Call it after ``begin_catch_up``.  ``again`` says that targets are left.
-        """
+        """After ``begin_catch_up``, copies the version to late targets from active ones; ``again`` if some are left."""
         current = self._roster.current
         assert current is not None
         infos = {url: link.info for url, link in self._plan.links.items()}
@@ -152,12 +147,7 @@ class Head:
         self._asked_at = self._roster.ask(self._active())
 
     def open(self, version: int, plan: UpdatePlan) -> AttemptResult:
-        """Probes every active target, opens a session on it, and makes the group.
-
-        Args:
-            version: The weight version.
-            plan: The tensors that will be sent, and their buckets.
-        """
+        """Probes every active target, opens a session on it, and makes the group."""
         self._failure = None
         self._sessions.begin()
         self._attempts += 1
@@ -183,12 +173,7 @@ class Head:
             self._failure = error
 
     def after_meeting(self, others: Sequence[str], result: AttemptResult) -> AttemptResult:
-        """The result of the rendezvous.
-
-        Args:
-            others: The failure of each trainer rank, in order; empty for those that have joined.
-            result: The result if all have joined.
-        """
+        """Returns ``result`` if all have joined; ``others`` has each trainer rank's failure, empty for none."""
         failed = [f"trainer rank {rank}: {text}" for rank, text in enumerate(others) if text]
         if self._failure is None and not failed:
             return result
@@ -196,11 +181,7 @@ class Head:
         return self._fail(error)
 
     def exchange_failed(self, failures: Sequence[str]) -> None:
-        """Notes that messages of trainer ranks failed; the error is that of the engine that caused it, if one did.
-
-        Args:
-            failures: The failure of each trainer rank, in order; empty for those without one.
-        """
+        """Notes failed messages of trainer ranks in order (empty for none); the error is that of an engine at fault."""
         failed = [f"trainer rank {rank}: {text}" for rank, text in enumerate(failures) if text]
         if failed and self._failure is None:
             self._failure = self._sessions.blame(GroupFailed("; ".join(failed)))
@@ -271,13 +252,7 @@ class Head:
         return AttemptResult(report=self._report())
 
     def compare(self, tokens: Sequence[int], mine: Sequence[float], why_not: str = "") -> AttemptResult:
-        """Compares log-probabilities with the engines'.
-
-        Args:
-            tokens: The prompt, as token ids.
-            mine: The trainer's log-probabilities.
-            why_not: The reason why the trainer has none; empty if it has.
-        """
+        """Compares log-probabilities with the engines'; ``why_not`` says why the trainer has none, else empty."""
         if why_not:
             for link in self._sessions.links:
                 self._outcomes[link.url].add(why_not)

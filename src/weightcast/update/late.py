@@ -27,12 +27,7 @@ _MOST_PEERS = 3  # a fleet of dead peers must not cost a deadline each
 
 @dataclass(slots=True)
 class Late:
-    """Late targets, as far as peers could help.
-
-    Attributes:
-        rows: A row for each target that serves the version now.
-        failures: The reason for each of the others, by URL.
-    """
+    """Late targets: a row for each that serves the version now, and the reason for each of the others, by URL."""
 
     rows: list[TargetReport] = field(default_factory=list[TargetReport])
     failures: dict[str, str] = field(default_factory=dict[str, str])
@@ -68,13 +63,8 @@ def bring_in(
 ) -> Late:
     """Copies the current version into each late target that a peer can give it to, one after the other.
 
-    Args:
-        behind: URLs of the late targets.
-        targets: Every target by URL.
-        infos: Descriptions of the targets by URL, as of their last probe.
-        roster: Knows which targets may give; told of each that serves the version now.
-        current: The version, and its digest, which a peer must have proven.
-        config: The caller's settings.
+    ``infos`` are as of the last probe.  A peer must have proven the digest of ``current``.  The roster knows which
+    targets may give, and is told of each that serves the version now.
     """
     done = Late()
     for number, url in enumerate(behind):

@@ -23,7 +23,6 @@ class MappedShares:
     """Handles to this rank's memory.  They are made once, and again when a tensor has moved."""
 
     def __init__(self, exporter: Exporter, group: TrainerGroup) -> None:
-        """Nothing is exported yet."""
         self._exporter = exporter
         self._group = group
         self._memory = TensorMemory()
@@ -31,10 +30,9 @@ class MappedShares:
         self._shared = Shared()
 
     def look(self, layout: BucketLayout) -> Lying:
-        """The parts where they lie now.  On a GPU it waits for the work on the current stream, which may write them.
+        """The parts where they lie now; raises as ``Mappable.own_memory``.
 
-        Raises:
-            ConfigError: As ``Mappable.own_memory``.
+        On a GPU it waits for the work on the current stream, which may write them.
         """
         lying = cast(Mappable, self._exporter).own_memory(layout, self._group)
         if self._exporter.device.type == "cuda":
@@ -42,11 +40,7 @@ class MappedShares:
         return lying
 
     def share(self, lying: Lying) -> Shared:
-        """Handles to the parts, and the places of the parts.
-
-        Raises:
-            ConfigError: Memory cannot be shared.
-        """
+        """Handles to the parts, and the places of the parts; raises ``ConfigError`` if memory cannot be shared."""
         if self._stamp is not None and self._stamp == lying.stamp and self._memory.unchanged():
             return self._shared
         self._stamp = None
@@ -81,13 +75,6 @@ def layouts_in_place(
 
     What engines read is one bucket without a buffer.  Tensors that a rank casts or computes when they are sent go by
     buckets in the same session.  Collective: every trainer rank gets the same.
-
-    Args:
-        exporter: The source of the weights.
-        group: The trainer ranks.
-        specs: All tensors.
-        packing: Rules for buckets.
-        bucket_bytes: Size of the buckets, in bytes.
     """
     mine = _encoder.encode(sorted(cast(Mappable, exporter).unmappable(group)))
     gathered = group.gather_bytes(mine)

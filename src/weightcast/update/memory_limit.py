@@ -17,13 +17,6 @@ def within_limit(
 ) -> UpdateConfig:
     """Returns the settings with buckets that keep to ``max_extra_bytes``.
 
-    Args:
-        config: The caller's settings.
-        exporter: The source of the weights.
-        specs: The tensors that will be sent.
-        packing: Packing that all engines can read.
-        world_size: Number of trainer ranks.
-
     Raises:
         ConfigError: The limit is too low, or the exporter does not know the memory that it takes.
     """

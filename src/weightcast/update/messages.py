@@ -16,8 +16,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         error: Class name of the error.
-        text: The error's text.
-        hint: The error's hint.
         url: URL of the engine that the error is about; empty if it names none.
         failures: One entry for each engine, if the error is about several.
     """
@@ -67,12 +65,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         scattered: True if each of them fills its own parts only, and nothing is gathered.
         exchanges: True if each of them sends its parts to engine ranks by itself.
         mapped: True if there are no buckets, and engine ranks read their own memory.
-        packing: The packing that all targets can read.
         ways: The kinds of handles to the buffers, for a transport that shares memory.
         opens: Number of engine processes that open a buffer in torch's way.
         ring_opens: Number of engine processes that open the storage of all buffers.
         zero_copy: True if large tensors are sent without a copy, from the model's own memory.
-        bucket_bytes: Largest size of a bucket, in bytes.
         served: Highest version that a target serves; None if no target knows its own.
     """
 
@@ -96,8 +92,6 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an attempt, or of one of its steps.
 
     Attributes:
-        report: The report of an update that is over.
-        failure: The error to raise.
         again: True if an attempt follows, with the targets that are left.
         choice: The choices for that attempt; None if they stay as they are.
         score: True if the head needs the trainer's forward pass next.

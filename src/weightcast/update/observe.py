@@ -43,8 +43,6 @@ class Requests:
     """The load of an engine, from its own metrics.
 
     Attributes:
-        running: Requests that generate.
-        waiting: Requests that wait.
         tokens: Tokens generated since its start; None if it does not count them.
         at: Monotonic time of the answer, in seconds.
     """
@@ -60,7 +58,6 @@ class Observation:
     """One engine at one moment.
 
     Attributes:
-        url: URL of the engine.
         state: ``serving``, ``paused``, ``updating``, ``quarantined`` or ``no answer``.
         engine: Kind and version; empty without an answer.
         version: Version that it serves; None if unknown.
@@ -84,15 +81,7 @@ class Observer:
     """Observes one engine.  Not thread-safe."""
 
     def __init__(self, target: Target, *, timeout_s: float) -> None:
-        """Nothing is asked yet.
-
-        Args:
-            target: The engine.
-            timeout_s: Deadline of each answer, in seconds.
-
-        Raises:
-            ConfigError: As ``Client``.
-        """
+        """Nothing is asked yet; ``timeout_s`` limits each answer.  Raises as ``Client``."""
         self._client = Client(target, timeout_s=timeout_s)
         self._is_ours = target.engine in ("auto", "native")
         self._in_short = self._is_ours
@@ -140,12 +129,7 @@ class Observer:
 
 
 def parse_requests(metrics: bytes, *, at: float) -> Requests | None:
-    """Reads the load of an engine out of Prometheus' text format; None if it is not there.
-
-    Args:
-        metrics: The engine's answer.
-        at: Monotonic time of the answer, in seconds.
-    """
+    """Reads the load of an engine out of Prometheus' text format; None if it is not there."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(metrics.decode(errors="replace")):
         if name in _RUNNING or name in _WAITING or name in _TOKENS:

@@ -25,11 +25,8 @@ class PackPlan:
     """The pieces of one bucket.
 
     Attributes:
-        layout: The bucket's table of contents.
         parts: Number of the slot and box of each part that engines get from this rank.
-        messages: The pieces for each kind of engine rank.
         starts: First byte of each pack.
-        packed_bytes: Size of all packs.
     """
 
     layout: BucketLayout
@@ -45,9 +42,7 @@ class Packs:
     def __init__(self, kinds: Sequence[Wanted], *, read: bool = False) -> None:
         """Plans nothing yet.
 
-        Args:
-            kinds: The boxes that each kind of engine rank wants.
-            read: As for ``plan_message``.
+        ``kinds`` has the boxes that each kind of engine rank wants; ``read`` is as for ``plan_message``.
         """
         self._kinds = kinds
         self._read = read
@@ -67,13 +62,7 @@ class Packs:
 
 
 def pack(bucket: Bucket, plan: PackPlan, out: torch.Tensor) -> None:
-    """Copies the packed pieces of a bucket.
-
-    Args:
-        bucket: The bucket, with this rank's parts.
-        plan: Its pieces.
-        out: Flat uint8 buffer of at least ``plan.packed_bytes``.
-    """
+    """Copies the packed pieces of a bucket into a flat uint8 buffer of at least ``plan.packed_bytes``."""
     flat = Flat(out)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []

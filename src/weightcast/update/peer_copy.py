@@ -283,11 +283,7 @@ class _Copy:
 
 
 def _check(url: str, late: EngineInfo, peer_url: str, peer: EngineInfo) -> tuple[str, int]:
-    """Returns the digest and the version to copy.
-
-    Raises:
-        ConfigError: The engines do not fit together, or the peer serves nothing that is proven.
-    """
+    """Returns the digest and version to copy; raises ``ConfigError`` if engines do not fit or nothing is proven."""
     for where, info in ((url, late), (peer_url, peer)):
         if info.kind != "native":
             raise ConfigError(

@@ -34,9 +34,6 @@ class Reach:
         """Nothing is chosen yet.
 
         Args:
-            config: The caller's settings.
-            exporter: The source of the weights.
-            specs: The tensors that will be sent.
             places: UUID of each trainer rank's device; the first is the head's.
             hosts: Id of each trainer rank's host; empty if all run on this one.
         """
@@ -51,10 +48,7 @@ class Reach:
 
     @property
     def best(self) -> TransportSpec:
-        """The best of the chosen transports; ``choose`` comes first.
-
-        If it leaves shards where they are, all targets take it.
-        """
+        """The best chosen transport; ``choose`` comes first.  All targets take it if it leaves shards in place."""
         assert self._best is not None, "choose() comes first"
         return self._best
 
@@ -110,7 +104,6 @@ class Reach:
         """Chooses the transport of a target that was away, or was another engine, when the others were chosen.
 
         Args:
-            link: The target.
             planned: True if buckets were planned for the host that it runs on.
 
         Raises:
@@ -124,12 +117,7 @@ class Reach:
         Only ``transport="auto"`` does so, and only if the engine says that the transport failed: an engine that is gone
         is gone for every transport, and another one would not change what the engine thinks of the weights.
 
-        Args:
-            link: The target; None if it has none.
-            error: Its failure at connect or at a bucket.
-
-        Returns:
-            A remark for the report with the engine's words; None if the target must fail.
+        Returns a remark for the report with the engine's words; None if the target must fail.
         """
         if self._config.transport != "auto" or link is None or not is_the_transports(error, link):
             return None
@@ -158,11 +146,7 @@ class Reach:
         return spec
 
     def _best_for(self, url: str, info: EngineInfo, without: Collection[str] = ()) -> TransportSpec:
-        """The best transport for one target that may be mixed with others.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """The best transport for one target that may be mixed with others; raises ``ConfigError`` if there is none."""
         unmixed = {spec.name for spec in TRANSPORTS if not spec.mixes}
         return choose_transport(
             "auto", self.placement({url: info}), without={*unmixed, *self._left.get(url, ()), *without}

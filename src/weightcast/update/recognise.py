@@ -24,7 +24,6 @@ async def recognise_on_loop(
     """Returns the description of the engine behind a client; ``Target.engine`` narrows the kinds that are tried.
 
     Args:
-        client: Client of the server.
         timeout_s: As for ``fleet.probe.probe``.
         adapter: LoRA adapter that the engine is to take, and that is described then; None for the engine's model.
 

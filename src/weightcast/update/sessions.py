@@ -38,8 +38,6 @@ class Sessions:
 
     Attributes:
         links: The targets of the attempt; empty until ``open``.
-        num_buckets: Number of buckets sent in the attempt.
-        sent_bytes: Bytes of these buckets.
         invited: The group that the other trainer ranks must join before anything is sent; None if there is none.
         transport_failed: True if the attempt failed because a target could not be connected or given a bucket.
     """
@@ -73,12 +71,7 @@ class Sessions:
     ) -> None:
         """Opens a session on every target and makes their group.
 
-        Args:
-            links: The targets.
-            version: The weight version.
-            plan: The tensors that will be sent, and their buckets.
-            check: Checks a target's answer.
-            began: Called with the message before it is sent.
+        ``check`` gets each target's answer; ``began`` gets the message before it is sent.
         """
         self.links = links
         transport = self._renew_transport()
@@ -138,11 +131,7 @@ class Sessions:
         return transport.member()
 
     def blame(self, error: WeightcastError) -> WeightcastError:
-        """Ends the transfers after a trainer rank's messages failed, and returns the error of the cause.
-
-        Args:
-            error: The failure, as a trainer rank saw it.
-        """
+        """Ends the transfers after a trainer rank's messages failed, and returns the error of the cause."""
         assert self._transport is not None
         self._transport.abort(str(error))
         try:

@@ -15,15 +15,8 @@ def switch_back(
 ) -> str:
     """Switches back every target that has switched, and notes in its outcome what came of it.
 
-    Args:
-        links: The targets of the update.
-        outcomes: Each target's outcome, by URL.
-        version: The version that the update was to bring.
-        reason: The reason that engines are told.
-        timeout_s: Deadline of one answer, in seconds.
-
-    Returns:
-        A clause for the error's text; empty if no target had switched.
+    ``version`` is the one that the update was to bring; ``timeout_s`` limits one answer.  Returns a clause for the
+    error's text; empty if no target had switched.
     """
     switched = [link for link in links if outcomes[link.url].committed is not None]
     # Old weights would not mend an engine that computes otherwise than the trainer.

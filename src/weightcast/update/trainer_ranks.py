@@ -17,12 +17,7 @@ _Message = TypeVar("_Message", Choice, AttemptResult)
 
 
 class TrainerRanks:
-    """The trainer ranks, as one of them sees the others.
-
-    Attributes:
-        group: The group of the ranks.
-        wait_s: Deadline of one wait for another rank during a call, in seconds.
-    """
+    """The trainer ranks, as one of them sees the others; ``wait_s`` limits one wait for another rank during a call."""
 
     def __init__(self, group: TrainerGroup, *, timeout_s: float) -> None:
         self.group = group
@@ -59,8 +54,7 @@ class TrainerRanks:
     def hear_work(self, work: Callable[[], AttemptResult] | None) -> AttemptResult:
         """Returns the result of the head's work on every rank, however long that takes.
 
-        Args:
-            work: The work, which may not be collective; None on other ranks.
+        The work may not be collective; it is None on other ranks.
         """
         if work is None:
             while (result := self.hear(AttemptResult())).waiting:

@@ -404,12 +404,7 @@ class WeightUpdater:
         self._use(choice, layouts)
 
     def _use(self, choice: Choice, layouts: Sequence[BucketLayout] = ()) -> None:
-        """Makes the buckets' stream for the head's choices.  Collective.
-
-        Args:
-            choice: The choices.
-            layouts: The buckets, if they are known already.
-        """
+        """Makes the stream of buckets for the head's choices, with layouts that are known already.  Collective."""
         if self._stream is not None:
             self._stream.close()  # other targets and transports may need other buffers
         self._choice = choice

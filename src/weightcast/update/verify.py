@@ -72,11 +72,7 @@ class Verifier:
         self._sent, self._must_be = Sent(), must_be
 
     def open(self, specs: Sequence[TensorSpec], links: Sequence[Link]) -> bool:
-        """Prepares the digests of one attempt.
-
-        Returns:
-            True if every rank with a bucket must sum it, because an engine cannot say what it received.
-        """
+        """Prepares an attempt; True if ranks with a bucket must sum it, as an engine cannot say what it received."""
         proven = self._config.verify in ("resident", "behaviour")
         mute = any("received" not in link.adapter.proves for link in links)
         self._digests = SentDigests(
@@ -100,14 +96,11 @@ class Verifier:
             self._digests.add(bucket)
 
     def finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> Sent:
-        """Compares the buckets with the trainer ranks' shards.
+        """Compares the buckets with the trainer ranks' shards; returns the digests of everything sent, if it verifies.
 
         Args:
             sources: Sums of each bucket by all trainer ranks, in order; empty without proof.
             buckets: Sums of each bucket's slots by other ranks that have the bucket, by rank.
-
-        Returns:
-            The digests of everything sent; empty without verification.
         """
         self._sources = sources
         return self._digests.finish(sources, buckets) if self._config.verify != "none" else Sent()
@@ -125,14 +118,9 @@ class Verifier:
         version: int,
         close_by_name: Callable[[Link], Coroutine[Any, Any, Ack]],
     ) -> None:
-        """Compares each target's answer to Close with what was sent.
+        """Compares each target's answer to Close, which all have given, with what was sent.
 
-        Args:
-            sent: Digests of everything sent.
-            links: The targets; all have answered to Close.
-            outcomes: Each target's outcome, by URL.
-            version: The version of the update.
-            close_by_name: Asks a target again, for the digest of each tensor.
+        ``close_by_name`` asks a target again, for the digest of each tensor.
 
         Raises:
             ConfigError: The weights are not those of the version that targets were to be brought to.
@@ -206,11 +194,7 @@ class Verifier:
     ) -> None:
         """Commits one target, and compares the weights that it keeps with those that were sent.
 
-        Args:
-            link: The target.
-            outcome: The target's outcome.
-            sent: Digests of everything sent.
-            ask_again: Returns the answer of a target whose answer was lost, or raises.
+        ``ask_again`` returns the answer of a target whose answer was lost, or raises.
         """
         wanted = self._config.verify in ("resident", "behaviour")
         proves = wanted and "resident" in link.adapter.proves

@@ -32,12 +32,7 @@ _rank_end = msgspec.json.Decoder(_RankEnd)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """The end of an update on all trainer ranks.
-
-    Attributes:
-        extra_bytes: Most extra memory of any rank, in bytes.
-        timeline: Makes the timeline of all ranks.
-    """
+    """The end of an update on all trainer ranks; ``extra_bytes`` is the most of any rank."""
 
     extra_bytes: int
     timeline: Callable[[], Timeline]
@@ -48,12 +43,7 @@ def gather_ends(
 ) -> Ends | None:
     """Gathers what every rank has to tell at the end of an update; None on ranks other than the head.  Collective.
 
-    Args:
-        group: The trainer ranks.
-        recorder: The steps of this rank.
-        extra_bytes: Most extra memory of this rank, in bytes.
-        heard: Time at which this rank heard that the update is over.
-        asked_at: Time on the head before it told them.
+    ``heard`` is when this rank heard that the update is over, ``asked_at`` the head's time before it told them.
     """
     mine = _RankEnd(extra_bytes=extra_bytes, steps=None if group.is_head else recorder.mine(heard))
     gathered = group.gather_bytes(msgspec.json.encode(mine))
@@ -79,13 +69,7 @@ def run_watched(
 ) -> UpdateReport:
     """Runs an update and emits ``UpdateStarted``, ``TargetsChanged`` and ``UpdateEnded`` around it.
 
-    Args:
-        update: Runs the update, and returns its report or raises.
-        events: The events of this process.
-        version: The weight version.
-        transport: Name of the transport.
-        targets: URLs of the targets that are to take part; empty on ranks other than the head.
-        health: Returns the recorded health of all targets.
+    The ``targets`` are to take part; empty on ranks other than the head.
     """
     rank = events.rank
     started = time.monotonic()
