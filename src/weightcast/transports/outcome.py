@@ -184,7 +184,7 @@ def arrived(link: Link, ack: Ack, sent: Sent, *, kept_only: bool = False) -> boo
 def received_otherwise(link: Link, ack: Ack, sent: Sent, *, gathers: bool) -> VerificationFailed:
     """Returns the error for a target that received something else; no target has switched.
 
-    ``ack`` answers Close by name.  ``gathers`` is True if buckets are gathered from several trainer ranks, so that the
+    ``ack`` answers Close by name.  ``gathers`` says that buckets are gathered from several trainer ranks, so that the
     gather may be at fault.
     """
     names = unequal(sent.received, ack.received) or list(ack.mismatched)

@@ -111,7 +111,7 @@ def warn_hazards(link: Link) -> None:
 def check_proof(link: Link, level: VerifyLevel, *, scores: bool) -> None:
     """Checks that a target can prove at least ``level``, or raises ConfigError.
 
-    ``scores`` is True if the trainer's model has a forward pass.
+    ``scores`` says whether the trainer's model has a forward pass.
     """
     if level == "behaviour" and not scores:
         raise ConfigError(
