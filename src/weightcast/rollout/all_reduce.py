@@ -1,11 +1,8 @@
-"""Sums the partial results of the tensor-parallel ranks of one engine.
+"""Sums the partial results of the tensor-parallel ranks of one engine, in place.
 
-Every rank calls a `Reduce` with a partial tensor of the same shape and gets the sum in place.
-
-On one x86 host the ranks use shared memory: a decode step makes two small reductions per layer, and
-a collective over sockets costs more than the matmuls around it once ranks outnumber cores.  GPUs
-use nccl, and everything else gloo.  All ranks choose the mechanism together, so that no rank waits
-in one while its peers wait in another.
+On one x86 host the ranks use shared memory: a decode step makes two small reductions per layer, and a collective over
+sockets costs more than the matmuls around it once ranks outnumber cores.  GPUs use nccl, and everything else gloo.
+All ranks choose the mechanism together, so that no rank waits in one while its peers wait in another.
 """
 
 from __future__ import annotations
@@ -65,11 +62,10 @@ class GroupReduce:
 class SharedMemoryReduce:
     """Sums through a memory segment that all ranks have mapped.
 
-    Each rank owns a counter and two slots.  In round n it writes slot ``n % 2``, sets its counter to
-    n and waits for the others' counters.  It writes the slot again in round n + 2, which starts only
-    after every rank has finished round n, so one wait per round is enough.
-
-    Counters are aligned 8-byte words; the protocol relies on x86 keeping stores in order.
+    Each rank owns a counter and two slots.  In round n it writes slot ``n % 2``, sets its counter to n and waits for
+    the others' counters.  It writes the slot again in round n + 2, which starts only after every rank has finished
+    round n, so one wait per round is enough.  Counters are aligned 8-byte words; the protocol relies on x86 keeping
+    stores in order.
     """
 
     def __init__(self, segment: mmap.mmap, *, rank: int, size: int, timeout_s: float) -> None:
@@ -128,12 +124,7 @@ class SharedMemoryReduce:
 
 
 def connect(rendezvous: str, *, rank: int, timeout_s: float) -> Any:
-    """Connects to the store for the rendezvous of the engine's ranks.
-
-    Args:
-        rendezvous: ``host:port`` of a TCP store that is already running.
-        rank: This rank, for errors.
-        timeout_s: Deadline of each operation, in seconds.
+    """Connects to the running TCP store at ``rendezvous`` (``host:port``); ``timeout_s`` limits each operation.
 
     Raises:
         EngineFailure: Nothing answers at the rendezvous.
@@ -166,14 +157,7 @@ def exchange(store: Any, key: str, value: str, *, rank: int, size: int) -> list[
 def join(
     store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> GroupReduce | SharedMemoryReduce:
-    """Agrees with the other ranks on a mechanism for sums.
-
-    Args:
-        store: The store from `connect`.
-        rank: This rank.
-        size: Number of ranks, more than one.
-        device: Device of the tensors to sum.
-        timeout_s: Deadline of every sum, in seconds.
+    """Agrees with the other ranks, at least one, on a mechanism for sums; ``timeout_s`` is the deadline of each sum.
 
     Raises:
         EngineFailure: The rendezvous did not complete in time.

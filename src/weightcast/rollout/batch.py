@@ -23,7 +23,6 @@ class Limits:
     """Limits on the requests of one engine.
 
     Attributes:
-        max_batch: Number of requests that run at once.
         max_len: Tokens of a request, prompt and answer together.
         max_waiting: Number of requests that may wait; more are refused.
         prefill_tokens: Prompt tokens in one step, padding included; one long prompt may have more.
@@ -83,10 +82,6 @@ class Batch:
     Attributes:
         waiting: Requests without a cache slot, oldest first.
         running: Requests with a slot; the position in the list is the slot.
-        steps: Steps whose tokens were taken.
-        prompt_tokens: Tokens prefilled so far.
-        generated_tokens: Tokens generated so far.
-        finished: Ended requests by reason.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -98,12 +93,7 @@ class Batch:
         self._moves: list[Move] = []
 
     def add(self, generation: Generation, *, stop: frozenset[int], stops_text: Callable[[int], bool]) -> None:
-        """Queues a request.
-
-        Args:
-            generation: The request and its answer, which grows.
-            stop: Token ids that end it.
-            stops_text: Function that takes each new token and tells whether its text ends the request.
+        """Queues a request; ``stops_text`` takes each new token and tells whether its text ends the request.
 
         Raises:
             Refused: Too many requests wait already.
@@ -132,11 +122,7 @@ class Batch:
         return admitted
 
     def prefill(self, admitted: Sequence[TokenSequence]) -> tuple[Prefill, list[TokenSequence]]:
-        """Gives admitted requests their slots.
-
-        Returns:
-            The command, and the requests in the order of its answer.
-        """
+        """Gives admitted requests their slots; returns the command, and the requests in the order of its answer."""
         # Requests with the same tokens are computed once; the cache rows of the others are copies.
         rows: dict[tuple[int, ...], TokenSequence] = {}
         twins: list[TokenSequence] = []
@@ -167,16 +153,7 @@ class Batch:
         return command, self.running
 
     def take(self, sequences: Sequence[TokenSequence], chosen: Chosen, *, version: int) -> Ended:
-        """Gives each request the token that a step chose for it.
-
-        Args:
-            sequences: The requests from ``prefill`` or ``decode``.
-            chosen: The step's answer.
-            version: Weight version that made the tokens.
-
-        Returns:
-            The requests that are complete, for ``end``.
-        """
+        """Gives each request of a step the token that was chosen for it; returns the complete ones, for ``end``."""
         ended: Ended = []
         for sequence, token, logprob, top in zip(sequences, chosen.tokens, chosen.logprobs, chosen.top, strict=True):
             sequence.cached = len(sequence.tokens)

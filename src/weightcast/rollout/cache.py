@@ -1,10 +1,8 @@
 """The cache of keys and values, one slot per running sequence.
 
-The scheduler keeps the running sequences in slots ``[0, batch)`` without holes, so that a decode
-step reads views of the cache and copies nothing.
-
-The cache reserves memory for ``slots x max_len`` tokens.  On a CPU the pages are mapped zeroed and
-touched when first written, so an idle slot costs nothing.
+The scheduler keeps the running sequences in slots ``[0, batch)`` without holes, so that a decode step reads views of
+the cache and copies nothing.  On a CPU the pages are mapped zeroed and touched when first written, so an idle slot
+costs nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ def cache_name(model: nn.Module) -> str:
 class SlotCache(Cache):
     """A transformers cache over one preallocated tensor, (layers, 2, slots, kv heads, max_len, head_dim).
 
-    Before each forward pass the runner calls `start_prefill` or `start_decode`, which decides where
-    `update` stores the keys and values of the layers.
+    Before each forward pass the runner calls `start_prefill` or `start_decode`, which decides where `update` stores the
+    keys and values of the layers.
     """
 
     def __init__(
@@ -64,11 +62,7 @@ class SlotCache(Cache):
         return math.prod(self._shape) * self._dtype.itemsize
 
     def allocate(self) -> None:
-        """Allocates the cache, zeroed, unless it is allocated already.
-
-        Raises:
-            ConfigError: There is not enough memory.
-        """
+        """Allocates the cache, zeroed, unless it is allocated already; raises ``ConfigError`` if memory is short."""
         if self._layers:
             return
         try:
@@ -91,12 +85,7 @@ class SlotCache(Cache):
         self._used = [0] * len(self._used)
 
     def start_prefill(self, *, first: int, lengths: list[int]) -> None:
-        """Makes the next forward pass fill slots ``first, first + 1, ...`` from position 0.
-
-        Args:
-            first: First slot.
-            lengths: Number of tokens of each row, without padding.
-        """
+        """Makes the next forward pass fill slots from ``first`` on, from position 0; ``lengths`` exclude padding."""
         self._rows = None
         self._first, self._count = first, len(lengths)
         longest = max(lengths)
@@ -136,9 +125,6 @@ class SlotCache(Cache):
         Args:
             key_states: (batch, kv heads, tokens, head_dim).
             value_states: The same shape.
-            layer_idx: Number of the layer.
-            args: Unused; some versions of transformers pass more.
-            kwargs: Unused.
         """
         keys, values = self._layers[layer_idx]
         if self._rows is None:

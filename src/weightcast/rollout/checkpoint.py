@@ -44,8 +44,8 @@ def check_config(config: PretrainedConfig, *, tp_size: int, max_len: int | None 
     """Refuses a model that the reference engine would compute wrongly.
 
     Raises:
-        ConfigError: The tensor-parallel degree does not divide the model, it attends over a sliding
-            window, its weights are quantised, or the context exceeds the model's limit.
+        ConfigError: The tensor-parallel degree does not divide the model, it attends over a sliding window, its weights
+            are quantised, or the context exceeds the model's limit.
     """
     sizes = {
         "attention heads": int(config.num_attention_heads),
@@ -89,11 +89,7 @@ def config_dtype(config: PretrainedConfig) -> torch.dtype:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Finds a dtype for weights by torch's name.
-
-    Raises:
-        ConfigError: The name is no dtype that weights can be served in.
-    """
+    """Finds a dtype for weights by torch's name; raises ``ConfigError`` if weights cannot be served in it."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
     if dtype is None:
         raise ConfigError(f"{name!r} is not a dtype for weights", hint="use float32, bfloat16 or float16")
@@ -120,12 +116,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(path: Path, expected: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each name and tensor of one safetensors file, without tensors that the model computes itself.
-
-    Args:
-        path: The file.
-        expected: Names of the model's weights.
-    """
+    """Yields each name and tensor of one safetensors file, without tensors that the model computes itself."""
     opened: Any = safe_open(path, framework="pt", device="cpu")
     with opened as file:
         for name in file.keys():  # noqa: SIM118 - not a dict

@@ -1,7 +1,7 @@
 """The commands that the scheduler sends to the ranks, and rank 0's answers.
 
-Every rank runs every command, in the same order.  Tokens, positions and slots all come from the
-scheduler, so ranks cannot disagree about them.  Only rank 0 computes logits and chooses tokens.
+Every rank runs every command, in the same order.  Tokens, positions and slots all come from the scheduler, so ranks
+cannot disagree about them.  Only rank 0 computes logits and chooses tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from weightcast.wire.layout import TensorSpec
 class Shift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Changes of one row's logits before a token is chosen.
 
+    ``repetition``, ``frequency``, ``presence`` and ``bias`` are as in ``GenerationRequest``.
+
     Attributes:
-        row: The row.
         prompt: Token ids of the prompt; empty without a repetition penalty.
         output: Token ids generated so far; empty without penalties.
-        repetition: Divisor of positive logits, and factor of negative ones, of tokens in prompt or output.
-        frequency: Amount off a token's logit for each time that it is in the output.
-        presence: Amount off a token's logit if it is in the output.
-        bias: Amount to add to a token's logit, by token id.
         allowed: The only token ids that may be chosen; None for all.
     """
 
@@ -39,17 +36,12 @@ class Shift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of each row; every list but the last has one entry per row.
+    """Sampling settings of each row, as in ``GenerationRequest``; every list but the last has one entry per row.
 
     Attributes:
-        temperature: Sampling temperature; 0 takes the likeliest token.
-        top_k: Number of the likeliest tokens to choose from; 0 for all.
-        top_p: Probability mass of the likeliest tokens to choose from; 1 for all.
-        min_p: Least probability to choose from, as a share of the likeliest token's; 0 for all.
         uniform: Random number in [0, 1), the point of the cumulative distribution to choose.  It belongs to the
             request, so that a request's tokens do not depend on the rest of the batch.
         top_logprobs: Number of alternatives to report; 0 for none.
-        shifts: Changes of logits, for the rows that have any.
     """
 
     temperature: list[float]
@@ -75,7 +67,6 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     Attributes:
         moves: Moves to make first, in order.
         first_slot: Slot of the first row; the other rows follow.
-        rows: Token ids of each row.
         twins: For each slot after those of `rows`, the index of the row with the same tokens.
         sampling: Settings of each row, then of each twin.
     """
@@ -88,14 +79,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
-    """Appends one token to each slot from 0 on and chooses the next token of each.
-
-    Attributes:
-        moves: Moves to make first, in order.
-        tokens: Token of each slot.
-        positions: Position of that token in the slot.
-        sampling: Settings of each slot.
-    """
+    """Appends one token, at its position, to each slot from 0 on and chooses the next token of each."""
 
     moves: list[Move]
     tokens: list[int]
@@ -158,10 +142,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         devices: UUID of each rank's GPU, or ``"cpu"``.
         hosts: Boot id of each rank's host.
-        staging: Place where a new version waits for its commit.
         staging_bytes: Size of the staging set on rank 0.
-        specs: Every tensor of a complete update.
-        dtype: Dtype of the weights.
         cache_bytes: Memory that rank 0 reserves for keys and values.
     """
 

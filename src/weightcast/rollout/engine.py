@@ -19,9 +19,7 @@ class RolloutEngine:
     """The parts of one engine that its server needs.
 
     Attributes:
-        scheduler: The scheduler.
         text: The tokenizer; None serves token ids only.
-        model: Name under which the model is served.
         receiver: The weight receiver; None for an engine whose weights never change.
         registry: Prometheus registry with the receiver's metrics.
     """

@@ -1,7 +1,4 @@
-"""Maps a checkpoint's expert weights to stacked parameters that are cut for tensor parallelism.
-
-Each rank has its share of every expert's width.
-"""
+"""Maps a checkpoint's expert weights to stacked parameters; each rank has its share of every expert's width."""
 
 from __future__ import annotations
 
@@ -14,10 +11,8 @@ class ExpertPart:
     """The place of one expert's weight from a checkpoint in a stacked parameter.
 
     Attributes:
-        name: Name of the weight in the checkpoint.
         shape: Unsharded shape of the weight.
         dim: Dimension of the weight that is cut.
-        expert: Index of the expert in the parameter.
         first_row: First row of the expert that the weight fills.
         num_rows: Number of rows that it fills.
     """
@@ -44,13 +39,7 @@ def local_shape(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, i
 
 
 def parts(name: str, shape: tuple[int, ...], tp_size: int) -> Iterator[ExpertPart]:
-    """Yields the weights that fill a stacked parameter.
-
-    Args:
-        name: Name of the parameter.
-        shape: Its shape without tensor parallelism.
-        tp_size: Number of ranks.
-    """
+    """Yields the weights that fill a stacked parameter, given by its shape without tensor parallelism."""
     prefix, leaf = name.rsplit(".", 1)
     experts, rows, columns = shape
     for expert in range(experts):

@@ -66,9 +66,7 @@ class ServeConfig:
 
     Attributes:
         model_dir: A Hugging Face folder with config.json, safetensors and possibly a tokenizer.
-        host: Address to listen on.
         port: Port to listen on; 0 takes a free one, which the ready line names.
-        tp: Number of tensor-parallel ranks.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype: ``"auto"`` for the checkpoint's own, or a torch name such as ``"bfloat16"``.
         executor: ``"local"`` (one rank, in this process), ``"mp"`` (a process per rank), ``"ray"`` (an actor per rank,
@@ -81,7 +79,6 @@ class ServeConfig:
         max_len: Largest number of tokens of a request, prompt and answer; cut to the model's own limit.
         staging: Place where a new version waits for its commit.
         name: Name under which the model is served; None for the folder's.
-        version: Version of the weights in the folder.
         threads: CPU threads of each rank; 0 divides the cores among the ranks.
     """
 
@@ -136,7 +133,6 @@ def serve(
     Prints one line on stderr when ready: ``serving NAME on http://HOST:PORT ...``.
 
     Args:
-        config: Settings of the engine.
         on_ready: Function that gets the URL once the server accepts requests.
         make_executor: Function that starts a number of ranks, for executor ``"ray"``; see ``weightcast.ray.serving``.
         extra_routes: The same as for ``build_app``.

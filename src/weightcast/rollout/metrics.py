@@ -14,13 +14,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics(Collector):
-    """The metrics of one engine, in a registry of their own, so that several engines can share a process.
-
-    Args:
-        stats: Function that returns the counters.
-        model: Label of every metric.
-        updates: Registry with the metrics of weight updates.
-    """
+    """The metrics of one engine, in a registry of their own, so that several engines can share a process."""
 
     def __init__(self, stats: Callable[[], Stats], *, model: str, updates: CollectorRegistry) -> None:
         self._stats = stats

@@ -1,12 +1,10 @@
 """A transformers causal LM, sharded for tensor parallelism.
 
-Heads and the MLP's inner width are divided among the ranks; embeddings, norms and the output head
-are whole on each.  The forward pass is transformers' own, except for the attention product and the
-two sums per layer.  This module does not know requests, versions or how weights arrive.
+Heads and the MLP's inner width are divided among the ranks; embeddings, norms and the output head are whole on each.
+The forward pass is transformers' own, except for the attention product and the two sums per layer.
 
-Names and shapes are those of a Hugging Face checkpoint: `expected_weights` lists the tensors of a
-complete update, and `load_weights` takes them.  `load_weights` uses views and `copy_` alone, so that
-a recorder can learn which box of which tensor goes where.
+`load_weights` takes a complete update under Hugging Face names, with views and `copy_` alone, so that a recorder can
+learn which box of which tensor goes where.
 """
 
 from __future__ import annotations
@@ -41,12 +39,9 @@ class _Place:
     """The place of a checkpoint's tensor on this rank.
 
     Attributes:
-        parameter: Name of the parameter that takes it.
         expert: Place in a stacked parameter; None if the parameter takes this tensor alone.
         shape: Unsharded shape of the tensor.
         dim: The dimension that is cut, or None.
-        start: First index of this rank's part.
-        length: Length of this rank's part.
     """
 
     parameter: str
@@ -90,12 +85,10 @@ def _attend(
     """Grouped-query attention: causal over a whole prompt without a mask, or one token over the cache with one.
 
     Args:
-        module: The attention layer.
         query: (batch, heads, tokens, head_dim).
         key: (batch, kv heads, length, head_dim), a view of the cache when decoding.
         value: The same shape.
         attention_mask: None for a prompt; (batch, 1, 1, length), added to the scores, when decoding.
-        scaling: Factor of the scores.
     """
     batch, heads, tokens, head_dim = query.shape
     groups = heads // key.shape[1]
@@ -116,14 +109,7 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 class ReferenceModel(nn.Module):
-    """One rank's part of a causal LM; parameters have Hugging Face's names.
-
-    Attributes:
-        config: Configuration of the whole model.
-        tp_rank: This rank.
-        tp_size: Number of ranks.
-        tied: True if the output head is the embedding.
-    """
+    """One rank's part of a causal LM, under Hugging Face's names; `config` is that of the whole model."""
 
     def __init__(self, config: PretrainedConfig, *, tp_rank: int, tp_size: int, reduce: Reduce) -> None:
         super().__init__()
@@ -235,13 +221,7 @@ class ReferenceModel(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copies unsharded tensors into this rank's parameters, with views and `copy_` only.
-
-        Args:
-            weights: Hugging Face name and unsharded tensor, on any device, in any order.
-
-        Returns:
-            The names that were loaded.
+        """Copies unsharded tensors, on any device and in any order, into this rank's parameters; returns their names.
 
         Raises:
             ConfigError: A name is unknown, or a shape is not the model's.  The tensors before it are loaded.
@@ -326,13 +306,10 @@ def build_model(
     """Builds and loads one rank's part of the model in `model_dir`.
 
     Args:
-        model_dir: A Hugging Face folder with config.json and safetensors.
-        tp_rank: This rank.
         tp_size: Number of ranks; must divide heads, key-value heads and the MLP's width.
         group: A function that sums a tensor over the ranks in place, or a process group.  None for one rank, or for a
             part of a model that is never run.
         dtype: Dtype of all weights; None for the checkpoint's own.
-        device: Device of the weights.
         max_len: The longest context to serve, in tokens; None for the model's own limit.
 
     Raises:

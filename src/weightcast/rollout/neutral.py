@@ -70,12 +70,7 @@ def without_neutral(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """Says which parameters are refused, and why.
-
-    Args:
-        unknown: Names of the refused parameters.
-        known: Names of the parameters that the engine has.
-    """
+    """Says which parameters are refused, and why."""
     missing = [name for name in unknown if name in _NEUTRAL]
     words = [f"this engine does not support {', '.join(missing)}"] if missing else []
     names = list(known)

@@ -18,10 +18,8 @@ class Choice:
     """One complete answer, as text and as tokens.
 
     Attributes:
-        index: Place in the response.
         text: The text, or None for a model without a tokenizer.
         answer: Tokens, log-probabilities and versions of the text, without tokens after a stop string.
-        finish_reason: Reason of the end.
     """
 
     index: int

@@ -14,14 +14,7 @@ UPDATE = "update"
 
 
 class Pause:
-    """One holder's request to pause.
-
-    Attributes:
-        mode: The pause mode, which decides about running and waiting requests.
-        holder: Name of the party that asks.
-        done: True once the loop has settled it.
-        refusal: Reason for a refusal; None if the engine is paused.
-    """
+    """One holder's request to pause; ``refusal`` is None if the engine is paused once the loop has settled it."""
 
     def __init__(self, mode: PauseMode, holder: str) -> None:
         self.mode: PauseMode = mode
@@ -52,11 +45,7 @@ class Pauses:
         return holder in self._holders
 
     def ask(self, mode: PauseMode, holder: str) -> Pause:
-        """Asks for a pause; ``settle`` decides it.
-
-        Raises:
-            Refused: The engine is asleep.
-        """
+        """Asks for a pause; ``settle`` decides it.  Raises ``Refused`` if the engine is asleep."""
         if SLEEP in self._holders and holder != SLEEP:
             raise Refused("the engine is asleep", hint="POST /wake first")
         pause = Pause(mode, holder)
@@ -80,15 +69,7 @@ class Pauses:
         self._holders.discard(holder)
 
     def settle(self, batch: Batch, *, version: int) -> bool:
-        """Carries out every pause that can be carried out between two steps.
-
-        Args:
-            batch: The requests that the pause modes act on.
-            version: Weight version to report for requests that end here.
-
-        Returns:
-            True if a pause was settled, so that waiting threads must be notified.
-        """
+        """Carries out the pauses that are possible between two steps; True if waiting threads must be notified."""
         settled = False
         for pause in list(self._asked):
             if pause.mode == "abort":

@@ -13,12 +13,7 @@ from weightcast.rollout.commands import Shift
 
 
 def shifted(logits: torch.Tensor, shifts: Sequence[Shift]) -> torch.Tensor:
-    """The logits that tokens are chosen from.
-
-    Args:
-        logits: (rows, vocabulary), float32; unchanged.
-        shifts: Changes of single rows.
-    """
+    """Applies shifts to rows of (rows, vocabulary) float32 logits; the argument is unchanged."""
     if not shifts:
         return logits
     logits = logits.clone()

@@ -62,15 +62,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The part of an answer that is new since its reader last looked.
-
-    Attributes:
-        tokens: New token ids.
-        logprobs: Their log-probabilities in the model's own distribution.
-        top: Alternatives of each, likeliest first.
-        finish_reason: Reason of the end, or None.
-        error: Text of the error, if the reason is ``"error"``.
-    """
+    """The part of an answer that is new since its reader last looked; fields are as in ``Answer``."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -84,9 +76,8 @@ class Answer:
     """Tokens so far, with the weight version of each.
 
     Attributes:
-        tokens: Generated token ids.
         logprobs: Natural log-probability of each in the model's own distribution, before temperature and filters.
-        top: Alternatives of each token.
+        top: Alternatives of each token, likeliest first.
         spans: (version, number of tokens) in order; the numbers add up to ``len(tokens)``.
         version: Version of the last token; for an answer without tokens, the one served when it ended.
         finish_reason: Reason of the end, or None while the answer grows.

@@ -29,12 +29,7 @@ def error_body(message: str, *, kind: str = "invalid_request_error", param: str 
 
 
 def answer_errors(app: FastAPI, parameters: Iterable[str]) -> None:
-    """Adds handlers that answer every error in OpenAI's shape.
-
-    Args:
-        app: The app.
-        parameters: Names of all parameters that a body may have, for hints at misspelt ones.
-    """
+    """Adds handlers that answer every error in OpenAI's shape; ``parameters`` serve hints at misspelt ones."""
     known = tuple(parameters)
 
     async def invalid(_: Request, error: Exception) -> Response:

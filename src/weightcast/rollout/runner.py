@@ -28,15 +28,7 @@ _HEAD_BYTES = 64 << 20  # largest block of logits when scoring
 
 
 class Runner:
-    """Runs one rank's forward passes.
-
-    Args:
-        model: This rank's part of the model.
-        max_batch: Number of slots in the cache.
-        max_len: Positions of a slot.
-        dtype: Dtype of keys and values.
-        device: Device of model and cache.
-    """
+    """Runs one rank's forward passes; `dtype` is that of keys and values."""
 
     def __init__(
         self, model: ReferenceModel, *, max_batch: int, max_len: int, dtype: torch.dtype, device: torch.device

@@ -1,7 +1,4 @@
-"""Chooses one token per row of logits.
-
-`choose` is a pure function of logits and `Sampling`, without random state.
-"""
+"""Chooses one token per row: a pure function of logits and `Sampling`, without random state."""
 
 from __future__ import annotations
 
@@ -21,12 +18,7 @@ _COLDEST = 1e-5
 
 @torch.inference_mode()
 def choose(logits: torch.Tensor, sampling: Sampling) -> Chosen:
-    """Chooses one token per row.
-
-    Args:
-        logits: (rows, vocabulary), float32.
-        sampling: Settings with one entry per row.
-    """
+    """Chooses one token per row of (rows, vocabulary) float32 logits."""
     size = logits.shape[1]
     logprobs = logits.log_softmax(dim=-1)
     # A nan or inf makes the whole row of log-probabilities nan; minus infinity does not, and is never chosen.

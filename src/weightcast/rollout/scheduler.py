@@ -58,10 +58,7 @@ class Scheduler:
 
     Args:
         executor: All ranks of the engine.  The scheduler runs commands on it and does not close it.
-        limits: Limits on requests.
-        eos_token_ids: The model's own end-of-sequence tokens.
         vocab_size: Upper bound of token ids.
-        version: Version of the weights at the start.
     """
 
     def __init__(
@@ -96,7 +93,6 @@ class Scheduler:
         """Queues a request; while the engine is paused the request waits.
 
         Args:
-            request: The request.
             stops_text: Function that takes each token of the answer, in order and in the scheduler's thread, and
                 returns True if the answer ends with it.
 
@@ -126,8 +122,6 @@ class Scheduler:
         It works while the engine is paused, so that new weights can be tried before they serve.
 
         Args:
-            token_ids: Token ids of the text.
-            timeout_s: Deadline, in seconds.
             during_update: Also score while an update pauses the engine, when weights may be of two versions.
 
         Raises:
@@ -153,11 +147,10 @@ class Scheduler:
         """Pauses the engine and returns when nothing runs; it runs again when every holder has called `resume`.
 
         Args:
-            mode: ``abort`` ends running and waiting requests; ``retract`` keeps requests and tokens and
-                recomputes their cache on resume; ``in_place`` keeps the cache too; ``wait`` lets running
-                requests finish and admits no others.
+            mode: ``abort`` ends running and waiting requests; ``retract`` keeps requests and tokens and recomputes
+                their cache on resume; ``in_place`` keeps the cache too; ``wait`` lets running requests finish and
+                admits no others.
             timeout_s: Deadline, in seconds; only ``wait`` comes near it.
-            holder: Name of the party that pauses.
 
         Raises:
             DeadlineExceeded: Requests were still running; the engine is not paused.
@@ -219,8 +212,6 @@ class Scheduler:
         """Pauses, frees the cache and moves the weights off the accelerator.
 
         Args:
-            mode: The same as for `pause`.
-            timeout_s: Deadline, in seconds.
             alone: Context that keeps updates out; entered once nothing runs, not while requests finish.
 
         Raises:
@@ -246,11 +237,7 @@ class Scheduler:
                     self.resume(holder=SLEEP)
 
     def wake(self, *, timeout_s: float = 60.0) -> None:
-        """Undoes `sleep`; the weights are the same, bit for bit.
-
-        Raises:
-            EngineFailure: The engine has failed.
-        """
+        """Undoes `sleep`; the weights are the same, bit for bit.  Raises ``EngineFailure`` if the engine has failed."""
         # Never between the pause and the command of `sleep`: the engine would run without weights and fail.
         with self._moving:
             if self._moved:

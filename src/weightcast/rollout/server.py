@@ -25,7 +25,6 @@ def build_app(engine: RolloutEngine, *, api_key: str | None = None, extra_routes
     """Builds the app with all routes of one engine.
 
     Args:
-        engine: The engine that answers requests.
         api_key: Key required as ``Authorization: Bearer`` on every route but /health; None requires none.
         extra_routes: Function that adds the caller's own routes and middleware first, so that they take precedence.
     """

@@ -16,12 +16,7 @@ _CHARACTERS_PER_TOKEN = 256  # no tokenizer has longer tokens; longer texts are 
 
 
 class Text:
-    """The tokenizer of one model.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        max_len: Number of tokens that fit into the context.
-    """
+    """The tokenizer of one model, in whose context ``max_len`` tokens fit."""
 
     def __init__(self, tokenizer: Any, *, max_len: int) -> None:
         self._tokenizer = tokenizer
@@ -55,11 +50,7 @@ class Text:
         return list(self._tokenizer(text)["input_ids"])
 
     def chat(self, messages: Sequence[dict[str, Any]], /, **settings: Any) -> list[int]:
-        """Token ids of a conversation, up to the start of the answer.
-
-        Args:
-            messages: ``role`` and ``content`` of each, in order.
-            settings: Variables for the model's chat template.
+        """Token ids of a conversation, up to the start of the answer; ``settings`` are for the model's chat template.
 
         Raises:
             ConfigError: The model has no chat template, the template refuses these messages, they cannot fit, or a
@@ -106,9 +97,7 @@ def _parameters(methods: Sequence[Any]) -> frozenset[str]:
 class TextStream:
     """Turns one growing answer into text: whole characters only, without a possible start of a stop string.
 
-    Args:
-        text: The tokenizer.
-        stops: Strings that end the answer and are not part of it.
+    ``stops`` end the answer and are not part of it.
     """
 
     def __init__(self, text: Text, stops: Sequence[str] = ()) -> None:

@@ -33,10 +33,8 @@ class WorkerSettings:
     """Settings of every rank of one engine.
 
     Attributes:
-        model_dir: A Hugging Face folder with config.json and safetensors.
         dtype: torch's name of the dtype of weights and cache, e.g. ``"bfloat16"``.
         device: ``"cpu"``, ``"cuda"`` (rank r takes visible GPU r) or ``"cuda:N"`` (rank r takes GPU N + r).
-        max_batch: Number of sequences that run at once.
         max_len: Tokens of a sequence, prompt and answer together.
         staging: Place where a new version waits for its commit.
         threads: CPU threads of each rank; 0 divides the cores among the ranks.
@@ -63,8 +61,6 @@ class RolloutWorker:
 
         Args:
             settings: Settings, the same on every rank.
-            rank: This rank.
-            tp_size: Number of ranks.
             rendezvous: ``host:port`` of the TCP store for the ranks' rendezvous; unused for one rank.
 
         Raises:
