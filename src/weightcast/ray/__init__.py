@@ -1,8 +1,6 @@
 """Trainers, engines and engine ranks as Ray actors.
 
 This package is optional: nothing outside it imports Ray, and it is imported only where Ray is asked for.
-``TrainWorkers`` is a training job whose ranks are actors, each with a ``WeightUpdater``; ``RolloutEngines`` keeps
-inference servers of any kind alive; ``RayExecutor`` runs the ranks of the reference engine.
 """
 
 from __future__ import annotations

@@ -15,13 +15,7 @@ method: Any = ray.method
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of a rank.
-
-    Attributes:
-        address: Address of its node, as the other nodes reach it.
-        pid: Process id on that node.
-        gpus: GPUs that Ray gave it, by Ray's names.
-    """
+    """The place of a rank: its node's address as other nodes reach it, pid there, and GPUs by Ray's names."""
 
     address: str
     pid: int

@@ -17,15 +17,7 @@ def choose_bundles(
     resource: str,
     share: float = 1.0,
 ) -> tuple[int, ...]:
-    """Returns the bundle of each rank, in the caller's order if the caller named bundles.
-
-    Args:
-        specs: Resources of each bundle of the group.
-        count: Number of ranks.
-        indices: The caller's choice, or None.
-        order: Order in which to try all bundles if ``indices`` is None.
-        resource: Resource that a rank takes of its bundle.
-        share: Share of that resource.
+    """Returns the bundle of each rank: the caller's ``indices``, or else bundles with the resource, in ``order``.
 
     Raises:
         ConfigError: An index is wrong, or too few bundles have the resource; the message says which or how many.

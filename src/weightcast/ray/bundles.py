@@ -28,15 +28,7 @@ PLACE_S = 60.0  # a cluster with room answers at once; one that is growing needs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundles:
-    """Bundles of one placement group, one for each rank of a job or an engine.
-
-    Attributes:
-        group: The placement group.
-        indices: Bundle of rank 0, 1, ...
-        resource: Resource that a rank takes of its bundle, ``"CPU"`` or ``"GPU"``.
-        share: Share of that resource.
-        owned: Whether ``close`` removes the group.
-    """
+    """Bundles of one placement group, one for each rank of a job or an engine, in order of rank."""
 
     group: PlacementGroup
     indices: tuple[int, ...]
@@ -84,12 +76,8 @@ class Bundles:
         """Chooses bundles of the caller's own group, which ``close`` does not remove.
 
         Args:
-            group: The placement group.
-            count: Number of ranks.
             indices: Bundle of rank 0, 1, ..., in this order; None takes bundles with enough of the resource, sorted by
                 address.
-            resource: Resource that a rank takes of its bundle.
-            share: Share of that resource.
 
         Raises:
             ConfigError: An index is out of range, appears twice or names a bundle that lacks the resource.

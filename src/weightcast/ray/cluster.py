@@ -13,11 +13,7 @@ from weightcast.errors import ConfigError
 
 
 def require_cluster() -> None:
-    """Checks that this process is connected to a Ray cluster.
-
-    Raises:
-        ConfigError: The process is not connected.
-    """
+    """Raises ``ConfigError`` unless this process is connected to a Ray cluster."""
     if not ray.is_initialized():
         raise ConfigError("this process is not connected to a Ray cluster", hint="call ray.init() first")
 
@@ -28,7 +24,6 @@ def cluster(address: str, *, namespace: str | None = None, cpus: int = 1) -> Gen
 
     Args:
         address: Address for ``ray.init``; ``"local"`` starts a cluster that ends with this process.
-        namespace: Namespace for names of placement groups.
         cpus: Number of ranks that a cluster started here must hold.
 
     Raises:
@@ -59,11 +54,7 @@ def cluster(address: str, *, namespace: str | None = None, cpus: int = 1) -> Gen
 
 
 def named_group(name: str) -> PlacementGroup:
-    """Finds the placement group with this name in this connection's namespace.
-
-    Raises:
-        ConfigError: The namespace has no such group.
-    """
+    """Finds a placement group by its name in this connection's namespace; raises ``ConfigError`` if there is none."""
     try:
         return get_placement_group(name)
     except ValueError as error:

@@ -16,12 +16,7 @@ _GONE = (RayActorError, OutOfMemoryError)  # Ray ends actors itself when its nod
 
 
 class ActorsFailed(EngineFailure):
-    """Some of the actors failed, died or did not answer in time.
-
-    Attributes:
-        ranks: The ranks of those actors.
-        gone: True if one of them is dead or silent, so no later call on all of them can succeed.
-    """
+    """Some actors failed, died or were late; ``gone`` if one is dead or silent, so that later calls fail too."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), hint: str | None = None, gone: bool = False) -> None:
         super().__init__(message, ranks=ranks, hint=hint)
@@ -35,9 +30,7 @@ def collect(asked: Sequence[Any], *, names: Sequence[str], what: str, timeout_s:
     collective that it will never enter.
 
     Args:
-        asked: Object references.
         names: Name of each actor, e.g. ``"trainer rank 1 (pid 7 on 10.0.0.2)"``.
-        what: Name of the call, for the error.
         timeout_s: Deadline of the whole wait, in seconds.
 
     Raises:

@@ -1,7 +1,4 @@
-"""The kinds of inference servers: the command that starts each, and its routes for health, sleep and wake-up.
-
-The caller adds the arguments that depend on the model and the machine.
-"""
+"""The kinds of inference servers: the command that starts each, and its routes for health, sleep and wake-up."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ class EngineKind:
 
     Attributes:
         command: Program and arguments; ``{host}``, ``{port}`` and ``{tp}`` are filled in.
-        env: Additional environment variables.
         health: Path that answers 200 once the engine serves.
         sleep: Paths to POST ``{}`` to, in order, to free the accelerator; empty if the engine cannot sleep.
         wake: Paths to POST ``{}`` to, in order, to wake up.
@@ -38,12 +34,7 @@ class EngineKind:
 
 
 def reference_engine(model: str, *arguments: str) -> EngineKind:
-    """Describes ``weightcast serve``.
-
-    Args:
-        model: Hugging Face folder on the engine's node.
-        *arguments: Further arguments of its command line.
-    """
+    """Describes ``weightcast serve`` of a Hugging Face folder on the engine's node, with further arguments."""
     return EngineKind(
         command=(
             *(sys.executable, "-m", "weightcast", "serve", model),
@@ -60,7 +51,6 @@ def vllm_engine(
     """Describes ``vllm serve``.
 
     Args:
-        model: Model argument of vLLM.
         *arguments: Further arguments of its command line; ``--enable-sleep-mode`` for ``RolloutEngines.sleep``.
         program: Command that starts vLLM, e.g. with the Python of another environment.
         receiver: Whether vLLM loads weightcast's receiver, which must be installed in its environment.
@@ -86,7 +76,6 @@ def sglang_engine(
     """Describes SGLang's server.
 
     Args:
-        model: Model argument of SGLang.
         *arguments: Further arguments of its command line; ``--enable-memory-saver`` for ``RolloutEngines.sleep``.
         program: Command that starts SGLang, e.g. with the Python of another environment.
         receiver: Whether SGLang loads weightcast's receiver, which must be installed in its environment.
@@ -104,13 +93,7 @@ def sglang_engine(
 
 
 def lmdeploy_engine(model: str, *arguments: str, program: tuple[str, ...] = ("lmdeploy",)) -> EngineKind:
-    """Describes ``lmdeploy serve api_server`` with the PyTorch engine.
-
-    Args:
-        model: Model argument of LMDeploy.
-        *arguments: Further arguments of its command line.
-        program: Command that starts LMDeploy, e.g. with the Python of another environment.
-    """
+    """Describes ``lmdeploy serve api_server`` with the PyTorch engine; ``program`` starts LMDeploy."""
     return EngineKind(
         command=(
             *(*program, "serve", "api_server", model, "--backend", "pytorch"),

@@ -25,12 +25,9 @@ _TAIL_BYTES = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """One health check of an engine.
+    """One health check of an engine; ``exit_code`` is None while the server runs.
 
-    Attributes:
-        exit_code: Exit code of the server; None while it runs.
-        healthy: Whether the health path answered 200.
-        words: Reason why it did not, or the last output of the server.
+    ``words``: the reason why the health path did not answer 200, or the last output of the server.
     """
 
     exit_code: int | None

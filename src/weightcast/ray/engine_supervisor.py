@@ -26,11 +26,7 @@ _libc = ctypes.CDLL(None)
 
 
 def keep(command: Sequence[str]) -> int:
-    """Runs the engine until it ends or stdin closes.
-
-    Returns:
-        The engine's exit code, or 128 plus the signal's number if a signal ended it.
-    """
+    """Runs the engine until it ends or stdin closes; returns its exit code, or 128 plus the signal that ended it."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_this_process
     )

@@ -19,11 +19,8 @@ class EngineHealth:
     """The state of one engine.
 
     Attributes:
-        number: Number of the engine.
-        url: URL of its server.
         state: ``serving`` the current version, ``waiting`` for it (just restarted, or left out of an update), or
             ``dead``.
-        words: Reason of its death.
     """
 
     number: int
@@ -51,12 +48,7 @@ class Member:
 
 
 class EngineTable:
-    """All engines.
-
-    Attributes:
-        members: The engines, by number.
-        version: Version of the last update that an engine serves; None before the first.
-    """
+    """All engines; ``version`` is that of the last update that an engine serves, None before the first."""
 
     def __init__(self, places: Sequence[Bundles], *, api_key: str | None) -> None:
         self.members = [Member(number, bundles) for number, bundles in enumerate(places)]

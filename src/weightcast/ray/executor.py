@@ -89,9 +89,6 @@ class RayExecutor(FarRanks):
 
     The factory is called in the rank's process as ``factory(rank, tp_size, rendezvous, **settings)``, where
     ``rendezvous`` is ``host:port`` of a ``torch.distributed.TCPStore`` that this process serves.
-
-    Attributes:
-        places: Place of each rank.
     """
 
     def __init__(
@@ -109,12 +106,8 @@ class RayExecutor(FarRanks):
 
         Args:
             factory: Function of a module, which Ray can import by name in another process.
-            tp_size: Number of ranks.
-            settings: Keyword arguments of the factory.
             bundles: One bundle for each rank; None makes a placement group that ends with this executor.
             resource: Resource of a group that is made here, ``"CPU"`` or ``"GPU"``.
-            run_timeout_s: Deadline of ``run``, in seconds.
-            start_timeout_s: Deadline of the start, in seconds.
 
         Raises:
             ConfigError: There is no cluster, or it is too small.

@@ -14,13 +14,6 @@ def colocated(
 ) -> tuple[Bundles, tuple[Bundles, ...]]:
     """Places trainers and engines in the same bundles; a trainer rank and an engine rank take half of each.
 
-    Args:
-        num_trainers: Number of trainer ranks.
-        num_engines: Number of engines.
-        tp: Number of bundles of each engine.
-        resource: Resource of a bundle, ``"CPU"`` or ``"GPU"``.
-        timeout_s: Deadline for the cluster to provide the bundles, in seconds.
-
     Returns:
         Bundles of the trainers, and of each engine.  Closing the first removes the whole group.
 

@@ -11,12 +11,7 @@ class Tail:
     """Reads a pipe to its end on a thread of its own and keeps the last bytes."""
 
     def __init__(self, pipe: IO[bytes], *, num_bytes: int) -> None:
-        """Starts reading.
-
-        Args:
-            pipe: Output of the process; only this object may read it from now on.
-            num_bytes: Number of bytes to keep.
-        """
+        """Starts reading; only this object may read the pipe from now on."""
         self._end = os.dup(pipe.fileno())  # the caller may close the pipe while the thread reads
         self._num_bytes = num_bytes
         self._kept = bytearray()
@@ -25,12 +20,7 @@ class Tail:
         self._reading.start()
 
     def text(self, *, patience_s: float = 0.0) -> str:
-        """Returns the last output.
-
-        Args:
-            patience_s: Time to wait for the end of the output, in seconds.  Children of a dead process may still hold
-                the pipe.
-        """
+        """Returns the last output, after ``patience_s`` at most: children of a dead process may still hold the pipe."""
         self._reading.join(patience_s)
         with self._guard:
             return self._kept.decode(errors="replace").strip()

@@ -41,11 +41,7 @@ class EnginePlace:
 
 
 def parse_place(group: str | None, indices: str | None) -> EnginePlace:
-    """Parses the options of the command line.
-
-    Args:
-        group: ``NAMESPACE/NAME``.
-        indices: Comma-separated numbers.
+    """Parses ``NAMESPACE/NAME`` of a group and comma-separated numbers of its bundles.
 
     Raises:
         ConfigError: Bundles come without a group, a name without a namespace, or indices are not numbers.

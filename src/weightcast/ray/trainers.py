@@ -1,7 +1,4 @@
-"""A training job whose ranks are Ray actors.
-
-The caller provides the learner.  This module calls its methods on every rank and sends its weights to engines.
-"""
+"""A training job whose ranks are Ray actors; the caller provides the learner."""
 
 from __future__ import annotations
 
