@@ -30,9 +30,7 @@ class Contender:
     """A method with several settings, of which the fastest is measured.
 
     Attributes:
-        name: Name in tables.
         settings: One method for each setting; their names must differ.
-        ours: True for weightcast, False for peers.
     """
 
     name: str
@@ -47,7 +45,6 @@ class Plan:
     Attributes:
         warm: Untimed turns before the timed ones.
         tries: Turns for each setting of a sweep.
-        turns: Timed turns of each method.
         turn_s: Deadline of one step of a turn, in seconds.
         budget_s: Time after which no round starts, in seconds.
     """
@@ -81,11 +78,7 @@ def run_case(
     """Measures one case.
 
     Args:
-        layout: Processes and devices.
-        contenders: Methods that take turns.
-        plan: Numbers of turns and time limits.
         not_run: Contenders that cannot run here, with the reason.
-        say: Called with lines about the progress.
 
     Returns:
         The result as plain JSON; ``ok`` is False if a method failed or ended with wrong weights.
@@ -209,7 +202,7 @@ class _Run:
             self._rig = None
 
     def result(self, limits: Sequence[_Entry], entries: Sequence[_Entry]) -> dict[str, Any]:
-        """As JSON."""
+        """The result as plain JSON."""
         shape = model_shape(self._layout.model)
         floors = {entry.method.name.removeprefix("limit: "): _figures(entry) for entry in limits if entry.turns}
         floor = _floor(self._layout, floors)

@@ -15,14 +15,7 @@ def ours(
     levels: tuple[str, ...] = ("resident", "none"),
     staging: str = "auto",
 ) -> list[Contender]:
-    """Returns one contender for each level of proof.
-
-    Args:
-        layout: Processes and devices; it decides the transport.
-        bucket_bytes: Bucket sizes to sweep.
-        levels: Levels of proof, as in ``UpdateConfig.verify``.
-        staging: Staging of the engines; see ``WeightReceiver``.
-    """
+    """Returns one contender for each level of proof; the layout decides the transport."""
     transport = "ipc" if layout.placement == "colocated" else "broadcast"
     found: list[Contender] = []
     for level in levels:

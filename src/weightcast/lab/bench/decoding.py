@@ -43,7 +43,7 @@ class Decoding:
             pass
 
     def resume(self) -> None:
-        """Go on."""
+        """Resumes the loop."""
         self._go.set()
 
     def stop_waiting(self) -> None:

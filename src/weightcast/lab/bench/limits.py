@@ -53,7 +53,7 @@ class _Half:
         """Prepares nothing by default."""
 
     def update(self, version: int) -> dict[str, float] | None:
-        """Nothing, likewise."""
+        """Moves nothing by default."""
 
     def close(self) -> None:
         """Releases nothing by default."""
@@ -70,21 +70,21 @@ class BroadcastTrainer(_Half):
         self._group: RawGroup | None = None
 
     def prepare(self) -> None:
-        """Meet."""
+        """Joins the group."""
         if self._side.rank == 0:
             self._buffer = self._bytes(self._chunk_bytes)
             group = self._group = self._side.group("limit-broadcast", rank=0, size=1 + self._side.layout.engines)
             group.broadcast(self._buffer[:1])
 
     def update(self, version: int) -> None:
-        """Send."""
+        """Sends the bytes."""
         if self._group is not None:
             for count in self._pieces:
                 self._group.broadcast(self._buffer[:count])
             synchronize(self._side.device)
 
     def close(self) -> None:
-        """Part."""
+        """Leaves the group."""
         if self._group is not None:
             self._group.close()
 
@@ -96,36 +96,36 @@ class BroadcastEngine(_Half):
         super().__init__(side, chunk_bytes=chunk_bytes)
 
     def prepare(self) -> None:
-        """Meet."""
+        """Joins the group."""
         self._buffer = self._bytes(self._chunk_bytes)
         size = 1 + self._side.layout.engines
         self._group: RawGroup = self._side.group("limit-broadcast", rank=1 + self._side.rank, size=size)
         self._group.broadcast(self._buffer[:1])
 
     def update(self, version: int) -> None:
-        """Receive."""
+        """Receives the bytes."""
         for count in self._pieces:
             self._group.broadcast(self._buffer[:count])
         synchronize(self._side.device)
 
     def close(self) -> None:
-        """Part."""
+        """Leaves the group."""
         self._group.close()
 
 
 class DeviceCopyTrainer(_Half):
-    """Nothing."""
+    """Does nothing: the engines copy."""
 
 
 class DeviceCopyEngine(_Half):
     """Copies every byte of the model once within the engine's device, on all engines at the same time."""
 
     def prepare(self) -> None:
-        """Two buffers."""
+        """Allocates two buffers."""
         self._from, self._to = self._bytes(self._chunk_bytes), self._bytes(self._chunk_bytes)
 
     def update(self, version: int) -> None:
-        """Copy."""
+        """Copies the bytes."""
         for count in self._pieces:
             self._to[:count].copy_(self._from[:count], non_blocking=True)
         synchronize(self._side.device)
@@ -135,7 +135,7 @@ class AllGatherTrainer(_Half):
     """Gathers the whole model on every trainer's device from equal shards."""
 
     def prepare(self) -> None:
-        """Meet."""
+        """Joins the group."""
         size = self._side.layout.trainers
         self._share = self._chunk_bytes // size
         self._shard, self._whole = self._bytes(self._share), self._bytes(self._share * size)
@@ -144,7 +144,7 @@ class AllGatherTrainer(_Half):
         synchronize(self._side.device)
 
     def update(self, version: int) -> None:
-        """Gather."""
+        """Gathers the shards."""
         size = self._side.layout.trainers
         for count in self._pieces:
             self._group.all_gather(self._whole[: count // size * size], self._shard[: count // size])
@@ -154,7 +154,7 @@ class AllGatherTrainer(_Half):
                 pipe.send(None)
 
     def close(self) -> None:
-        """Part."""
+        """Leaves the group."""
         self._group.close()
 
 
@@ -187,13 +187,13 @@ class PeerCopyEngine(_Half):
         self._to = self._bytes(self._chunk_bytes)
 
     def update(self, version: int) -> None:
-        """Copy."""
+        """Copies the bytes."""
         for count in self._pieces:
             self._to[:count].copy_(self._from[:count], non_blocking=True)
         synchronize(self._side.device)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmaps the trainer's buffer."""
         del self._from
 
 

@@ -30,11 +30,9 @@ class Layout:
     """Processes and devices of a case.
 
     Attributes:
-        model: Name of a model shape.
         placement: ``colocated``: engine i on trainer i's device. ``disaggregated``: on devices of their own.
         trainers: Number of trainer processes; the weights are sharded over them by rows.
         engines: Number of engine processes; each keeps the whole model.
-        device: ``cpu`` or ``cuda``.
         threads: Number of torch threads in each process on a CPU.
         generate: True if engines generate all the time, so that a stall is measured and not only computed.
     """
@@ -60,10 +58,7 @@ class Side:
     """The process that a half runs in.
 
     Attributes:
-        layout: Processes and devices of the case.
         rank: Rank among the processes of the same role.
-        device: Device of this process.
-        shape: Names and shapes of the model.
         pipes: Pipes to the processes of the other role, by rank.
         store_port: Port of the store for the rendezvous of groups.
         serial: Number of preparations so far, the same in all processes.
@@ -129,9 +124,7 @@ class Method:
     """A way of updating, or a limit.
 
     Attributes:
-        name: Name in tables.
-        trainer: ``module:Class`` of the trainer's half.
-        engine: ``module:Class`` of the engine's half.
+        trainer: ``module:Class`` of the trainer's half; ``engine`` likewise.
         options: Keyword arguments of both halves.
         emulated: Parts that are our code and not the named project's own.
         writes: False for limits, which move bytes and change no weights.

@@ -66,7 +66,7 @@ class Trainer:
         return ()
 
     def update(self, version: int) -> dict[str, float]:
-        """One transaction."""
+        """Runs one transaction."""
         assert self._updater is not None
         with self._counting:
             report = self._updater.update(version=version)
@@ -74,7 +74,7 @@ class Trainer:
         return {**phases, "own_seconds": report.seconds, "buckets": float(report.buckets)}
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnects."""
         if self._updater is not None:
             self._updater.close()
 

@@ -39,7 +39,7 @@ class Peak:
         self._profile: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Starts watching."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()

@@ -58,7 +58,7 @@ class RawGroup:
         self._group.recv([tensor], peer, 0).wait()
 
     def close(self) -> None:
-        """Let go."""
+        """Leaves the group."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._group.abort()
@@ -83,11 +83,7 @@ class Pipe:
         self._connection.send_bytes(body)
 
     def receive(self) -> Any:
-        """Returns the next message.
-
-        Raises:
-            TimeoutError: No message arrived for five minutes.
-        """
+        """Returns the next message; raises ``TimeoutError`` after five minutes without one."""
         if not self._connection.poll(_LONG.total_seconds()):
             raise TimeoutError("the other process sent no message for five minutes")
         return self._connection.recv()

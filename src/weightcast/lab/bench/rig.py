@@ -80,8 +80,6 @@ class Rig:
         """Runs one turn: new weights on the trainers, poison on the engines, one update, and a check of every bit.
 
         Args:
-            method: Method to run.
-            timeout_s: Deadline of each step, in seconds.
             watch: Also measure memory and count launches, which makes the times of this turn useless.
             profile: Also sample stacks; see ``StackSampler.table``.
 

@@ -20,8 +20,6 @@ class Place:
     """Place of one checkpoint tensor in an engine's parameters.
 
     Attributes:
-        name: Name in the checkpoint.
-        shape: Shape, such as ``(4096, 4096)``.
         resident: Name of the engine's parameter.
         index: Index in dimension 0 of a stacked parameter; None if it is not stacked.
         row: First row in the parameter, or in the element of the stack.
@@ -36,13 +34,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model: the tensors of its checkpoint in order, and the parameters that an engine keeps.
-
-    Attributes:
-        name: Name of the table.
-        places: One place for each tensor of the checkpoint.
-        residents: Shape of each parameter of the engine, by name.
-    """
+    """A model: the tensors of its checkpoint in order, and the shapes of the parameters that an engine keeps."""
 
     name: str
     places: tuple[Place, ...]

@@ -32,13 +32,7 @@ class Pattern:
         self._words = (words & ~_HIGHEST_EXPONENT_BIT).to(torch.int16).to(device)
 
     def fill(self, tensor: torch.Tensor, *, key: int, first_word: int = 0) -> None:
-        """Overwrites a contiguous tensor of a 16-bit dtype.
-
-        Args:
-            tensor: Tensor or part of a tensor to fill.
-            key: Key of the tensor and version; see ``key_of``.
-            first_word: First element of the part within the whole tensor.
-        """
+        """Overwrites a contiguous 16-bit tensor, a part from element ``first_word`` of the whole; see ``key_of``."""
         self.fill_all([(tensor, key, first_word)])
 
     def fill_all(self, tensors: Iterable[tuple[torch.Tensor, int, int]]) -> None:

@@ -22,11 +22,7 @@ _POLL_S = 0.05
 
 
 class ChildFailed(EngineFailure):
-    """A process ended with an error.
-
-    Attributes:
-        tails: Last lines of the log of each failed process, by name.
-    """
+    """A process ended with an error; ``tails`` has the last log lines of each failed process, by name."""
 
     def __init__(self, message: str, *, tails: Mapping[str, str], hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -97,8 +93,6 @@ class Children:
         """Starts one process.
 
         Args:
-            name: Name in messages and of the log file.
-            command: Program and arguments.
             env: Complete environment of the process.
             piped: Keep stdin for ``Child.tell`` and stdout for ``Children.read_line``; otherwise the log gets stdout.
         """
@@ -118,11 +112,7 @@ class Children:
         return child
 
     def check(self) -> None:
-        """Checks that every child still runs or has ended without an error.
-
-        Raises:
-            ChildFailed: A child ended with an error.
-        """
+        """Raises ``ChildFailed`` if a child has ended with an error."""
         failed = [child for child in self._running if child.exit_code not in (None, 0)]
         if failed:
             raise ChildFailed(

@@ -19,10 +19,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, its sampled completions and their rewards.
 
     Attributes:
-        prompt: Token ids.
         completions: Token ids of each completion, its end-of-text token included; none is empty.
         logprobs: Log-probability of each of those tokens under the policy that sampled it.
-        rewards: Reward of each completion.
     """
 
     prompt: list[int]
@@ -67,11 +65,7 @@ class PackedGroups:
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Normalises each reward by its group's mean and standard deviation; 0 if all rewards of a group are equal.
-
-    Args:
-        rewards: ``(groups, group size)`` floating point; the result has the same shape and dtype.
-    """
+    """Normalises (groups, group size) rewards by each group's mean and standard deviation; 0 where all are equal."""
     centred = rewards - rewards.mean(dim=-1, keepdim=True)
     return centred / (rewards.std(dim=-1, keepdim=True, correction=0) + 1e-4)
 
@@ -92,8 +86,6 @@ def clipped_loss(
         behaviour_logprobs: ``(T,)`` under the policy that sampled the tokens.
         advantages: ``(T,)``.
         num_tokens: Token count of the whole batch, so that tokens of all processes and micro-batches weigh the same.
-        clip_low: Lower end of the ratio is ``1 - clip_low``.
-        clip_high: Upper end of the ratio is ``1 + clip_high``.
     """
     ratio = torch.exp((logprobs - behaviour_logprobs).clamp(-20, 20))  # infinity times an advantage of 0 is NaN
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -136,12 +128,7 @@ def pack_groups(groups: Sequence[Group]) -> PackedGroups:
 
 
 def token_logprobs(logits: Tensor, target: Tensor) -> Tensor:
-    """Returns the log-probability of each target token, in float32.
-
-    Args:
-        logits: ``(T, vocabulary)``, any floating dtype, at temperature 1.
-        target: ``(T,)`` int64.
-    """
+    """Returns the log-probability of each of T targets, in float32, from (T, vocabulary) logits at temperature 1."""
     return torch.log_softmax(logits.float(), dim=-1).gather(-1, target[:, None])[:, 0]
 
 

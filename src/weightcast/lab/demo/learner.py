@@ -20,7 +20,6 @@ class TrainNumbers:
     """Measurements of one training step, over all ranks.
 
     Attributes:
-        loss: Token-mean GRPO loss.
         grad_norm: Gradient norm before clipping.
         logprob_gap: Mean absolute difference of log-probabilities between the sampling engine and this model.
     """
@@ -37,13 +36,7 @@ class Learner:
     """
 
     def __init__(self, folder: Path, *, device: torch.device, grpo: GrpoConfig) -> None:
-        """Loads and shards the model; collective.
-
-        Args:
-            folder: Hugging Face model folder of a Llama-like causal LM.
-            device: Device of this rank.
-            grpo: Settings of the training run.
-        """
+        """Loads the Llama-like causal LM of a Hugging Face folder and shards it; collective."""
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -67,11 +60,7 @@ class Learner:
     def step(self, groups: Sequence[Group]) -> TrainNumbers:
         """Runs one optimiser step on the whole batch; collective.
 
-        Args:
-            groups: All groups of the step, the same on every rank; each rank trains on its share of them.
-
-        Returns:
-            Measurements over all ranks, the same on every rank.
+        The groups are the same on every rank, and each trains on its share.  The measurements are over all ranks.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         num_tokens = sum(len(completion) for group in groups for completion in group.completions)

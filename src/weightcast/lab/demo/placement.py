@@ -15,12 +15,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Placement of one engine.
-
-    Attributes:
-        tp: Tensor-parallel degree, which is the number of ranks.
-        gpus: Index of each rank's GPU; empty on a CPU.
-    """
+    """Placement of one engine: its tensor-parallel degree, and the index of each rank's GPU (empty on a CPU)."""
 
     tp: int
     gpus: tuple[int, ...] = ()
@@ -31,10 +26,7 @@ class Placement:
     """Placement of all processes of one mode.
 
     Attributes:
-        device: ``cpu`` or ``cuda``, for all processes.
-        trainers: Number of trainer processes.
         trainer_gpus: Index of each trainer's GPU; empty on a CPU.
-        engines: One or two engines.
         note: Remark on a choice made for lack of GPUs; may be empty.
     """
 

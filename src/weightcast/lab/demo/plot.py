@@ -66,10 +66,7 @@ def phases_of(mode: ModeRecord) -> dict[str, float]:
 def write_plot(report: DemoReport, folder: Path, *, copy_s: float) -> Path:
     """Plots reward and update time by step, and the phases of each mode, into ``plot.png`` and returns its path.
 
-    Args:
-        report: The finished demo.
-        folder: Folder of the picture.
-        copy_s: Time of one copy of the model's bytes, drawn as the limit.
+    ``copy_s``, the time of one copy of the model's bytes, is drawn as the limit.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -27,11 +27,7 @@ TRANSPORTS = {"colocated": "ipc", "disaggregated": "broadcast"}
 def start_engines(children: Children, model: Path, placement: Placement, *, vllm: Path | None = None) -> list[Child]:
     """Starts each engine on a free port; it prints its URL as JSON when it serves.
 
-    Args:
-        children: Owner of the processes.
-        model: Hugging Face model folder.
-        placement: Number and devices of the engines.
-        vllm: Python interpreter that has vLLM; None starts ``weightcast serve``.
+    ``vllm`` is a Python interpreter that has vLLM; None starts ``weightcast serve``.
     """
     threads = _threads(sum(engine.tp for engine in placement.engines))
     engines: list[Child] = []

@@ -8,14 +8,7 @@ from weightcast.lab.demo.settings import Mode
 
 
 class TargetRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine after an update; the fields are those of ``TargetReport``.
-
-    Attributes:
-        url: URL of the engine.
-        status: State of the engine.
-        version: Version that it serves.
-        stall_s: Time in which it generated nothing, in seconds.
-    """
+    """One engine after an update; the fields are those of ``TargetReport``."""
 
     url: str
     status: str
@@ -36,12 +29,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
         stall_s: Longest time in which an engine generated nothing.
         digests_matched: Number of engine ranks whose resident weights equal the sent ones.
         ranks: Number of ranks of all engines.
-        digest: Model digest of the sent weights.
         generate_s: Time to sample all completions over HTTP.
-        train_s: Time of the training step.
         logprob_gap: Mean absolute difference of the sampled tokens' log-probabilities, engine against trainer.
-        completion_tokens: Tokens sampled in this step.
-        targets: State of each engine after the update.
     """
 
     version: int
@@ -83,13 +72,9 @@ class ModeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One mode of the demo, all steps.
 
     Attributes:
-        mode: ``colocated`` or ``disaggregated``.
-        transport: Name of the transport.
         engines: One line for each engine: URL, degree and device.
-        trainers: Number of trainer processes.
         reward_gain: Mean reward of the last quarter of the steps minus that of the first quarter.
         seconds: Wall time of the mode, including the start of the processes.
-        steps: Steps, in order.
         samples: Answers before and after training.
     """
 

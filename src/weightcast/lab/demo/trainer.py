@@ -40,15 +40,10 @@ class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: Hugging Face model folder to start from, the same as the engines'.
         transport: ``ipc`` or ``broadcast``.
-        world_size: Number of trainer processes.
         gpus: Index of each process's GPU; empty for the CPU.
         rendezvous: Path of a new file that serves as the trainers' rendezvous.
         wire_dtype: Dtype of the engines, to which weights are cast before they are sent.
-        steps: Number of training steps.
-        seed: Random seed of prompts and sampling.
-        bucket_bytes: Size of one bucket.
         step_timeout_s: Deadline of each single wait within a step, in seconds.
-        grpo: Settings of the training run.
     """
 
     model: str
@@ -76,10 +71,7 @@ class Rollouts:
         self._job = job
 
     def next_groups(self, *, version: int) -> list[Group]:
-        """Samples the groups of one step.
-
-        Args:
-            version: Weight version that every engine must sample with; 0 for its initial weights.
+        """Samples the groups of one step with ``version``, which every engine must serve; 0 is the initial weights.
 
         Raises:
             VerificationFailed: A completion came from another version.

@@ -12,13 +12,7 @@ _INTERVAL_S = 5.0
 
 @contextmanager
 def waiting(what: str, note: Callable[[str], None], *, interval_s: float = _INTERVAL_S) -> Generator[None]:
-    """Prints ``what`` now, and again with the seconds since then until the block ends.
-
-    Args:
-        what: Who does what.
-        note: Prints a line.
-        interval_s: Time between two lines, in seconds.
-    """
+    """Prints ``what`` now, and every ``interval_s`` with the seconds since then, until the block ends."""
     started_s, over = time.monotonic(), threading.Event()
 
     def repeat() -> None:

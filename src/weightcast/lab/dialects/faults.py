@@ -39,7 +39,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: Kind of fault; the module's docstring lists them.
-        path: Path of the route.
         number: Number of the request to this path, from 1.
         seconds: Length of a ``delay``; 0 means forever.
     """
@@ -51,11 +50,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Parses a list of faults; empty text gives an empty list.
-
-    Raises:
-        ConfigError: The text is malformed.
-    """
+    """Parses a list of faults, which may be empty; raises ``ConfigError`` if the text is malformed."""
     found: list[Fault] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _PATTERN.fullmatch(part)
@@ -85,11 +80,7 @@ class Faults:
         self.set(text)
 
     def set(self, text: str) -> None:
-        """Replaces the list and restarts the counts.
-
-        Raises:
-            ConfigError: The text is malformed.
-        """
+        """Replaces the list and restarts the counts; raises ``ConfigError`` if the text is malformed."""
         faults = parse_faults(text)
         with self._lock:
             self._faults = faults

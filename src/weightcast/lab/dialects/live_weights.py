@@ -36,11 +36,7 @@ class LiveWeights:
     """Writes tensors into an engine's live weights as they arrive.  Thread-safe."""
 
     def __init__(self, receiver: SessionHandler) -> None:
-        """Checks that the engine is supported.
-
-        Raises:
-            ConfigError: The engine has staging, or keeps its weights on GPUs.
-        """
+        """Raises ``ConfigError`` if the engine has staging, or keeps its weights on GPUs."""
         info = receiver.info()
         if info.staging != "none":
             raise ConfigError(

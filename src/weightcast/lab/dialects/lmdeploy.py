@@ -171,7 +171,7 @@ class Dialect:
         return "Succeeded to update parameter online."
 
     def destroy_group(self, request: DestroyGroup) -> str:
-        """Leave."""
+        """Leaves a group."""
         if not self._groups.leave(request.group_name):
             raise ValueError(f"group {request.group_name!r} not initialized")
         return f"Succeeded to destroy group {request.group_name!r}."

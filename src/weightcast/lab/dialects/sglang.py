@@ -77,11 +77,7 @@ class Dialect:
     """Implements the routes.  Thread-safe; like SGLang's scheduler it handles one weight request at a time."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Checks that the engine is supported.
-
-        Raises:
-            ConfigError: The engine has no receiver, has staging, or is not on a CPU.
-        """
+        """Raises ``ConfigError`` if the engine has no receiver, has staging, or is not on a CPU."""
         if engine.receiver is None:
             raise ConfigError("a dialect needs an engine with a receiver")
         self._engine = engine
@@ -145,7 +141,7 @@ class Dialect:
         return "Success"
 
     def end(self, _: End) -> str:
-        """Close it."""
+        """Closes the session."""
         with self._busy:
             if not self._session:
                 raise _Refused("no weight-update session is open; call begin_weight_update() first")
@@ -289,7 +285,7 @@ class Dialect:
         self.is_paused = True
 
     def resume(self) -> None:
-        """Go on."""
+        """Resumes generation."""
         self.is_paused = False
         self._engine.scheduler.resume(holder=_HOLDER)
 

@@ -125,11 +125,7 @@ def _to_mark(stack: list[Any]) -> list[Any]:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """Returns the dtype that a payload names.
-
-    Raises:
-        WireError: It names something else.
-    """
+    """Returns the dtype that a payload names; raises ``WireError`` if it names something else."""
     if not isinstance(name, Named) or name.module != "torch" or name.name not in DTYPES:
         raise WireError(f"{name} is not a dtype")
     return DTYPES[name.name]

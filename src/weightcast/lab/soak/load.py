@@ -67,16 +67,7 @@ class Load:
     def __init__(
         self, where: Callable[[], list[str]], judge: Judge, *, clients: int, vocab: int, seed: int, timeout_s: float
     ) -> None:
-        """Starts the clients.
-
-        Args:
-            where: Returns the URLs of the engines that are up now.
-            judge: Checks the answers.
-            clients: Number of concurrent clients.
-            vocab: Size of the vocabulary.
-            seed: Random seed of the prompts.
-            timeout_s: Deadline of one answer, in seconds; a later one counts as a hang.
-        """
+        """Starts the clients.  ``where`` returns the engines that are up; an answer after ``timeout_s`` is a hang."""
         self._where = where
         self._judge = judge
         self._vocab = vocab
@@ -153,9 +144,8 @@ class Judge:
     def __init__(self, versions: Versions, modes: Mapping[int, str]) -> None:
         """Starts the thread that recomputes answers.
 
-        Args:
-            versions: Model for this judge alone.
-            modes: Pause mode of the update to each version, which says whether the KV cache was kept.
+        ``versions`` is a model for this judge alone.  ``modes``: pause mode of the update to each version, which says
+        whether the KV cache was kept.
         """
         self._versions = versions
         self._modes = modes

@@ -13,17 +13,11 @@ class Plan:
     """Settings of a soak.
 
     Attributes:
-        model: Hugging Face model folder that the engines start from.
         updates: Number of updates that must succeed.
         seconds: Shortest running time; 0 if only ``updates`` counts.
-        engines: Number of engines.
-        tp: Tensor-parallel ranks of each engine.
         clients: Number of requests kept running.
         fault_rate: Share of the updates that get a fault, from 0 to 1.
-        seed: Random seed.
-        bucket_bytes: Size of a bucket.
         timeout_s: Deadline of each single wait, in seconds.
-        folder: Folder for logs.
     """
 
     model: Path
@@ -45,13 +39,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         updates: Updates after which every engine served the new version.
         attempts: Updates that were begun.
-        seconds: Time from the first update to the last, in seconds.
         faults: Number of faults by kind.
         transports: Successful updates by transport.
         modes: Attempts by pause mode.
         engines_started: Engine processes started, including the first ones.
         trainers_started: Trainer processes started, including the first one.
-        answers: Completions that engines returned.
         answers_dropped: Requests that ended with their engine, or were refused by it.
         answers_checked: Completions recomputed with the weights of the versions that they claim.
         answers_spanning: Checked completions whose tokens came from several versions.

@@ -34,10 +34,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One update that the trainer shall run.
 
     Attributes:
-        version: Weight version to send.
-        urls: Engines to update.
-        transport: Name of the transport.
-        pause: Pause mode.
         abort_at: Share of the bytes, from 0 to 1, after which to abort; None completes the update.
         corrupt: Flip one bit of one bucket after its digest was taken, for the first engine only.
     """

@@ -17,12 +17,7 @@ _NOISE = 0.5  # share of a tensor's standard deviation: versions must give diffe
 
 
 class Versions:
-    """A model that can be set to any version.
-
-    Attributes:
-        model: A transformers causal LM in float32, on the CPU.
-        current: Version that the model is set to.
-    """
+    """A transformers causal LM, in float32 on the CPU, that can be set to any version."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
