@@ -94,7 +94,7 @@ class HeldParts:
         raise ConfigError(f"{name}: the model has been sharded anew since the exporter was prepared")
 
     def look_at(self, sources: Sequence[int]) -> Seen:
-        """These sources now."""
+        """The sources of these numbers as they lie now."""
         return self.look(sources) if self.look else Seen([], None)
 
 
