@@ -22,6 +22,7 @@ class Stream:
         tokens: What has come so far.
         finish: Type of SGLang's finish reason (``length``, ``abort``); empty until the answer is over.
         failure: What broke the answer off; empty if nothing did.
+        meta: What SGLang says of the answer so far.
     """
 
     def __init__(self, url: str, prompt: Sequence[int], count: int) -> None:
@@ -30,6 +31,7 @@ class Stream:
         self.tokens: list[int] = []
         self.finish = ""
         self.failure = ""
+        self.meta: dict[str, Any] = {}
         self._url = url
         self._news = threading.Condition()
         self._over = False
@@ -80,7 +82,8 @@ class Stream:
             total = int(said["meta_info"]["completion_tokens"])
             # By default every message has the whole answer so far; with a flag of SGLang's, what is new.
             self.tokens = came if len(came) == total else self.tokens + came
-            self.finish = str((said["meta_info"].get("finish_reason") or {}).get("type") or "")
+            self.meta = said["meta_info"]
+            self.finish = str((self.meta.get("finish_reason") or {}).get("type") or "")
             self._news.notify_all()
 
 

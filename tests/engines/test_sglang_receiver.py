@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
@@ -133,6 +134,26 @@ def loaded(served: Served, count: int) -> tuple[Stream, list[Stream]]:
     raise AssertionError("no request has run long enough for others to wait")
 
 
+def new_from(stream: Stream, version: int) -> int:
+    """The first token of a version, as SGLang says it; all before it are of the version before."""
+    old, new = stream.meta["weight_versions"]
+    assert (old["version"], new["version"]) == (str(version - 1), str(version))
+    assert (old["start"], old["end"], new["end"]) == (0, new["start"], len(stream.tokens))
+    return new["start"]
+
+
+@torch.no_grad()
+def kept_in_place(old: Any, new: Any, stream: Stream, count: int) -> bool:
+    """Whether the old weights chose the first tokens, and the new ones the others with the old weights' cache."""
+    ids = torch.tensor([stream.prompt + stream.tokens[:-1]])
+    place = len(stream.prompt) + count - 1
+    cache = DynamicCache()
+    first = old(ids[:, :place], cache=cache)
+    rest = new(ids[:, place:], cache=cache)
+    chosen = torch.cat([first.logits[0, len(stream.prompt) - 1 :], rest.logits[0]]).argmax(-1)
+    return chosen.tolist() == stream.tokens
+
+
 def stream_of(engine: Engine) -> Stream:
     """One request that runs and has answered a little."""
     running = Stream(engine.url, PROMPTS[0], 100)
@@ -144,6 +165,9 @@ def test_retract_keeps_tokens_and_computes_the_cache_anew_with_the_prefix_cache_
     old, (running, waiting) = dense.step_under(lambda: loaded(dense, LONG), "retract")
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG), running.failure
     assert SEEN <= switched_at(old, dense.model, running) < LONG
+    count = new_from(running, dense.version)
+    assert follows(old, PROMPT, running.tokens[:count])
+    assert follows(dense.model, [*PROMPT, *running.tokens[:count]], running.tokens[count:])
     for stream in waiting:
         assert (stream.ended().finish, len(stream.tokens)) == ("length", SHORT)
         assert follows(dense.model, stream.prompt, stream.tokens)
@@ -158,6 +182,7 @@ def test_in_place_keeps_requests_and_their_cache_and_gives_it_to_no_new_request(
     assert (running.ended().finish, len(running.tokens)) == ("length", LONG), running.failure
     assert follows(old, PROMPT, running.tokens[:SEEN])
     assert not follows(old, PROMPT, running.tokens)
+    assert kept_in_place(old, dense.model, running, new_from(running, dense.version))
     assert fresh["meta_info"]["cached_tokens"] == 0 or follows(dense.model, PROMPT, fresh["output_ids"])
     for stream in waiting:
         assert follows(dense.model, stream.prompt, stream.ended().tokens)
@@ -304,6 +329,25 @@ def test_sglangs_own_updates_are_refused_and_change_nothing(moe: Served) -> None
     assert before["digest"]
     assert checksum(moe.engine) == sums
     assert greedy_tokens(moe.engine, PROMPTS, COUNT) == answers(moe.model)
+
+
+def test_a_rank_that_is_killed_is_named_and_sglang_ends(moe: Served) -> None:
+    """The last test of this server."""
+    [_, rank] = moe.info()["ranks"]
+    family = moe.engine.family()
+
+    def kill(done: int, total: int) -> None:
+        if psutil.pid_exists(rank["pid"]):
+            os.kill(rank["pid"], signal.SIGKILL)
+
+    with (
+        WeightUpdater.connect(moe.model, [moe.engine.url], progress=kill, **OPTIONS) as updater,
+        pytest.raises(UpdateFailed, match=rf"rank 1 \(pid {rank['pid']}\) is gone"),
+    ):
+        updater.update(version=moe.version + 1)
+    assert moe.engine.process.wait(PATIENCE_S) != 0
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+    assert not alive
 
 
 @pytest.mark.engine_full

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -434,7 +435,7 @@ def test_requests_with_cache_keep_their_name_and_the_others_get_a_new_one() -> N
     scheduler.waiting_queue = [users, holding]
     scheduler.grammar_manager.grammar_queue = [plain]
     before = [each.extra_key for each in (users, plain, holding)]
-    requests.switch(lambda: None, mode="in_place", version="1")
+    requests.switch(lambda: None, mode="in_place", version="1", served="0")
     assert scheduler.log == []
     assert holding.extra_key == before[2]
     assert users.extra_key != before[0]
@@ -445,10 +446,46 @@ def test_requests_with_cache_keep_their_name_and_the_others_get_a_new_one() -> N
     assert fresh.extra_key == users.extra_key
 
 
+@dataclass(frozen=True)
+class Event:
+    """SGLang's ``WeightVersionEvent``."""
+
+    old_version: str
+    num_output_tokens: int
+
+
+def test_the_token_of_a_step_that_is_computed_and_not_noted_is_one_of_the_old_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("sglang.srt.utils.weight_versions")
+    vars(module)["WeightVersionEvent"] = Event
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    one, first, half_read = (
+        SimpleNamespace(output_ids=tokens, weight_version_events=[], **vars(request()))
+        for tokens in ([7, 8, 9], [], [])
+    )
+    waiting = SimpleNamespace(output_ids=[7], weight_version_events=[], **vars(request(holds=True)))
+    scheduler: Any = Scheduler()
+    scheduler.chunked_req = half_read
+    scheduler.waiting_queue = [waiting]
+    scheduler.result_queue = [(SimpleNamespace(reqs=[one, first, half_read]), None)]
+
+    def record(version: str) -> None:
+        for each in (one, first, half_read, waiting):
+            if each.output_ids:
+                each.weight_version_events.append(Event("0", len(each.output_ids)))
+
+    scheduler.record_weight_version_change = record
+    requests = RequestsAtSwitch(scheduler, torch.device("cpu"))
+    requests.switch(lambda: None, mode="in_place", version="1", served="0")
+    found = [each.weight_version_events for each in (one, first, half_read, waiting)]
+    assert found == [[Event("0", 4)], [Event("0", 1)], [], [Event("0", 1)]]
+
+
 def test_a_paused_server_stays_paused_and_abort_drops_what_is_left() -> None:
     scheduler = Scheduler()
     scheduler._engine_paused = True
-    RequestsAtSwitch(scheduler, torch.device("cpu")).switch(lambda: None, mode="abort", version="1")
+    RequestsAtSwitch(scheduler, torch.device("cpu")).switch(lambda: None, mode="abort", version="1", served="0")
     assert scheduler.log == ["pause retract", "abort all", "flush"]
     assert scheduler._engine_paused
 
@@ -459,7 +496,7 @@ def test_a_switch_that_fails_lets_sglang_go_on() -> None:
 
     scheduler = Scheduler()
     with pytest.raises(torch.OutOfMemoryError):
-        RequestsAtSwitch(scheduler, torch.device("cpu")).switch(fail, mode="retract", version="1")
+        RequestsAtSwitch(scheduler, torch.device("cpu")).switch(fail, mode="retract", version="1", served="0")
     assert scheduler.log[-1] == "continue"
 
 

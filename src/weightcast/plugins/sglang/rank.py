@@ -85,7 +85,7 @@ class SglangRank(SwitchRank):
         """Implements ``SwitchRank.carry_out``."""
         assert self._requests is not None
         version = str(session.version) if forward else self._other
-        self._requests.switch(task.do, mode=session.pause, version=version)
+        self._requests.switch(task.do, mode=session.pause, version=version, served=self._version)
         self._version, self._other = version, self._version
 
     def why_not(self, message: Open) -> str:

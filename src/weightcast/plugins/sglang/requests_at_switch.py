@@ -36,7 +36,7 @@ class RequestsAtSwitch:
         self._device = device
         self._switches = 0
 
-    def switch(self, do: Callable[[], None], *, mode: PauseMode, version: str) -> None:
+    def switch(self, do: Callable[[], None], *, mode: PauseMode, version: str, served: str) -> None:
         """Runs ``do`` while no step runs, and treats the requests as the pause mode says.
 
         in_place: requests keep their tokens and KV cache.  retract: they keep their tokens, and their cache is computed
@@ -47,6 +47,7 @@ class RequestsAtSwitch:
             do: Exchanges the weights.
             mode: The session's pause mode.
             version: Stamp of what is generated from now on, if ``do`` succeeds.
+            served: Stamp of what was generated before.
         """
         from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
 
@@ -63,7 +64,7 @@ class RequestsAtSwitch:
             do()
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-            self._stamp(version)
+            self._stamp(version, served)
         finally:
             self._switches += 1
             flushed = mode == "in_place" or self._flush()
@@ -86,11 +87,26 @@ class RequestsAtSwitch:
         base = (request.extra_key or "").partition(_MARK)[0]
         request.extra_key = f"{base}{_MARK}{self._switches}"
 
-    def _stamp(self, version: str) -> None:
-        """Sets the version of later tokens; SGLang 0.5.17 has it in its API server only."""
+    def _stamp(self, version: str, served: str) -> None:
+        """Sets the version of later tokens; SGLang 0.5.17 has it in its API server only.
+
+        SGLang takes the tokens that it has noted for those of the old version.  With its overlap loop there is one more
+        where requests are kept in place: that of the step which was computed last, and is noted a pass later.
+        """
         record = getattr(self._scheduler, "record_weight_version_change", None)
-        if record is not None:
-            record(version)
+        if record is None or version == served:
+            return
+        from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+        record(version)
+        for batch, _ in getattr(self._scheduler, "result_queue", None) or ():
+            for request in batch.reqs:
+                if request is self._scheduler.chunked_req:
+                    continue  # a part of its prompt was read, which gives no token
+                events, noted = request.weight_version_events, len(request.output_ids)
+                if noted:
+                    events.pop()
+                events.append(WeightVersionEvent(old_version=served, num_output_tokens=noted + 1))
 
     def _flush(self) -> bool:
         """Empties the caches; False if something still holds pages, which costs memory only.
