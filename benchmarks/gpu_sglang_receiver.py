@@ -105,20 +105,31 @@ class Trainer:
             dtype = torch.float32 if tiny else torch.bfloat16
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=dtype)
         self.model = model.eval()
-        self.bytes = sum(parameter.nbytes for parameter in model.parameters())
+        sizes = [parameter.nbytes for parameter in model.parameters()]
+        self.bytes, self.largest_bytes = sum(sizes), max(sizes)
+        self._norms = [
+            float(torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)) / parameter.numel() ** 0.5
+            for parameter in model.parameters()
+        ]
         self.version = 0
         self.model.save_pretrained(folder)
         tiny_tokenizer(folder)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Changes every weight; no optimizer would change them so much in a step."""
+        """Changes every weight; no optimizer would change them so much in a step.
+
+        Each version is the first weights and noise of its own.  With noise on top of noise weights would grow, and
+        with them what rounding does to a model of random weights.
+        """
         self.version += 1
-        source = torch.Generator(self.device).manual_seed(self.version)
-        for parameter in self.model.parameters():
-            noise = torch.randn(parameter.shape, generator=source, device=self.device, dtype=parameter.dtype)
-            size = torch.linalg.vector_norm(parameter, dtype=torch.float32) / parameter.numel() ** 0.5
-            parameter.add_(noise.mul_(0.3 * float(size)))
+        versions = [(-1, self.version - 1)] if self.version > 1 else []
+        versions.append((1, self.version))
+        sources = [(sign, torch.Generator(self.device).manual_seed(version)) for sign, version in versions]
+        for parameter, norm in zip(self.model.parameters(), self._norms, strict=True):
+            for sign, source in sources:
+                noise = torch.randn(parameter.shape, generator=source, device=self.device, dtype=parameter.dtype)
+                parameter.add_(noise.mul_(sign * 0.3 * norm))
 
     @torch.no_grad()
     def score(self, tokens: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -210,6 +221,8 @@ class Case:
 
     def idle(self, proof: str, **options: Any) -> None:
         """Pushes with nobody asking."""
+        if not self.server.receiver:  # it takes whole tensors only
+            options = {"bucket_bytes": max(512 << 20, self.trainer.largest_bytes)} | options
         self.push("in_place" if self.server.receiver else "abort", proof=proof, rounds=self.args.rounds, **options)
         self.found |= self.compare()
 
