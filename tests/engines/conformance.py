@@ -110,7 +110,7 @@ def served(kind: Kind, folder: Path, logs: Path) -> Iterator[Engine]:
     elif kind.server == "lmdeploy":
         options = (*kind.options, *((f"--api-keys={kind.key}",) if kind.key else ()))
         log = logs / "lmdeploy.log"
-        with lmdeploy(folder, log, *options, key=kind.key or "", receiver=kind.receiver) as engine:
+        with lmdeploy(folder, log, *options, key=kind.key or "", receiver=kind.receiver, tp=kind.tp) as engine:
             yield engine
     else:
         options = (*kind.options, f"--context-length={CONTEXT}", f"--max-total-tokens={8 * CONTEXT}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 
 from tests.clock import PATIENCE_S
@@ -24,6 +26,24 @@ from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
 CONTEXT = 4096
+# Ray, and what it needs that LMDeploy's environment does not have.
+RAY = (
+    "ray==2.60.0",
+    "attrs==26.1.0",
+    "jsonschema==4.26.0",
+    "jsonschema-specifications==2025.9.1",
+    "msgpack==1.2.4",
+    "protobuf==7.36.2",
+    "referencing==0.37.0",
+    "rpds-py==2026.9.1",
+)
+RAY_SETTINGS = {
+    "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # Ray would end our workers for the memory that others use
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+}
 EOS = 1
 
 
@@ -80,7 +100,7 @@ def choices(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[in
 
 
 def command(
-    model: Path, options: Sequence[str], port: int, *, receiver: bool = True, metrics: bool = False
+    model: Path, options: Sequence[str], port: int, *, receiver: bool = True, metrics: bool = False, tp: int = 1
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command and the environment of a server."""
     python = engine_python("lmdeploy-0.18.0-cpu")
@@ -90,19 +110,27 @@ def command(
     words += ["--num-gpu-blocks=256", "--max-batch-size=8", "--max-prefill-token-num=256"]
     words += [] if metrics else ["--disable-metrics"]
     more = [overlay(python, "prometheus-client==0.26.0")] if metrics else []
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "LMDEPLOY_"))},
-        "PYTHONPATH": os.pathsep.join(
-            map(str, (*((ROOT / "src",) if receiver else ()), LISTS / "lmdeploy_cpu", LISTS, *more))
-        ),
+    if tp > 1:
+        words += [f"--tp={tp}", "--distributed-executor-backend=ray"]
+        more.append(overlay(python, *RAY))
+    environment = _environment(receiver, more) | ({"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'} if tp > 1 else {})
+    return [*words, "--log-level=INFO", *options], environment
+
+
+def _environment(receiver: bool, more: Sequence[Path]) -> dict[str, str]:
+    others = ("WEIGHTCAST_", "LMDEPLOY_", "RAY_")
+    ours = (ROOT / "src",) if receiver else ()
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(others)},
+        "PYTHONPATH": os.pathsep.join(map(str, (*ours, LISTS / "lmdeploy_cpu", LISTS, *more))),
         "WEIGHTS_FROM_HOST": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         # LMDeploy and multiprocessing leave sockets and segments behind when they are killed.
         "TMPDIR": tempfile.mkdtemp(prefix="lmdeploy-"),
+        **RAY_SETTINGS,
     }
-    return [*words, "--log-level=INFO", *options], environment
 
 
 @contextmanager
@@ -118,10 +146,10 @@ def lmdeploy(
         key: API key for our own questions.
         receiver: False for the server as it ships.
         metrics: True for a server with ``/metrics``.
-        tp: Number of ranks.
+        tp: Number of ranks; several are Ray actors.
     """
     port = quiet_port()
-    words, environment = command(model, options, port, receiver=receiver, metrics=metrics)
+    words, environment = command(model, options, port, receiver=receiver, metrics=metrics, tp=tp)
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -132,12 +160,59 @@ def lmdeploy(
         yield engine
     finally:
         client.close()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-                process.wait(15)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+        end(process)
+
+
+@contextmanager
+def lmdeploy_in_ray(model: Path, log: Path, bundles: Sequence[int]) -> Iterator[tuple[Engine, list[str]]]:
+    """A server of two ranks in a placement group of ours (``lmdeploy_in_ray.py``), ended on the way out.
+
+    Args:
+        model: Folder of the model.
+        log: File for its output.
+        bundles: Numbers of the bundles, of rank 0 first.
+
+    Yields:
+        The server, and the socket of the node of each bundle.
+    """
+    port = quiet_port()
+    process = start_in_ray(model, log, port, bundles)
+    client = httpx.Client(timeout=300.0, trust_env=False, limits=NO_KEEP_ALIVE)
+    engine = Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=2, client=client)
+    try:
+        _wait(engine, log)
+        [nodes] = [line.split(" ", 1)[1] for line in log.read_text().splitlines() if line.startswith("nodes ")]
+        yield engine, json.loads(nodes)
+    finally:
+        client.close()
+        end(process)
+
+
+def start_in_ray(
+    model: Path, log: Path, port: int, bundles: Sequence[int], addresses: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts it, with addresses of their own for the nodes if there are any."""
+    python = engine_python("lmdeploy-0.18.0-cpu")
+    words = [str(python), str(LISTS / "lmdeploy_in_ray.py"), str(model), str(port), ",".join(map(str, bundles))]
+    environment = _environment(True, [overlay(python, *RAY)])
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [*words, *addresses], env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a server and what it has started."""
+    started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(15)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+    for child in started:  # Ray's processes are in groups of their own
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def _wait(engine: Engine, log: Path) -> None:

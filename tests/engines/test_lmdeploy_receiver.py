@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.clock import PATIENCE_S
@@ -17,16 +18,21 @@ from tests.engines.lmdeploy_receiver_server import (
     CONTEXT,
     LmdeployStream,
     choices,
+    end,
     expected,
     fresh,
     lmdeploy,
+    lmdeploy_in_ray,
     question,
+    start_in_ray,
 )
 from tests.engines.test_sglang_cpu import nudge
 from tests.harness import BeforeCommit
+from tests.raycluster import HEAD, HIGH, LOW
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_watch_metrics import series
 from weightcast import Target, UpdateFailed, WeightUpdater
+from weightcast.comm.ports import quiet_port
 
 pytestmark = [pytest.mark.engine_full]
 
@@ -105,18 +111,17 @@ def switched_at(old: Any, new: Any, stream: LmdeployStream) -> int:
     return count
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode: str) -> None:
-    served.answers_with_its_weights()
+def keeps_its_promise(served: Served, mode: str, via: str = "ipc", *, count: int = LONG) -> None:
+    """Updates a server that is answering, and looks at what its clients got."""
 
     def load() -> list[LmdeployStream]:
-        streams = [LmdeployStream(served.engine.url, prompt, 60 if mode == "wait" else LONG) for prompt in PROMPTS]
+        streams = [LmdeployStream(served.engine.url, prompt, 60 if mode == "wait" else count) for prompt in PROMPTS]
         for stream in streams:
             stream.wait_for(SEEN)
         return streams
 
     running = BeforeCommit(load)
-    before = served.step(mode, progress=running)
+    before = served.step(mode, via, progress=running)
     for stream in running.result or ():
         stream.cut_after(SEEN)
         if mode in ("abort", "wait"):
@@ -129,6 +134,94 @@ def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode:
         else:
             assert choices(before, stream.prompt, stream.tokens) != stream.tokens
     served.answers_with_its_weights()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode: str) -> None:
+    served.answers_with_its_weights()
+    keeps_its_promise(served, mode)
+
+
+def test_ranks_are_in_the_callers_bundles_in_the_callers_order(tmp_path: Path) -> None:
+    model = model_in(tmp_path)
+    tiny_tokenizer(tmp_path)
+    bundles = (2, 0)
+    with lmdeploy_in_ray(tmp_path, tmp_path / "server.log", bundles) as (engine, nodes):
+        served = Served(engine, model)
+        for rank, bundle in zip(served.info()["ranks"], bundles, strict=True):
+            raylet = psutil.Process(rank["pid"]).parent()
+            assert raylet is not None
+            assert nodes[bundle] in " ".join(raylet.cmdline())
+        for via in ("ipc", "broadcast"):
+            served.step("retract", via)
+            served.answers_with_its_weights()
+
+
+def test_a_rank_on_another_host_ends_the_start_and_is_named(tmp_path: Path) -> None:
+    model_in(tmp_path)
+    tiny_tokenizer(tmp_path)
+    log = tmp_path / "server.log"
+    process = start_in_ray(tmp_path, log, quiet_port(), (0, 1), (HEAD, LOW, HIGH))
+    try:
+        assert process.wait(PATIENCE_S) != 0
+        said = re.search(r"rank 1 at (127\S+): not on the host of the API server, (127\S+) \((.*)\)", log.read_text())
+        assert said is not None
+        assert len({HEAD, LOW, HIGH} & set(said.groups())) == 2
+        assert said[3] == "give LMDeploy a placement group whose bundles are all on the host of its API server"
+    finally:
+        end(process)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server of two ranks, each in a Ray actor."""
+    folder = tmp_path_factory.mktemp("lmdeploy-ray")
+    model = model_in(folder)
+    tiny_tokenizer(folder)
+    with lmdeploy(folder, folder / "server.log", tp=2) as engine:
+        yield Served(engine, model)
+
+
+class TestRay:
+    """Two ranks in actors of Ray, LMDeploy's executor for several."""
+
+    @pytest.mark.parametrize(("mode", "via"), list(zip(MODES, ("broadcast", "ipc", "ipc", "broadcast"), strict=True)))
+    def test_both_ranks_switch_between_the_same_two_forwards(self, two_ranks: Served, mode: str, via: str) -> None:
+        ranks = two_ranks.info()["ranks"]
+        assert len({rank["pid"] for rank in ranks}) == 2
+        two_ranks.answers_with_its_weights()
+        keeps_its_promise(two_ranks, mode, via)
+
+    def test_a_trainer_that_gives_up_changes_nothing(self, two_ranks: Served) -> None:
+        def fail(done: int, total: int) -> None:
+            raise RuntimeError("the learner has failed")
+
+        before = two_ranks.info()
+        with pytest.raises(RuntimeError, match="the learner has failed"):
+            two_ranks.step("retract", progress=fail)
+        now = two_ranks.info()
+        assert (now["state"], now["version"], now["digest"]) == ("serving", before["version"], before["digest"])
+        two_ranks.answers_with_its_weights()
+
+    @pytest.mark.parametrize("via", ["ipc", "broadcast"])
+    def test_a_trainer_that_speaks_lmdeploys_own_protocol_is_served(self, two_ranks: Served, via: str) -> None:
+        own_update(two_ranks, via)
+
+    def test_own_requests_wait_for_no_update_of_ours(self, two_ranks: Served) -> None:
+        def interfere(done: int, total: int) -> None:
+            answer = two_ranks.ask("/update_weights", **OWN["/update_weights"])
+            assert (answer.status_code, "being updated by process" in answer.text) == (409, True), answer.text
+
+        two_ranks.step("retract", progress=interfere)
+        two_ranks.answers_with_its_weights()
+
+    def test_both_ranks_sleep_and_wake_up(self, two_ranks: Served) -> None:
+        for level in (1, 2):
+            assert two_ranks.ask(f"/sleep?level={level}").status_code == 200
+            assert two_ranks.ask("/wakeup?tags=weights").status_code == 200
+            two_ranks.step("retract")
+            assert two_ranks.ask("/wakeup?tags=kv_cache").status_code == 200
+            two_ranks.answers_with_its_weights()
 
 
 class TestSleep:
@@ -199,14 +292,47 @@ class TestSleep:
 
 
 @pytest.mark.parametrize("path", OWN)
-def test_lmdeploys_own_updates_are_refused_and_change_nothing(served: Served, path: str) -> None:
+def test_an_own_request_that_lmdeploy_refuses_changes_nothing(served: Served, path: str) -> None:
     served.step("retract")
     before = served.info()
-    answer = served.ask(path, **OWN[path])
-    assert (answer.status_code, "/weightcast" in answer.text) == (409, True), answer.text
-    assert served.engine.client.get(served.engine.url + path).status_code == 409
+    assert served.ask(path, **OWN[path]).status_code in (400, 500)
     assert served.info() == before
     assert before["digest"]
+    served.answers_with_its_weights()
+
+
+def test_a_trainer_that_speaks_lmdeploys_own_protocol_is_served(served: Served) -> None:
+    own_update(served, "checkpoint-engine")
+
+
+def own_update(served: Served, via: Any) -> None:
+    """An update through LMDeploy's own routes, and one of ours after it."""
+    served.step("retract")
+    served.model = copy.deepcopy(served.model)
+    nudge(served.model, seed=1000 + served.version)
+    target = Target(served.engine.url, engine="lmdeploy", devices=("cpu",) * served.engine.tp)
+
+    states: list[tuple[str, int | None]] = []
+
+    def look(done: int, total: int) -> None:
+        info = served.info()
+        states.append((info["state"], info["version"]))
+
+    options: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": PATIENCE_S, "progress": look}
+    with WeightUpdater.connect(served.model, [target], transport=via, **options) as updater:
+        report = updater.update(version=served.version + 1)
+    assert [row.status for row in report.targets] == ["serving"], report
+    if via != "checkpoint-engine":  # one request, after which the engine says what it left
+        assert states[-1] == ("quarantined", None)
+    info = served.info()
+    assert (info["state"], info["version"], info["digest"], info["paused"]) == ("serving", None, None, False)
+    assert "came through LMDeploy's own routes" in info["message"]
+    served.answers_with_its_weights()
+    served.step("in_place", "ipc")
+    served.answers_with_its_weights()
+    assert served.ask("/sleep?level=1").status_code == 200  # what LMDeploy moves must be what the receiver knows
+    assert served.ask("/wakeup").status_code == 200
+    served.step("retract", "broadcast")
     served.answers_with_its_weights()
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for ``SessionHandler`` with as much of it as an engine's sleep asks."""
+"""A stand-in for ``SessionHandler`` with as much of it as an engine's sleep and its own updates ask."""
 
 from __future__ import annotations
 
@@ -22,3 +22,6 @@ class Session:
 
     def discarded(self, why: str) -> None:
         self.state = "quarantined"
+
+    def replaced(self, why: str) -> None:
+        self.state = "serving"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +29,20 @@ def test_plain_settings_are_taken() -> None:
     )
 
 
+@pytest.mark.parametrize("executor", [None, "ray"])
+def test_several_ranks_are_taken_as_actors_of_ray(monkeypatch: pytest.MonkeyPatch, executor: str | None) -> None:
+    settings = config(tp=2, distributed_executor_backend=executor)
+    check_settings("pytorch", settings, None)
+    monkeypatch.setenv("LMDEPLOY_EXECUTOR_BACKEND", "mp")  # LMDeploy looks at it if the option is not given
+    with nullcontext() if executor else pytest.raises(ConfigError, match="executor mp"):
+        check_settings("pytorch", settings, None)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"dp": 2}, "--dp"),
-        ({"tp": 2}, "--tp"),
-        ({"distributed_executor_backend": "mp"}, "--distributed-executor-backend"),
-        ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend"),
+        ({"tp": 2, "distributed_executor_backend": "mp"}, "executor mp"),
         ({"ep": 2}, "--ep"),
         ({"adapters": {"a": "b"}}, "--adapters"),
         ({"quant_policy": 8}, "--quant-policy"),

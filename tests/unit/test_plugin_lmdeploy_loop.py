@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 
 from tests.clock import PATIENCE_S
 from weightcast.plugins.lmdeploy import rank
+from weightcast.plugins.lmdeploy.folder import take_written
+from weightcast.plugins.lmdeploy.hook_points import OWN_UPDATES
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET, SWITCH, RequestsAtSwitch
 from weightcast.plugins.lmdeploy.sleeping_weights import SleepingWeights
 from weightcast.receiver.loader import residents_of
@@ -53,7 +56,34 @@ def test_tensors_keep_their_identity_and_stay_tied_through_sleep(discards: bool)
             assert torch.equal(model.body.weight, body)
 
 
-def test_weights_are_whole_before_a_waking_worker_captures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_of_lmdeploys_own_leaves_the_tensors_that_the_receiver_knows() -> None:
+    with torch.inference_mode():
+        model = Tied()
+        known = residents_of(model)
+        weights = SleepingWeights(model)
+        model.body.weight.fill_(3.0)
+        model.body.weight = nn.Parameter(model.body.weight.data)  # over the same memory, as LMDeploy ends an update
+        model.body.bias = nn.Parameter(torch.tensor([5.0, 6.0]))  # over other memory
+        model.head.weight = nn.Parameter(torch.zeros(2, 3))
+        weights.reattach()
+        assert all(tensor is known[name] for name, tensor in residents_of(model).items())
+        assert model.body.bias.tolist() == [5.0, 6.0]
+        assert model.head.weight.data_ptr() == model.body.weight.data_ptr()
+        assert model.head.weight.eq(3.0).all()
+
+
+class Loaded(nn.Module):
+    """A model with LMDeploy's loader."""
+
+    def load_weights(self, weights: str) -> None:
+        if weights != "known":
+            raise KeyError(weights)
+
+
+def test_a_worker_tells_of_its_sleep_and_of_what_lmdeploy_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Also that weights are whole before a worker that wakes up captures graphs.
     done: list[str] = []
 
     class Agent:
@@ -64,12 +94,23 @@ def test_weights_are_whole_before_a_waking_worker_captures_graphs(monkeypatch: p
         async def sleep(self, level: int = 1) -> None:
             done.append(f"sleep {level}")
 
+        patched_model = SimpleNamespace(get_model=lambda: model)
+
+        def update_params(self, request: Any) -> None:
+            for weights in request:
+                model.load_weights(weights)
+
+        update_weights_from_distributed = update_weights_from_ipc = update_params
+
+    model = Loaded()
     agent = SimpleNamespace(load_model_weights=lambda: None, BaseModelAgent=Agent)
     monkeypatch.setitem(sys.modules, "lmdeploy.pytorch.engine.model_agent", SimpleNamespace(agent=agent))
     monkeypatch.setattr(rank, "check", lambda needed: None)  # pyright: ignore[reportUnknownLambdaType]
-    rank.install("/nowhere")
+    rank.install(str(tmp_path))
     weights = SimpleNamespace(
-        wake=lambda: done.append("ours wake"), sleep=lambda discard: done.append(f"ours sleep {discard}")
+        wake=lambda: done.append("ours wake"),
+        sleep=lambda discard: done.append(f"ours sleep {discard}"),
+        replaced=lambda: done.append("ours replaced"),
     )
     monkeypatch.setattr(rank, "_rank", weights)
     worker = Agent()
@@ -79,6 +120,17 @@ def test_weights_are_whole_before_a_waking_worker_captures_graphs(monkeypatch: p
     done.clear()
     worker.wakeup(["kv_cache"])
     assert done == ["wake ['kv_cache']"]
+    for name in OWN_UPDATES:
+        done.clear()
+        getattr(worker, name)([])
+        assert not take_written(str(tmp_path))
+        with pytest.raises(KeyError, match="unknown"):
+            getattr(worker, name)(["known", "unknown"])
+        assert take_written(str(tmp_path))
+        assert not take_written(str(tmp_path))
+        assert done == ["ours replaced"] * 2
+        model.load_weights("known")  # not an update of LMDeploy's own
+        assert not take_written(str(tmp_path))
 
 
 class Sequence:

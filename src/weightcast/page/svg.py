@@ -34,7 +34,12 @@ def picture(width: float, height: float, parts: Sequence[str], label: str) -> st
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A linear map of values to pixels; ``end`` may be smaller than ``start``."""
+    """A linear map of values to pixels.
+
+    Attributes:
+        low, high: Values at both ends.
+        start, end: Pixels at both ends; ``end`` may be the smaller one.
+    """
 
     low: float
     high: float

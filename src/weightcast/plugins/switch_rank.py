@@ -100,9 +100,12 @@ class SwitchRank(ABC):
 
     @abstractmethod
     def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
-        """Runs the exchange of weights on the engine's thread, between two steps.
+        """Runs a task on the engine's thread, between two steps.
 
-        It is ``forward`` for a commit, and not if the old version comes back.
+        Args:
+            task: The exchange of weights.
+            session: Session whose weights are switched.
+            forward: True for a commit, False if the old version comes back.
         """
 
     def why_not(self, message: Open) -> str:
@@ -137,7 +140,15 @@ class SwitchRank(ABC):
                 self._listener.close()
 
     def weights_fall_asleep(self, *, discard: bool, hint: str) -> None:
-        """Frees the staging set, and refuses updates until ``stage_again``; the rest is ``WeightReceiver.sleep``."""
+        """Frees the staging set, and refuses updates until ``stage_again``.
+
+        Args:
+            discard: As for ``WeightReceiver.sleep``.
+            hint: Likewise.
+
+        Raises:
+            Refused: An update is under way.
+        """
         self.receiver.sleep(discard=discard, hint=hint)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -142,6 +142,11 @@ class EngineState:
         self.version = None
         self.digest = None
 
+    def replace(self, why: str) -> None:
+        """Lets the engine serve at no known version."""
+        self.discard(why)
+        self.state = "serving"
+
 
 def error_words(error: Exception) -> str:
     """The text of an error with its hint; with its type where the error is not one of ours."""

@@ -205,6 +205,12 @@ class WeightReceiver:
         self.loader.staging.allocate()
         self._asleep = ""
 
+    def forget(self) -> None:
+        """Called when someone else has written the weights: what is known of them, and the way back, count no more."""
+        self._open = None
+        self._committed = ""
+        self.loader.known = None
+
     def close(self) -> None:
         """Frees groups, mapped memory and the staging set on the device; safe to call twice."""
         self._shares.unmap()

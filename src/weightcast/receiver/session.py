@@ -177,6 +177,17 @@ class SessionHandler:
         self._engine.discard(why)
         self._events.look(self._session, self._last)
 
+    def replaced(self, why: str) -> None:
+        """Lets an engine serve whole weights that came past this session, at no known version.
+
+        Called inside ``between_updates``.
+
+        Args:
+            why: How they came, for ``EngineInfo.message``.
+        """
+        self._engine.replace(why)
+        self._events.look(self._session, self._last)
+
     def holds(self, session: str) -> bool:
         """True while this session is open."""
         current = self._session

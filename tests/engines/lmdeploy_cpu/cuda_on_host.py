@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
+import threading
 import types
 from typing import Any
 
@@ -56,6 +58,8 @@ class OnHost(TorchFunctionMode):
         if func is torch._C._nn._parse_to and args and isinstance(args[0], int):
             args = ("cpu", *args[1:])  # the number of a GPU
         kwargs = {name: _on_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = "cpu"
         return func(*(_on_host(value) for value in args), **kwargs)
 
 
@@ -83,9 +87,20 @@ def pretend_cuda() -> None:
     cuda.device_count = lambda: 1
     cuda.mem_get_info = lambda *args: (_FREE, _FREE)
     cuda.get_device_capability = lambda *args: (9, 0)
-    cuda.get_device_properties = lambda *args: types.SimpleNamespace(uuid="host", total_memory=_FREE)
+    cuda.get_device_properties = lambda *args: types.SimpleNamespace(uuid="cpu", total_memory=_FREE)
     torch._C._cuda_clearCublasWorkspaces = lambda: None
     OnHost().__enter__()
+
+
+def pretend_in_all_threads() -> None:
+    """Does so in threads that come later, too: Ray runs its actors on one of their own."""
+    run = threading.Thread.run
+
+    def on_host(self: threading.Thread) -> None:
+        with OnHost():
+            run(self)
+
+    threading.Thread.run = on_host
 
 
 def move_to_other_memory() -> None:
@@ -172,6 +187,10 @@ def use_host_backend() -> None:
         def device_count() -> int:
             return 1
 
+        @staticmethod
+        def support_ray() -> bool:
+            return True
+
     selector._get_backend = lambda: HostOps
 
 
@@ -199,6 +218,8 @@ def take_weights_from_host() -> None:
 
 torch.set_num_threads(1)
 pretend_cuda()
+if any(word.endswith("/default_worker.py") for word in sys.orig_argv):
+    pretend_in_all_threads()
 if os.environ.get("WEIGHTS_FROM_HOST"):
     take_weights_from_host()
 use_host_backend()

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from typing import Any
 
-from fastapi import APIRouter, Depends, HTTPException
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Depends
 
 from weightcast.comm.ipc import host_id
 from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
 from weightcast.plugins.lmdeploy.hook_points import other_version, version
+from weightcast.plugins.lmdeploy.own_updates import admit_own_updates
 from weightcast.plugins.lmdeploy.sleep import guard_sleep
 from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
@@ -24,14 +24,6 @@ from weightcast.receiver.server import weight_routes
 log = logging.getLogger("weightcast.plugins.lmdeploy")
 
 _FIRST_VERSION = 0  # of the weights that LMDeploy was started with
-# LMDeploy's own updates would change weights that our sessions have proven and numbered.
-_REPLACED = (
-    "/update_weights",
-    "/update_weights_from_ipc",
-    "/init_weights_update_group",
-    "/update_weights_from_distributed",
-    "/destroy_weights_update_group",
-)
 
 
 def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
@@ -78,15 +70,9 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
     engine.sleep_hooks = hooks
     guard_sleep(router, async_engine, engine, hooks, calls)
+    admit_own_updates(router, engine, hooks, calls, folder)
 
     async def note_loop() -> None:
         calls.set_loop(asyncio.get_running_loop())
 
     router.include_router(weight_routes(engine), dependencies=[Depends(note_loop)])
-
-    async def refuse() -> None:
-        raise HTTPException(409, "this server is updated through /weightcast (it was started by weightcast's launcher)")
-
-    for path in _REPLACED:
-        # In front: the first route that matches answers.
-        router.routes.insert(0, APIRoute(path, refuse, methods=["GET", "POST"], include_in_schema=False))

@@ -4,17 +4,22 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from weightcast.errors import WeightcastError
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.lmdeploy.folder import folder_of_server, module_map, note_failure
 from weightcast.plugins.lmdeploy.hook_points import IN_ENGINE, check
 from weightcast.plugins.lmdeploy.requests_at_switch import RequestsAtSwitch
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
+
+_ONE_HOST = "give LMDeploy a placement group whose bundles are all on the host of its API server"
 
 # The process has one engine, which makes its loop when it starts to serve.
 _requests: RequestsAtSwitch | None = None
@@ -46,17 +51,33 @@ def run(shared: Any, condition: Any, *arguments: Any, **named: Any) -> None:
     from lmdeploy.pytorch.engine.mp_engine.zmq_engine import ZMQMPEngine
 
     try:
+        prepare()
+    except WeightcastError as error:
+        sys.exit(f"weightcast cannot run in this LMDeploy: {error}")
+    ZMQMPEngine._mp_proc(shared, _Released(condition), *arguments, **named)
+
+
+def prepare() -> None:
+    """Checks LMDeploy and adds our hooks, before the engine is made.
+
+    Raises:
+        ConfigError: This LMDeploy cannot have our receiver, or the API server is on another host.
+    """
+    folder = folder_of_server()
+    try:
+        if not Path(folder).is_dir():
+            raise ConfigError("the engine is on another host than its API server", hint=_ONE_HOST)
         check(IN_ENGINE)
         patch()
     except WeightcastError as error:
-        note_failure(folder_of_server(), error)
-        sys.exit(f"weightcast cannot run in this LMDeploy: {error}")
-    ZMQMPEngine._mp_proc(shared, _Released(condition), *arguments, **named)
+        note_failure(folder, error)
+        raise
 
 
 def patch() -> None:
     """Replaces what LMDeploy's engine process calls."""
     from lmdeploy.pytorch.config import ModelConfig
+    from lmdeploy.pytorch.engine import engine
     from lmdeploy.pytorch.engine.engine_loop import EngineLoop
     from lmdeploy.pytorch.engine.mp_engine.base_worker import EngineWorkerBase
 
@@ -78,9 +99,31 @@ def patch() -> None:
 
     ModelConfig.from_pretrained = classmethod(from_pretrained)
     EngineLoop.__init__ = made
+    engine.build_executor = _on_this_host(engine.build_executor)
     # LMDeploy serves every public function of this class to the API server.
     for method in METHODS:
         setattr(EngineWorkerBase, method.__name__, method)
+
+
+def _on_this_host(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses an executor with a rank on another host: ranks and API server talk over Unix sockets."""
+
+    @functools.wraps(build)
+    def built(*arguments: Any, **named: Any) -> Any:
+        executor = build(*arguments, **named)
+        if hasattr(executor, "ray_ctx"):
+            import ray
+
+            here, places = ray.util.get_node_ip_address(), executor.collective_rpc("get_node_ip")
+            elsewhere = [f"rank {rank} at {place}" for rank, place in enumerate(places) if place != here]
+            if elsewhere:
+                words = f"{', '.join(elsewhere)}: not on the host of the API server, {here}"
+                error = ConfigError(words, hint=_ONE_HOST)
+                note_failure(folder_of_server(), error)
+                raise error
+        return executor
+
+    return built
 
 
 def weightcast_ready(worker: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The folder of one server that our code in all its processes shares: sockets, module map, reason of a failure.
+"""The folder of one server that our code in all its processes shares: sockets, module map, notes between them.
 
 LMDeploy runs the file of a "custom module map" in every worker before it builds the model, whichever executor it has.
 That is where our code gets into the workers; the map itself is empty.
@@ -14,6 +14,8 @@ from weightcast.errors import WeightcastError
 
 # Path of the folder.  The engine process inherits it; workers read it from the module map.
 FOLDER = "WEIGHTCAST_LMDEPLOY_FOLDER"
+
+_WRITTEN = "written"
 
 _MAP = """\
 import sys
@@ -44,9 +46,12 @@ def module_map(folder: str) -> str:
 
 
 def note_failure(folder: str, error: WeightcastError) -> None:
-    """Keeps the reason why a process could not start, for the launcher's last words; the first one stays."""
+    """Keeps the reason why a process could not start, for the launcher's last words; the first one stays.
+
+    A process on another host does not have the folder.
+    """
     hint = f" ({error.hint})" if error.hint else ""
-    with suppress(FileExistsError):
+    with suppress(FileExistsError, FileNotFoundError):
         descriptor = os.open(_failure(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{error}{hint}")
@@ -58,6 +63,20 @@ def failure_words(folder: str) -> str:
         return Path(_failure(folder)).read_text()
     except FileNotFoundError:
         return ""
+
+
+def note_written(folder: str) -> None:
+    """Notes that a rank writes weights that did not come through our receiver."""
+    Path(folder, _WRITTEN).touch()
+
+
+def take_written(folder: str) -> bool:
+    """Whether a rank has noted so since the last question."""
+    try:
+        Path(folder, _WRITTEN).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _failure(folder: str) -> str:

@@ -19,6 +19,9 @@ _REQUESTS = "lmdeploy.pytorch.engine.request:"
 _WEIGHTS = "lmdeploy.pytorch.weight_loader.model_weight_loader:"
 _ZMQ = "lmdeploy.pytorch.engine.mp_engine.zmq_engine:ZMQMPEngine"
 
+# Methods of the agent that write weights for LMDeploy's own routes.
+OWN_UPDATES = ("update_params", "update_weights_from_distributed", "update_weights_from_ipc")
+
 # Functions and classes, with the parameters that our calls and hooks rely on.
 IN_SERVER: dict[str, tuple[str, ...]] = {
     "lmdeploy.cli.entrypoint:run": (),
@@ -38,6 +41,7 @@ IN_ENGINE: dict[str, tuple[str, ...]] = {
     f"{_MAKER}.prefetch_next_inputs": ("self",),
     f"{_MAKER}.has_pending_long_context_chunk": ("self",),
     f"{_MAKER}.reset_runtime_state": ("self",),
+    "lmdeploy.pytorch.engine.engine:build_executor": ("model_path",),
     "lmdeploy.pytorch.engine.executor.base:ExecutorBase.forward_async": ("self", "inputs"),
     "lmdeploy.pytorch.engine.executor.base:ExecutorBase.get_output_async": ("self",),
     f"{_SCHEDULER}.preempt_seqs": ("self", "seqs"),
@@ -57,6 +61,7 @@ IN_RANKS: dict[str, tuple[str, ...]] = {
     f"{_AGENT}BaseModelAgent.reset_runtime_state": ("self",),
     f"{_AGENT}BaseModelAgent.sleep": ("self", "level"),
     f"{_AGENT}BaseModelAgent.wakeup": ("self", "tags"),
+    **{f"{_AGENT}BaseModelAgent.{name}": ("self", "request") for name in OWN_UPDATES},
     f"{_WEIGHTS}ModelWeightLoader": ("model_path",),
     f"{_WEIGHTS}ModelWeightLoader._get_weights_iterator": ("self", "path"),
     f"{_WEIGHTS}ModelWeightLoader._rename_weights_iterator": ("iterator", "model"),

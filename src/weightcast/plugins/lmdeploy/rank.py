@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, WeightcastError
-from weightcast.plugins.lmdeploy.folder import note_failure
-from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, check
+from weightcast.plugins.lmdeploy.folder import note_failure, note_written
+from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, OWN_UPDATES, check
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
 from weightcast.plugins.lmdeploy.settings import WITHOUT
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS, SleepingWeights
@@ -108,6 +108,12 @@ class LmdeployRank(SwitchRank):
             self._weights.restore()
             self.stage_again()
 
+    def replaced(self) -> None:
+        """Called after each request of LMDeploy's own updates."""
+        with torch.inference_mode():
+            self._weights.reattach()
+        self.receiver.forget()
+
 
 def install(folder: str) -> None:
     """Replaces what a worker calls.  Safe to call twice.
@@ -165,6 +171,28 @@ def install(folder: str) -> None:
         if others:  # LMDeploy captures graphs here, which know the addresses of the weights
             wake_up(self, others)
 
+    def then_told(update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)
+        def updated(self: Any, *arguments: Any, **named: Any) -> Any:
+            model = self.patched_model.get_model()
+            load = model.load_weights
+
+            def noted(weights: Any) -> Any:
+                note_written(folder)
+                return load(weights)
+
+            model.load_weights = noted
+            try:
+                return update(self, *arguments, **named)
+            finally:
+                del model.load_weights
+                if _rank is not None:
+                    _rank.replaced()
+
+        return updated
+
+    for name in OWN_UPDATES:
+        setattr(agent_class, name, then_told(getattr(agent_class, name)))
     load_model_weights.weightcast = True  # type: ignore[attr-defined]
     agent.load_model_weights = load_model_weights
     agent_class._async_step, agent_class.sleep, agent_class.wakeup = _async_step, sleep, wakeup

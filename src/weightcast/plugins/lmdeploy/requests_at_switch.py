@@ -252,3 +252,7 @@ class RequestsAtSwitch:
     async def _send_mark(self, what: str) -> None:
         async with self._sending:
             await self._send_forward({MARK: what})
+            # Ray's executor notes every forward until its output is taken; a mark has none.
+            steps = getattr(self._executor, "_connector_steps", None)
+            if steps:
+                steps.pop()

@@ -30,13 +30,38 @@ def run() -> None:
     check(IN_SERVER)
     from lmdeploy.cli import entrypoint
 
+    _patched(entrypoint.run)
+
+
+def serve(*arguments: Any, **named: Any) -> Any:
+    """Serves as LMDeploy's ``lmdeploy.serve.openai.api_server.serve`` does, with our receiver.
+
+    For a server that is started from Python, in a Ray actor for one.  A process can have one such server.
+
+    Args:
+        *arguments: Those of LMDeploy's function.
+        **named: Likewise.
+
+    Raises:
+        WeightcastError: This LMDeploy, its settings or the model cannot have our receiver.
+    """
+    check(IN_SERVER)
+    from lmdeploy.serve.openai import api_server
+
+    def run() -> Any:
+        return api_server.serve(*arguments, **named)
+
+    return _patched(run)
+
+
+def _patched(run: Callable[[], Any]) -> Any:
     folder = tempfile.mkdtemp(prefix="weightcast-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after LMDeploy has ended its processes
     os.environ[FOLDER] = folder
     write_module_map(folder)
     patch(folder)
     try:
-        entrypoint.run()
+        return run()
     except WeightcastError:
         raise
     except (Exception, SystemExit) as error:
@@ -57,7 +82,7 @@ def patch(folder: str) -> None:
     from lmdeploy.serve.openai import api_server
 
     ZMQMPEngine._mp_proc = staticmethod(engine_process.run)
-    api_server.serve = _checked(api_server.serve)
+    api_server.serve = _checked(api_server.serve, folder)
     make_router = api_server.create_openai_router
 
     def create_openai_router(server_context: Any) -> Any:
@@ -70,13 +95,17 @@ def patch(folder: str) -> None:
     api_server.uvicorn = SimpleNamespace(run=_with_our_routes(api_server.uvicorn.run))
 
 
-def _checked(serve: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(serve: Callable[..., Any], folder: str) -> Callable[..., Any]:
     @functools.wraps(serve)
     def checked(*arguments: Any, **named: Any) -> Any:
         config = named.get("backend_config")
         if config is None:
             raise other_version(["`serve` is called without backend_config"])
         check_settings(named.get("backend", ""), config, named.get("speculative_config"))
+        if config.mp_engine_backend == "ray":
+            from weightcast.plugins.lmdeploy import ray_engine
+
+            ray_engine.use(folder)
         return serve(*arguments, **named)
 
     return checked

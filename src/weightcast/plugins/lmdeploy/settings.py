@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,18 @@ def _other_role(config: Any) -> bool:
     return getattr(getattr(config, "role", None), "name", "Hybrid") != "Hybrid"
 
 
+def _mp_executor(config: Any) -> bool:
+    chosen = getattr(config, "distributed_executor_backend", None) or os.environ.get("LMDEPLOY_EXECUTOR_BACKEND")
+    return chosen == "mp"
+
+
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("dp", 1), "several data-parallel engines (--dp)", "start one server for each"),
-    (_set("tp", 1), "several ranks (--tp)", "use --tp 1"),
+    # It hangs under load, also without our receiver.
     (
-        _set("distributed_executor_backend", "uni"),
-        "workers of their own (--distributed-executor-backend)",
-        "use --distributed-executor-backend uni",
+        _mp_executor,
+        "LMDeploy's executor mp (--distributed-executor-backend)",
+        "use --distributed-executor-backend ray, or uni with one rank",
     ),
     (_set("ep", 1), "expert parallelism (--ep)", "start LMDeploy without it"),
     (_set("adapters"), "LoRA adapters (--adapters)", "merge the adapter in the trainer"),
@@ -39,7 +45,6 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("kv_transfer_config"), "an external KV cache (--kv-transfer-config)", "start LMDeploy without it"),
     (_set("memory_model_path"), "a memory model", "start LMDeploy without it"),
     (_other_role, "prefill and decode on servers of their own (--role)", "start LMDeploy without it"),
-    (_set("mp_engine_backend", "mp"), "an engine in a Ray actor", "start LMDeploy without it"),
     (_set("custom_module_map"), "a module map of your own", "start LMDeploy without it"),
     (lambda config: config.device_type != "cuda", "another device than CUDA (--device)", WITHOUT),
 )

@@ -1,4 +1,4 @@
-"""A worker's weights around LMDeploy's sleep: tensors keep their identity, and tied weights stay tied.
+"""A worker's weights around LMDeploy's sleep and its own updates: tensors keep their identity, ties stay.
 
 LMDeploy moves the model to the host (level 1), or replaces it by a new one (level 2).  Receiver and staging set know
 the tensors of the model that was loaded.  So level 2 empties these tensors instead, and the wake-up gives them memory
@@ -53,9 +53,23 @@ class SleepingWeights:
             tensor = self._parameters[name]
             tensor.data = torch.empty_strided(tuple(shape), stride, dtype=tensor.dtype, device=device)
         self._shapes = {}
-        for name, kept in self._tied.items():  # LMDeploy's move gave each memory of its own
-            self._model.get_parameter(name).data = self._model.get_parameter(kept).data
+        self._tie()  # LMDeploy's move gave each memory of its own
         for name, tensor in self._buffers.items():  # a move replaces buffers, other than parameters
             tensor.data = self._model.get_buffer(name).data
             path, _, leaf = name.rpartition(".")
             setattr(self._model.get_submodule(path), leaf, tensor)
+
+    def reattach(self) -> None:
+        """Puts the known tensors back: at its end, an update of LMDeploy's own replaces some over the same memory."""
+        for name, tensor in self._parameters.items():
+            current = self._model.get_parameter(name)
+            if current is not tensor:
+                if current.data_ptr() != tensor.data_ptr():
+                    tensor.data.copy_(current.data)
+                path, _, leaf = name.rpartition(".")
+                setattr(self._model.get_submodule(path), leaf, tensor)
+        self._tie()
+
+    def _tie(self) -> None:
+        for name, kept in self._tied.items():
+            self._model.get_parameter(name).data = self._model.get_parameter(kept).data

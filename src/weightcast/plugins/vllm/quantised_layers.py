@@ -66,9 +66,13 @@ def why_refused(method: object) -> str:
 
 
 def check_cache_scales(skipped: Iterable[str]) -> None:
-    """Raises ``ConfigError`` for scales of the KV cache: vLLM keeps those as numbers that no update reaches.
+    """Refuses a checkpoint with scales of the KV cache: vLLM keeps those as numbers that no update reaches.
 
-    ``skipped`` names the tensors that the model's loader puts nowhere.
+    Args:
+        skipped: Names of the tensors that the model's loader puts nowhere.
+
+    Raises:
+        ConfigError: A name is that of such a scale.
     """
     found = sorted(name for name in skipped if _CACHE_SCALE.fullmatch(name))
     if found:
@@ -81,9 +85,11 @@ def check_cache_scales(skipped: Iterable[str]) -> None:
 
 @dataclass(slots=True)
 class Reached:
-    """Tensors and numbers that a layer and its kernels hold, by path from the layer.
+    """Tensors and numbers that a layer and its kernels hold.
 
-    Scales may become numbers, floats that kernels are called with.
+    Attributes:
+        tensors: By path from the layer.
+        numbers: Floats, likewise: scales may become numbers that kernels are called with.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -94,7 +100,9 @@ class QuantisedLayer:
     """One layer of a vLLM model, in the form that its loader takes.
 
     Attributes:
-        own_bytes: Memory of the ``loaded`` tensors that are no live parameters.
+        name: Name in the model.
+        loaded: Tensors that the loader writes, by parameter name.
+        own_bytes: Memory of those that are no live parameters.
     """
 
     def __init__(
@@ -103,9 +111,11 @@ class QuantisedLayer:
         """Finds out what vLLM's method derives, with random values.
 
         Args:
+            name: Name in the model.
             layer: vLLM's layer, after loading.
             made: Its parameters before loading, on the meta device, with their loaders.
             always: Names of tensors that vLLM never changes after loading.
+            device: Device of the model.
 
         Raises:
             ConfigError: The result has another structure than the live layer, so it cannot be brought into it.
@@ -178,7 +188,11 @@ class QuantisedLayer:
         self._check_numbers(derived)
 
     def check(self) -> None:
-        """Compares what kernels read with a fresh derivation; raises ``EngineFailure``, naming what differs."""
+        """Compares what the kernels read with what vLLM derives from the loaded form now.
+
+        Raises:
+            EngineFailure: Something differs; the message names it.
+        """
         wrong = self.first_difference()
         if wrong:
             raise EngineFailure(f"computes with other weights than it keeps in {self.name}: {wrong} is not derived")
