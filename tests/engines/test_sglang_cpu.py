@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.tiny import greedy, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import UpdateFailed
 from weightcast.lab.demo.smollm2 import ensure_smollm2
+from weightcast.ray.engine_kinds import sglang_engine, wake_requests
 from weightcast.report import UpdateReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -250,3 +252,32 @@ class TestMore:
         with WeightUpdater.connect(model, target, pause=pause, **options) as updater:
             assert updater.update(version=int(time.monotonic())).ok
         assert greedy_tokens(engine, PROMPTS, COUNT) == answers(model)
+
+    def test_several_servers_that_sleep_by_tags_get_one_update_before_their_cache_is_back(
+        self, folders: dict[str, Path], tmp_path: Path
+    ) -> None:
+        # With a stand-in for torch_memory_saver that overwrites what sleeps.
+        kind = sglang_engine("model")
+        settings = (folders["dense"], 1, ("--enable-memory-saver",))
+        with sglang(tmp_path, settings, settings) as found:
+
+            def ask(requests: Sequence[tuple[str, bytes]]) -> None:
+                for engine in found:
+                    for path, body in requests:
+                        engine.post(path, **json.loads(body))
+
+            model = tiny_model(tmp_path, seed=50, **DENSE)
+            targets = [Target(engine.url, engine="sglang", devices=("cpu",)) for engine in found]
+            options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 60.0}
+            for version, way in enumerate(("ipc", "broadcast"), start=1):
+                nudge(model, seed=version)
+                ask([(path, b"{}") for path in kind.sleep])
+                ask(wake_requests(kind, ["weights"]))
+                with WeightUpdater.connect(model, targets, transport=way, **options) as updater:
+                    report = updater.update(version=version)
+                assert [row.status for row in report.targets] == ["serving"] * 2, report
+                ask(wake_requests(kind, ["kv_cache", "cuda_graph"]))
+                for engine in found:
+                    assert greedy_tokens(engine, PROMPTS, COUNT) == answers(model)
+                    assert version_of(engine) == str(version)
+                assert checksum(found[0]) == checksum(found[1])
