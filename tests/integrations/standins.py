@@ -1,19 +1,22 @@
 """Stand-ins for the parts of miles and xtuner that our classes meet.
 
 Neither package is on an index in a version that has these interfaces.  The stand-ins have the names, the signatures
-and the order of calls of the projects' sources: miles' ``weight_update/{protocol,updater,hf_weight_iterator}.py`` since
-August 2026, xtuner's ``v1/rl/weight_update/{data,weight_iterator,update_weighter}.py`` at b934f4620.
+and the order of calls of the projects' sources: miles' ``weight_update/{protocol,updater,hf_weight_iterator}.py`` at
+78669cf9c, xtuner's ``v1/rl/weight_update/{data,weight_iterator,update_weighter}.py`` at b934f4620.
+``test_sources.py`` runs the same jobs with the sources themselves.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,6 +81,18 @@ class SGLangApiClient:
     api_key: str | None = None
 
 
+class MilesDriver(Protocol):
+    """The driver of a protocol on every training rank, and the weights that it syncs."""
+
+    protocol: Any
+    weights: Weights
+    weight_version: int
+
+    def connect_rollout_engines(self, urls: list[str]) -> None: ...
+
+    def update_weights(self) -> None: ...
+
+
 class MilesUpdater:
     """The driver: its calls of a protocol, in their order, on every training rank."""
 
@@ -87,7 +102,8 @@ class MilesUpdater:
         self.bucket_tensors = bucket_tensors
         self.weight_version = 0
 
-    def connect_rollout_engines(self, engines: list[SGLangApiClient]) -> None:
+    def connect_rollout_engines(self, urls: list[str]) -> None:
+        engines = [SGLangApiClient(url) for url in urls]
         self.protocol.connect(engines, None, None, None, self.protocol.required_placement, "all")
         assert self.protocol.is_sender is not None
 
@@ -110,6 +126,79 @@ class MilesUpdater:
             dist.barrier()  # reading is collective
             if materialize:  # "freshly allocated per bucket"
                 yield [(name, tensor.clone()) for name, tensor in items[start : start + self.bucket_tensors]]
+
+
+def miles_standin(settings: dict[str, Any], weights: Weights) -> MilesDriver:
+    """The stand-in for miles' updater, with our protocol.
+
+    Args:
+        settings: Fields of miles' arguments.
+        weights: Tensors in Hugging Face names.
+    """
+    install_miles()
+    from weightcast.integrations.miles import build_protocol
+
+    return MilesUpdater(build_protocol(Namespace(**settings)), weights)
+
+
+def miles_from_sources(root: str) -> Callable[[dict[str, Any], Weights], MilesDriver]:
+    """A function like ``miles_standin`` with miles' own updater and base classes.
+
+    Args:
+        root: Folder with ``miles/``.
+    """
+    return partial(_miles_from_sources, root)
+
+
+def _miles_from_sources(root: str, settings: dict[str, Any], weights: Weights) -> MilesDriver:
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    sources = importlib.import_module("miles.backends.training_utils.weight_update.hf_weight_iterator")
+    client = importlib.import_module("miles.backends.sglang_utils.sglang_api_client").SGLangApiClient
+    importlib.import_module("miles.utils.distributed_utils").init_gloo_group()
+    updater = importlib.import_module("miles.backends.training_utils.weight_update.updater")
+
+    class Weighed(sources.HfWeightIteratorBase):
+        """Streams a dictionary; reading is collective, as it is from a sharded model."""
+
+        def _iter_hf_param_units(self, weights: Weights, *, materialize: bool) -> Iterator[Any]:
+            for name, tensor in weights.items():
+                dist.barrier()
+                if materialize:
+                    yield [(name, tensor.clone())]
+
+        def _iter_hf_adapter_units(self, lora_name: str, adapter: Any, *, materialize: bool) -> Iterator[Any]:
+            raise AssertionError("no adapters here")
+
+    def iterator(args: Namespace, model: Any, *, required_placement: Any, **more: Any) -> Any:
+        placement = sources.resolve_placement(required_placement, None)
+        return Weighed(args, model, placement=placement, **more)
+
+    class Sources(updater.WeightUpdater):
+        def __init__(self) -> None:
+            args = Namespace(
+                colocate=False,
+                update_weight_transfer_mode="external",
+                custom_weight_transfer_protocol_path="weightcast.integrations.miles.build_protocol",
+                update_weight_buffer_size=1 << 12,
+                **settings,
+            )
+            self.weights = weights
+            super().__init__(
+                args,
+                [],
+                weights_getter=lambda: self.weights,
+                model_name="toy",
+                quantization_config=None,
+                iterator_factory=iterator,
+                parallel_state=None,
+                is_lora=False,
+            )
+
+        def connect_rollout_engines(self, urls: list[str]) -> None:
+            super().connect_rollout_engines([client(server_url=url) for url in urls], [1] * len(urls), [0] * len(urls))
+
+    return Sources()
 
 
 def install_miles() -> None:
@@ -143,14 +232,11 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RolloutWeightUpdateInfo:
+    rollout_config: RolloutConfig
+    weight_update_targets: tuple[RolloutWeightUpdateTarget, ...]
+    train_rank: int
     transport_type: str
     backend: str
-    targets: tuple[RolloutWeightUpdateTarget, ...]
-    train_rank: int
-
-    @classmethod
-    def from_targets(cls, *, rollout_config: Any, weight_update_targets: Any, train_rank: int) -> Any:
-        return cls(rollout_config.weight_transport_type, "pytorch", weight_update_targets, train_rank)
 
 
 @dataclass
@@ -161,7 +247,7 @@ class WeightUpdateBatch:
 
 
 class WeightIterator:
-    """Splits ``engine.model`` in batches.  Backends other than SGLang get an empty batch at the end."""
+    """Splits ``engine.model`` in batches.  LMDeploy's pytorch and vLLM get an empty batch at the end."""
 
     def __init__(self, *, config: Any, engine: Any, rollout_info: Any, global_hf_keys_mapping_cache: Any) -> None:
         self.engine = engine
@@ -175,7 +261,7 @@ class WeightIterator:
         for start in range(0, len(items), 4):
             dist.barrier()  # reading is collective
             yield WeightUpdateBatch(dict(items[start : start + 4]))
-        if self.info.transport_type == "ipc" or self.info.backend != "sglang":
+        if self.info.backend in ("pytorch", "vllm"):
             yield WeightUpdateBatch({}, finished=True)
 
 

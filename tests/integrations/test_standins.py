@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import SMALL_BUCKETS, Engine, digests_of, next_version, serves_whole
 from tests.integrations.standins import (
-    MilesUpdater,
+    MilesDriver,
     RolloutConfig,
     RolloutWeightUpdateTarget,
-    SGLangApiClient,
-    install_miles,
     install_xtuner,
+    miles_standin,
 )
 from tests.toy_engine import toy_weights
 from tests.unit.ranks import Ranks
 from weightcast.errors import WeightcastError
 
 OPTIONS = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 30.0}
+MakeDriver = Callable[[dict[str, Any], dict[str, torch.Tensor]], MilesDriver]
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
 
@@ -41,17 +41,15 @@ def engine() -> Iterator[Engine]:
     started.close()
 
 
-def miles_job(urls: list[str], seeds: list[int], first_version: int) -> list[Any]:
+def miles_job(make: MakeDriver, urls: list[str], seeds: list[int], first_version: int) -> list[Any]:
     """Syncs each set of weights; the versions and metrics on this rank."""
-    install_miles()
-    from weightcast.integrations.miles import build_protocol
-
-    protocol = build_protocol(Namespace(pause_generation_mode="retract", weightcast=OPTIONS))
-    updater = MilesUpdater(protocol, toy_weights(seed=seeds[0]))
+    settings = {"pause_generation_mode": "retract", "weightcast": OPTIONS}
+    updater = make(settings, toy_weights(seed=seeds[0]))
+    protocol = updater.protocol
     updater.weight_version = first_version - 1
     said: list[Any] = []
     try:
-        updater.connect_rollout_engines([SGLangApiClient(url) for url in urls])
+        updater.connect_rollout_engines(urls)
         for seed in seeds:
             updater.weights = toy_weights(seed=seed)
             updater.update_weights()
@@ -68,7 +66,7 @@ def test_miles_protocol_syncs_again_and_again(ranks: Ranks, engine: Engine) -> N
     first = next_version()
     seeds = [first, next_version(), next_version()]
     assert seeds == list(range(first, first + 3))  # version v of the toy has the weights of seed v
-    said = ranks.run(miles_job, [engine.url], seeds, first)
+    said = ranks.run(miles_job, miles_standin, [engine.url], seeds, first)
     metrics = ["weightcast/bytes", "weightcast/seconds"]
     assert said[0] == [(version, metrics, True) for version in seeds]
     assert said[1] == [(version, [], False) for version in seeds]
@@ -78,22 +76,19 @@ def test_miles_protocol_syncs_again_and_again(ranks: Ranks, engine: Engine) -> N
 
 def test_miles_protocol_fails_on_every_rank(ranks: Ranks) -> None:
     version = next_version()
-    head, other = ranks.run(miles_job, [NOWHERE], [version], version)
+    head, other = ranks.run(miles_job, miles_standin, [NOWHERE], [version], version)
     assert head[0].startswith("TargetUnreachable: http://127.0.0.1:9")
     assert other[0].startswith("TrainerRankFailed: rank 0 could not update the engines: TargetUnreachable")
 
 
-def miles_job_that_loses_its_engine(url: str, version: int) -> list[str]:
+def miles_job_that_loses_its_engine(make: MakeDriver, url: str, version: int) -> list[str]:
     """Syncs once, then the engine refuses: somebody else has given it a later version."""
-    install_miles()
-    from weightcast.integrations.miles import build_protocol
-
-    protocol = build_protocol(Namespace(weightcast=OPTIONS))
-    updater = MilesUpdater(protocol, toy_weights(seed=version))
+    updater = make({"weightcast": OPTIONS}, toy_weights(seed=version))
+    protocol = updater.protocol
     updater.weight_version = version - 1
     said: list[str] = []
     try:
-        updater.connect_rollout_engines([SGLangApiClient(url)])
+        updater.connect_rollout_engines([url])
         updater.update_weights()
         updater.weight_version = version - 2  # an older version than the engine serves
         try:
@@ -112,7 +107,7 @@ def miles_job_that_loses_its_engine(url: str, version: int) -> list[str]:
 def test_miles_protocol_goes_on_after_a_failed_update(ranks: Ranks, engine: Engine) -> None:
     version = next_version()
     assert next_version() == version + 1
-    head, other = ranks.run(miles_job_that_loses_its_engine, engine.url, version)
+    head, other = ranks.run(miles_job_that_loses_its_engine, miles_standin, engine.url, version)
     assert "older" in head[0]
     assert other[0].startswith("TrainerRankFailed: rank 0 could not update the engines")
     assert head[1] == other[1] == f"version {version + 1}"
@@ -141,7 +136,6 @@ def xtuner_job(targets: list[tuple[str, str]], seeds: list[int], transport: str,
             weighter.bind_rollout_weight_update(
                 targets=listed, rollout_config=RolloutConfig(weight_transport_type=transport, api_key=["key"])
             )
-            assert weighter.weight_update(need_register=True, need_update=False) is None
             report = weighter.update_weights() if seed == seeds[-1] else weighter.weight_update()
             assert report is not None
             said.append((weighter.version, report.transport, [row.url for row in report.targets]))
@@ -161,6 +155,48 @@ def test_xtuner_class_updates_active_servers(ranks: Ranks, engine: Engine, their
     assert said[0] == said[1] == [(version, ours, [engine.url]) for version in seeds]
     assert serves_whole(engine) == seeds[-1]
     assert engine.digests() == digests_of(seeds[-1])
+
+
+def xtuner_job_in_two_steps(url: str, seed: int) -> list[str]:
+    """Registers, takes the model away, and has the weights sent, as xtuner does where it shares GPUs."""
+    import torch.distributed as dist
+
+    install_xtuner()
+    from weightcast.integrations.xtuner import UpdateWeighter
+
+    engine = SimpleNamespace(model=toy_weights(seed=seed))
+    weighter = UpdateWeighter(rank=dist.get_rank(), logger=logging.getLogger("xtuner"), engine=engine, **OPTIONS)
+    weighter.version = seed - 1
+    listed = (RolloutWeightUpdateTarget(0, (0,), url, "active"),)
+    said: list[str] = []
+    try:
+        # Versions of July 2026 name the transport and their own addresses in this call.
+        weighter.bind_rollout_weight_update(
+            targets=listed,
+            rollout_config=RolloutConfig(weight_transport_type=None),
+            weight_transport_type="nccl",
+            weight_update_host=None,
+            weight_update_port=None,
+        )
+        assert weighter.weight_update(need_register=True, need_update=False) is None
+        engine.model = {name: torch.full_like(tensor, 7.0) for name, tensor in engine.model.items()}
+        report = weighter.weight_update(need_register=False, need_update=True)
+        assert report is not None
+        said.append(report.transport)
+        weighter.weight_update(need_register=False, need_update=True)
+    except WeightcastError as error:
+        said.append(f"{type(error).__name__}: {error}")
+    finally:
+        weighter.close()
+    return said
+
+
+def test_xtuner_class_sends_registered_weights_and_does_not_read_the_model_again(ranks: Ranks, engine: Engine) -> None:
+    seed = next_version()
+    for transport, refused in ranks.run(xtuner_job_in_two_steps, engine.url, seed):
+        assert transport == "broadcast"
+        assert refused.startswith("ConfigError: need_register=False sends registered weights, and none are registered")
+    assert engine.digests() == digests_of(seed)
 
 
 def test_xtuner_class_refuses_an_update_of_nothing(ranks: Ranks) -> None:

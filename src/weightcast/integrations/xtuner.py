@@ -7,7 +7,7 @@ In xtuner's training worker::
     self.update_weighter = UpdateWeighter(rank=self.rank, logger=self.logger, config=self.config, engine=self._engine)
 
 xtuner calls ``bind_rollout_weight_update`` with the targets of its registry before every update, and
-``weight_update`` (``update_weights`` in older versions) on every training rank.  xtuner still exports its model
+``weight_update`` (``update_weights`` before 21 August 2026) on every training rank.  xtuner still exports its model
 itself, batch by batch; everything after that is ours: transport, pause, proof, switch and resume.
 """
 
@@ -16,7 +16,6 @@ itself, batch by batch; everything after that is ours: transport, pause, proof, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -85,13 +84,27 @@ class UpdateWeighter:
         self._targets: tuple[Target, ...] = ()
         self._transport = ""
         self._read: NamedTensors | None = None
+        self._registered: list[tuple[str, torch.Tensor]] | None = None
         self._updater: WeightUpdater | None = None
 
-    def bind_rollout_weight_update(self, *, targets: Sequence[UpdateTarget], rollout_config: Any) -> None:
+    def bind_rollout_weight_update(
+        self,
+        *,
+        targets: Sequence[UpdateTarget],
+        rollout_config: Any,
+        weight_transport_type: str | None = None,
+        **_addresses: Any,
+    ) -> None:
         """Takes the targets of xtuner's registry; only active ones are updated.  Nothing is sent yet.
 
         A server that is not active is left out and becomes a target again once xtuner says that it is active.  It then
         gets the full weights with the next update.
+
+        Args:
+            targets: Targets of xtuner's registry.
+            rollout_config: xtuner's rollout config; its API key is used, and its transport.
+            weight_transport_type: xtuner's transport, in versions that pass it here (July and August 2026).
+            **_addresses: Host and port of xtuner's own process group, in the same versions; not used.
 
         Raises:
             ConfigError: No target is active, or xtuner's transport has no counterpart.
@@ -105,7 +118,8 @@ class UpdateWeighter:
         key = rollout_config.api_key
         key = key[0] if isinstance(key, list) else key
         urls = dict.fromkeys(target.server_url for target in active)  # one server may be the endpoint of several ranks
-        transport = self._options.get("transport") or _transport_of(rollout_config.weight_transport_type)
+        theirs = weight_transport_type or getattr(rollout_config, "weight_transport_type", None)
+        transport = self._options.get("transport") or _transport_of(theirs)
         if transport != self._transport:
             self.close()
         self._targets, self._transport = tuple(Target(url, api_key=key) for url in urls), transport
@@ -115,33 +129,47 @@ class UpdateWeighter:
     def weight_update(self, **kwargs: Any) -> UpdateReport | None:
         """Sends the weights as the next version.  Collective over all training ranks.
 
+        Where trainer and rollout share GPUs through a checkpoint engine, xtuner calls this twice: it registers the
+        weights, moves its model off the GPUs, and then has them sent.  In between every training rank keeps the whole
+        weights in host memory.
+
         Args:
-            **kwargs: xtuner's own.  ``need_update=False`` only registers weights with a checkpoint engine, and there is
-                nothing to register here; all others are ignored.
+            **kwargs: xtuner's own.  ``need_update=False`` keeps the weights and sends nothing; ``need_register=False``
+                sends what was kept and does not read the model.  All others are ignored.
 
         Returns:
             The report; None if nothing was to be sent.
 
         Raises:
-            ConfigError: ``bind_rollout_weight_update`` was not called.
+            ConfigError: ``bind_rollout_weight_update`` was not called, or the weights that are to be sent were not
+                registered.
             UpdateFailed, TargetError, TrainerRankFailed: As ``WeightUpdater.connect`` and ``update``.
         """
-        if not kwargs.get("need_update", True):
-            return None
         if self._read is None:
             raise ConfigError("no rollout servers are bound", hint="call bind_rollout_weight_update() first")
+        if kwargs.get("need_register", True):
+            self._registered = None
+            if not kwargs.get("need_update", True):
+                self._registered = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._read()]
+                return None
+        elif self._registered is None:
+            raise ConfigError(
+                "need_register=False sends registered weights, and none are registered",
+                hint="call weight_update(need_register=True, need_update=False) while the model is on its device",
+            )
         if self._updater is None:
             self._updater = self._connect()
         else:
             self._updater.retarget(self._targets)
         self.report = self._updater.update(version=self.version + 1)
         self.version += 1
+        self._registered = None
         if self._rank == 0:
             self._logger.info(f"weights updated\n{self.report}")
         return self.report
 
     def update_weights(self) -> UpdateReport | None:
-        """Does the same as ``weight_update``; older versions of xtuner call it by this name."""
+        """Does the same as ``weight_update``; xtuner called it by this name before 21 August 2026."""
         return self.weight_update()
 
     def close(self) -> None:
@@ -161,9 +189,8 @@ class UpdateWeighter:
         return WeightUpdater.connect(exporter, self._targets, **options)
 
     def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        if self._read is None:
-            raise ConfigError("no rollout servers are bound", hint="call bind_rollout_weight_update() first")
-        return self._read()
+        assert self._read is not None  # weight_update() refuses first
+        return self._read() if self._registered is None else self._registered
 
 
 def _transport_of(name: str | None) -> str:
@@ -188,11 +215,15 @@ def _xtuner_weights(
     from xtuner.v1.rl.weight_update.data import RolloutWeightUpdateInfo
     from xtuner.v1.rl.weight_update.weight_iterator import WeightIterator
 
-    info = RolloutWeightUpdateInfo.from_targets(
-        rollout_config=rollout_config, weight_update_targets=tuple(targets), train_rank=rank
+    # Whole tensors in Hugging Face names, without an end marker: what xtuner exports for SGLang over NCCL.  Its
+    # ``from_targets`` would refuse what its own transports cannot do, such as NCCL to vLLM.
+    info = RolloutWeightUpdateInfo(
+        rollout_config=rollout_config,
+        weight_update_targets=tuple(targets),
+        train_rank=rank,
+        transport_type="nccl",
+        backend="sglang",
     )
-    # Whole tensors in Hugging Face names, without an end marker: what xtuner exports for SGLang over NCCL.
-    info = replace(info, transport_type="nccl", backend="sglang")
     names: dict[str, list[str]] = {}
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
