@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))  # MkDocs imports this file by its path
 from docs_site import configuration, links  # noqa: E402
 
 _IMAGES = ROOT / "benchmarks" / "results"
+_STYLE = Path(__file__).with_name("console.css")
 
 
 def on_config(config: Any) -> Any:
@@ -40,7 +41,8 @@ def filled(nav: list[Any], docs: Path) -> list[Any]:
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the pages that are not files in ``docs/``, and the pictures of the results."""
+    """Adds the pages that are not files in ``docs/``, the style sheet, and the pictures of the results."""
+    files.append(File.generated(config, _STYLE.name, abs_src_path=str(_STYLE)))
     for path, place in links.PAGES.items():
         files.append(File.generated(config, place, content=(ROOT / path).read_text()))
     files.append(File.generated(config, configuration.PAGE, content=configuration.page()))

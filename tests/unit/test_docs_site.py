@@ -12,6 +12,8 @@ from typing import get_args
 import pytest
 import typer
 from docs_site import configuration, hooks, links
+from pygments.lexers import get_lexer_by_name
+from pygments.token import STANDARD_TYPES
 from typer.testing import CliRunner
 
 import weightcast
@@ -80,6 +82,21 @@ def test_code_blocks_keep_their_text():
 
 
 # -- nav
+
+
+def test_copying_a_console_block_gives_its_commands_alone():
+    style = (ROOT / "docs_site" / "console.css").read_text()
+    hidden = re.findall(r"code\[data-md-copying\] \.(\w+)", style)  # the attribute that the copy button sets
+    lexer = get_lexer_by_name("console")
+    pages = [*DOCS.rglob("*.md"), *(ROOT / path for path in links.PAGES)]
+    blocks = {
+        block: page for page in pages for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S)
+    }
+    assert len(blocks) > 30
+    for block, page in blocks.items():
+        kept = "".join(text for kind, text in lexer.get_tokens(block) if STANDARD_TYPES[kind] not in hidden)
+        commands = re.findall(r"^\$ ((?:.*\\\n)*.*\n)", block, re.M)
+        assert re.sub(r"\n+", "\n", kept) == "".join(commands) != "", (page, block)
 
 
 def test_entry_of_a_folder_becomes_its_pages(tmp_path):
