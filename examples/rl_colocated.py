@@ -19,7 +19,8 @@ from grpo.run import Run, served
 
 
 def main() -> None:
-    args = checked(parser((__doc__ or "").partition("\n")[0], out="rl-colocated", via="ipc", pause="abort"))
+    made = parser((__doc__ or "").partition("\n")[0], out="rl-colocated", via="ipc", pause="abort")
+    args = checked(made, sleeps=True)
     with Run(args, shared=True) as run:
         print("step  version  reward  right    loss  gap    rollout s  train s  update s  digest")
         for step in range(run.done + 1, args.steps + 1):

@@ -77,14 +77,24 @@ def parser(description: str, *, out: str, via: str, pause: str) -> argparse.Argu
     return made
 
 
-def checked(made: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line, fills in what depends on the machine, and refuses what cannot work."""
+def checked(
+    made: argparse.ArgumentParser, argv: list[str] | None = None, *, sleeps: bool = False
+) -> argparse.Namespace:
+    """Parses the command line, fills in what depends on the machine, and refuses what cannot work.
+
+    Args:
+        made: The parser.
+        argv: Arguments; None takes the program's.
+        sleeps: Whether the engine is to sleep while trainers use its device.
+    """
     args = made.parse_args(argv)
     args.dtype = args.dtype or ("bfloat16" if args.gpus else "float32")
     if not (Path(args.model) / "config.json").is_file():
         made.error(f"--model {args.model} is no Hugging Face folder (`weightcast demo` makes the one of SmolLM2)")
     if args.engine == "lmdeploy" and not args.gpus and not args.engine_program:
         made.error("--engine lmdeploy: LMDeploy does not serve on a CPU; pass --gpus, or an --engine-program that does")
+    if args.engine == "vllm" and sleeps and not args.gpus:
+        made.error("--engine vllm: vLLM cannot sleep on a CPU; pass --gpus, or run rl_disaggregated.py")
     return args
 
 

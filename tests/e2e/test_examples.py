@@ -301,16 +301,17 @@ def test_vision_learns_and_is_on_policy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("name", "arguments", "words"),
     [
-        (["--model=/nowhere"], "is no Hugging Face folder"),
-        (["--engine=lmdeploy"], "LMDeploy does not serve on a CPU"),
-        (["--via=pigeon"], "invalid choice: 'pigeon'"),
+        ("rl_disaggregated", ["--model=/nowhere"], "is no Hugging Face folder"),
+        ("rl_disaggregated", ["--engine=lmdeploy"], "LMDeploy does not serve on a CPU"),
+        ("rl_disaggregated", ["--via=pigeon"], "invalid choice: 'pigeon'"),
+        ("rl_colocated", ["--engine=vllm"], "vLLM cannot sleep on a CPU"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments, words, tiny):
+def test_arguments_that_cannot_work_are_refused(name, arguments, words, tiny):
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "rl_disaggregated.py", f"--model={tiny}", *arguments],
+        [sys.executable, EXAMPLES / f"{name}.py", f"--model={tiny}", *arguments],
         capture_output=True,
         text=True,
     )
