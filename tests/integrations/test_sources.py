@@ -124,6 +124,7 @@ def test_weights_that_xtuner_shards_and_exports_arrive(tmp_path: Path) -> None:
             tmp_path,
             started.url,
             folder=tmp_path,
+            timeout_s=1800,
             PYTHONPATH=os.pathsep.join((str(Path(__file__).parents[2] / "src"), XTUNER)),
         )
         after = started.digests()
