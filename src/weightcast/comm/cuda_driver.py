@@ -94,11 +94,7 @@ def allocation_of(pointer: int, device: torch.device) -> tuple[int, int, int]:
 
 
 def ids_of(bases: Sequence[int], device: torch.device) -> list[int]:
-    """Returns the ids of the allocations that begin at these addresses, as ``allocation_of`` does.
-
-    Raises:
-        DriverError: No allocation holds one of them.
-    """
+    """Returns the ids of the allocations that begin at these addresses; raises as ``allocation_of``."""
     found: list[int] = []
     name = ctypes.c_uint64()
     with _current(device):
@@ -109,9 +105,7 @@ def ids_of(bases: Sequence[int], device: torch.device) -> list[int]:
 
 
 def open_memory(handle: bytes, device: torch.device) -> int:
-    """Maps another process's allocation for the kernels of ``device``, and returns its address in this process.
-
-    The allocation may be on another device.
+    """Maps another process's allocation, on any device, for the kernels of ``device``; returns its address here.
 
     Raises:
         DriverError: The handle is malformed, the owner is gone, or the devices cannot reach each other.
@@ -133,11 +127,7 @@ def close_memory(pointer: int, device: torch.device) -> None:
 
 
 def open_event(handle: bytes, device: torch.device) -> Any:
-    """Opens another process's event, which that process made on ``device``.
-
-    Raises:
-        RuntimeError: The handle is malformed, or the owner is gone.
-    """
+    """Opens another process's event on ``device``; RuntimeError if its handle is malformed or its owner is gone."""
     with _current(device):  # without a context of this device, waiting for the event ends the process
         return torch.cuda.Event.from_ipc_handle(device, handle)
 

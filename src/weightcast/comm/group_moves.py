@@ -42,11 +42,7 @@ class Tags:
 def start_moves(
     group: Any, device: torch.device, sends: Sequence[Move], receives: Sequence[Move], tags: Tags
 ) -> list[Any]:
-    """Starts all messages of a batch in a process group of torch and returns handles to wait for.
-
-    Raises:
-        RuntimeError: A peer is gone, in torch's words.
-    """
+    """Starts a batch in a process group of torch; returns handles, or raises torch's RuntimeError if a peer is gone."""
     if not sends and not receives:
         return []
     if device.type == "cuda":

@@ -271,9 +271,7 @@ class NcclGroup:
 
 
 def nccl_binding() -> tuple[Any, type[Exception]]:
-    """Imports ``nccl4py``; returns its public API, and the class of its errors for NCCL's result codes.
-
-    The import takes more than a second.
+    """Imports ``nccl4py``, which takes over a second; returns its API, and the class of its errors for result codes.
 
     Raises:
         ConfigError: The package or a dependency is not installed, or NCCL is missing or too old.

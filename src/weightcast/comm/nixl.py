@@ -30,11 +30,7 @@ def missing() -> str:
 
 
 def make_agent() -> tuple[str, Any]:
-    """Makes an agent of NIXL's UCX backend; returns its random name and the agent.
-
-    Raises:
-        ConfigError: NIXL is missing or does not start.
-    """
+    """Makes an agent of NIXL's UCX backend, of random name; raises ConfigError if NIXL is missing or does not start."""
     api, name = _load(), f"weightcast-{secrets.token_hex(8)}"
     try:
         ours = _with_naps(api)

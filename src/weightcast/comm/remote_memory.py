@@ -29,11 +29,7 @@ class Arena:
     """
 
     def __init__(self, count: int, size_bytes: int, device: torch.device) -> None:
-        """Allocates and registers memory for ``count`` buffers, on the CPU only.
-
-        Raises:
-            ConfigError: NIXL is missing or cannot register the memory.
-        """
+        """Registers memory for ``count`` buffers, on the CPU only; ConfigError if NIXL is missing or cannot do it."""
         if device.type != "cpu":
             raise ConfigError(f"NIXL registers host memory only so far, and the buffers are on {device}")
         self._size_bytes = size_bytes

@@ -41,10 +41,9 @@ def client_context(*, ca_file: str | None, cert_file: str | None, key_file: str 
 
 
 def server_context(*, cert_file: str, key_file: str | None, client_ca_file: str | None) -> ssl.SSLContext:
-    """Makes a context that shows a certificate and, with a client CA, requires a certificate of every client.
+    """Makes a context that shows a certificate, and with a client CA requires one of every client.
 
-    Raises:
-        ConfigError: As ``client_context``.
+    It raises as ``client_context``.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -173,11 +173,7 @@ class UpdateGroup:
         cancelled: threading.Event | None = None,
         tells: bytes | None = None,
     ) -> UpdateGroup:
-        """Connects to a head's ``Rendezvous`` and meets the other members.
-
-        Raises:
-            DeadlineExceeded, GroupFailed: As the constructor; also when nothing listens at host and port.
-        """
+        """Joins at a head's ``Rendezvous``; raises as the constructor, also when nothing listens at host and port."""
 
         def connect() -> dist.Store:
             try:

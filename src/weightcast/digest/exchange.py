@@ -12,10 +12,7 @@ import torch
 
 
 class Exchange:
-    """Pairs of memory that change contents again and again, as long as all of it stays where it is.
-
-    It keeps no memory alive.
-    """
+    """Pairs of memory that change contents again and again, as long as all stays in place.  It keeps none alive."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Works out the table of at least one pair, all on one device.

@@ -41,10 +41,7 @@ def prepare(size_bytes: int) -> None:
 
 
 class Launches:
-    """Copies with sums that can be run again and again, as long as all memory stays where it is.
-
-    It keeps no memory alive.
-    """
+    """Copies with sums that can run again, as long as all memory stays where it is.  It keeps no memory alive."""
 
     def __init__(self, transfers: Sequence[Transfer], count: int) -> None:
         """Works out the jobs of transfers on the CPU, for each of which `can_transfer` is true."""

@@ -239,10 +239,7 @@ class SentDigests:
         return Sent(fast, hashed=self._hashed, cast=cast)
 
     def lying_otherwise(self, names: Collection[str], sources: Sequence[Folded]) -> list[str]:
-        """Names of tensors whose bytes in the trainer's buffers differ now from what the ranks hold.
-
-        Buffers keep the last buckets only, so earlier tensors are not found.
-        """
+        """Names of tensors whose bytes in the trainer's last buffers now differ from what the ranks hold."""
         found: list[str] = []
         for number, (layout, _) in enumerate(self._sums):
             for bucket in self._lying.values():

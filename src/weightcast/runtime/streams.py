@@ -6,10 +6,7 @@ import torch
 
 
 def wait_for_streams(*devices: torch.device) -> None:
-    """Waits for all work on the current stream of each GPU among these devices.
-
-    If work on a stream failed, it raises RuntimeError with CUDA's words.
-    """
+    """Waits for the current stream of each GPU among these devices; raises CUDA's RuntimeError if work on it failed."""
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

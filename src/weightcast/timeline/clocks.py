@@ -33,10 +33,7 @@ class RoundTrip:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """A way from another clock to this one: add ``offset_s``.
-
-    The sum may be wrong by ``error_s``, which is 0 if both sides use one clock.
-    """
+    """A way from another clock: add ``offset_s``.  The sum may be wrong by ``error_s``, 0 if both use one clock."""
 
     offset_s: float = 0.0
     error_s: float = 0.0

@@ -19,10 +19,7 @@ _MAX_FLOWS = 1 << 20  # messages of one update
 
 
 class Update(msgspec.Struct, kw_only=True):
-    """One update of a trace; further fields of a report are ignored.
-
-    ``bytes`` is the payload of one copy of the model.
-    """
+    """One update, ``bytes`` being the payload of one copy of the model; further fields of a report are ignored."""
 
     version: int
     seconds: float = 0.0

@@ -39,11 +39,7 @@ _decoder = msgspec.json.Decoder(AdapterRequest)
 
 
 def adapter_request(name: str, config: dict[str, Any], specs: tuple[TensorSpec, ...]) -> AdapterRequest:
-    """Makes a request and checks the name.
-
-    Raises:
-        ConfigError: An engine cannot serve an adapter under this name.
-    """
+    """Makes a request; raises ConfigError if an engine cannot serve an adapter under this name."""
     try:
         return msgspec.convert(
             {"name": name, "config": config, "specs": [msgspec.to_builtins(spec) for spec in specs]}, AdapterRequest

@@ -103,8 +103,7 @@ class RemoteMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Pack(msgspec.Struct, frozen=True, array_like=True):
     """The place at which a trainer rank has put together short runs for the engine ranks that want the same boxes.
 
-    Attributes:
-        wanted: Name of these boxes (``pieces.name_of``).
+    ``wanted`` is the name of these boxes (``pieces.name_of``).
     """
 
     wanted: Annotated[str, Meta(max_length=64)]

@@ -24,10 +24,7 @@ _Index = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]
 
 
 class HeldPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """The part of a source tensor that one rank keeps.
-
-    ``spec`` is the whole tensor, in the dtype that the engine keeps.
-    """
+    """The part of a source tensor that one rank keeps; ``spec`` is the whole one, in the dtype the engine keeps."""
 
     spec: TensorSpec
     box_offset: _Index

@@ -104,10 +104,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
-    """Asks the engine to leave a group and to unmap buffers.  A group that was never joined is no error.
-
-    Without ``group`` it only unmaps buffers.
-    """
+    """Asks the engine to leave a group, if one is named and was ever joined, and to unmap buffers."""
 
     group: GroupName | None = None
 
@@ -183,8 +180,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="readback"):
     """Asks for digests of the live weights, which the loader's routes lead to.  Changes nothing.
 
-    Attributes:
-        known_tables: Hashes of the tables of parts that a rank's answer may name without sending them.
+    ``known_tables`` are hashes of the tables of parts that a rank's answer may name without sending them.
     """
 
     known_tables: KnownTables = ()
@@ -193,9 +189,7 @@ class Readback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine whose live weights another engine copies.
 
-    Attributes:
-        url: ``http://host:port`` or ``https://host:port``, as the ranks of the other engine reach it.
-        api_key: Key of the peer; empty for none.
+    ``url`` is ``http://host:port`` or https, as the ranks of the other engine reach it; ``api_key`` is empty for none.
     """
 
     url: Text

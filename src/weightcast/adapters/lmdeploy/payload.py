@@ -18,12 +18,9 @@ END = pickle_writer.pickled_base64(listing([]))
 
 
 def bucket_payload(layout: BucketLayout, memory: TorchMemory, *, handle: bool) -> str:
-    """Base64 of the pickle that one rank reads for a bucket.
+    """Base64 of the pickle that one rank reads for a bucket; raises ConfigError if LMDeploy cannot read it.
 
     ``handle`` is False if the rank has mapped the buffer for this dtype already.
-
-    Raises:
-        ConfigError: LMDeploy cannot read the bucket.
     """
     dtype = check_readable(layout, memory)
     itemsize = DTYPES[dtype].itemsize
