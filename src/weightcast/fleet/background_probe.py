@@ -3,8 +3,6 @@
 A probe runs until its target answers, across calls of ``look``.  A silent target therefore costs one short wait, and
 ``look`` sees its answer as soon as it is back.  A host that is switched off fails to connect only after seconds; its
 probe is repeated in the background, and ``look`` returns the last error at once.
-
-The caller supplies the probe and interprets the answers.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ class _Probe(Generic[Answer]):
 class BackgroundProbe(Generic[Answer]):
     """Probes many targets at once on the event loop, each once at a time.  Any thread may call any method.
 
-    Args:
-        ask: Probes one URL, and raises a ``WeightcastError`` if the probe fails.
+    ``ask`` probes one URL, and raises a ``WeightcastError`` if the probe fails.
     """
 
     def __init__(self, ask: Callable[[str], Awaitable[Answer]]) -> None:
@@ -82,12 +79,7 @@ class BackgroundProbe(Generic[Answer]):
         return {url: self._take(url, probe) for url, probe in probes.items()}
 
     def ask_ahead(self, urls: Iterable[str], *, waited_s: float) -> None:
-        """Starts probes for a later ``look``.
-
-        Args:
-            urls: URLs to probe.
-            waited_s: Seconds to count as waited for already.
-        """
+        """Starts probes for a later ``look``, which count as waited for ``waited_s`` seconds already."""
         asked_at = time.monotonic() - waited_s
         chosen = tuple(urls)
 

@@ -63,7 +63,6 @@ class TargetHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Health of one target.
 
     Attributes:
-        url: URL of the engine.
         state: One of the states in the module's docstring.
         active: True if the target serves the fleet's version in full; only then may requests go there.
         version: Version that it serves, as far as is known.
@@ -90,11 +89,7 @@ class _Entry:
 
 
 class Fleet:
-    """The health of every target.  Not thread-safe.
-
-    Args:
-        urls: URLs of the targets; each is ``gone`` until it answers.
-    """
+    """The health of every target, each ``gone`` until it answers.  Not thread-safe."""
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -132,7 +127,6 @@ class Fleet:
         """Records that a target answered a probe.
 
         Args:
-            url: URL of the target.
             version: Version that it reports; None if it reports none.
             incarnation: Identity of the engine's processes; a new value means a restart.
             tells_version: False if the engine never reports a version.

@@ -15,7 +15,6 @@ async def probe(client: Client, kinds: Sequence[Kind], *, timeout_s: float | Non
     """Recognises the engine behind a client.  It is for the event loop.
 
     Args:
-        client: Client of the server.
         kinds: Kinds of engine, in the order of asking.
         timeout_s: Deadline of each kind's requests, in seconds; None takes the client's.
 

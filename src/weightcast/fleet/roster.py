@@ -26,12 +26,7 @@ _SILENT_WAIT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Current:
-    """The fleet's weights.
-
-    Attributes:
-        version: Version committed last.
-        digest: Model digest of these weights; None with ``verify="none"``.
-    """
+    """The fleet's weights, as committed last; ``digest`` is None with ``verify="none"``."""
 
     version: int
     digest: str | None
@@ -41,10 +36,8 @@ class Roster:
     """The members.  Any thread may call ``look`` and ``health``; one thread calls the rest.
 
     Args:
-        targets: The members.
         timeout_s: Deadline of a probe of a target that is not known to be silent, in seconds.
         recognise: Probes one engine, on the event loop.
-        max_connections: As ``UpdateConfig.max_connections``.
     """
 
     def __init__(
@@ -79,7 +72,6 @@ class Roster:
         """Replaces the members and closes the clients of the others.
 
         Args:
-            targets: The new members.
             leaving: Targets that stay members until the next call.  A target whose options change (its key, for
                 example) has both clients until then.
 
@@ -147,12 +139,9 @@ class Roster:
         self._probes.ask_ahead([url], waited_s=self._silent_wait_s)  # the next look does not wait for it
 
     def ended(self, row: TargetReport, *, version: int, moved_on: bool) -> None:
-        """Records the end of an update.
+        """Records the end of an update of one target.
 
-        Args:
-            row: Report of one target.
-            version: Version of the update.
-            moved_on: True if the update succeeded on some target; a target with the old version is then left behind.
+        If the update ``moved_on``, it succeeded on some target; a target with the old version is then left behind.
         """
         with self._lock:
             fleet, url = self._fleet, row.url
@@ -172,13 +161,7 @@ class Roster:
             self._fleet.opened(url)
 
     def broke_off(self, url: str, reason: str, *, whole: bool) -> None:
-        """Records that an update of one target failed.
-
-        Args:
-            url: URL of the target.
-            reason: Cause of the failure.
-            whole: True if the target has confirmed that it still serves its old version.
-        """
+        """Records that an update of one target failed; ``whole`` if it has confirmed that it serves its old version."""
         with self._lock:
             if self._fleet.state(url) != "updating":
                 return

@@ -17,9 +17,6 @@ class Bar:
     """One bar.
 
     Attributes:
-        name: Label in front of it.
-        value: Its length.
-        colour: Its colour class.
         low, high: Ends of a whisker; None for none.
         note: Further words for the tooltip.
     """
@@ -43,15 +40,11 @@ def bars(
     wide: bool = False,
     tall: bool = False,
 ) -> Figure:
-    """Plots a horizontal bar for each row, with its value at its end.
+    """Plots a horizontal bar for each row, from top to bottom, with its value at its end.
 
     Args:
-        title, caption: Words of the figure.
-        found: The bars, from top to bottom.
-        show: Formats a value.
         legend: Colour class and meaning, if colours have one.
         value_title: Head of the table's column of values.
-        wide, tall: As in ``Figure``.
     """
     width = WIDE if wide else HALF
     left = _gutter([each.name for each in found], width)
@@ -98,15 +91,7 @@ def stacks(
     wide: bool = False,
     tall: bool = False,
 ) -> Figure:
-    """Plots a horizontal bar of parts for each row.
-
-    Args:
-        title, caption: Words of the figure.
-        rows: Values of the parts of each row, from left to right; every row has the same parts.
-        colours: Colour class of each part.
-        show: Formats a value.
-        wide, tall: As in ``Figure``.
-    """
+    """Plots a horizontal bar of parts for each row, from left to right; every row has the same parts."""
     width = WIDE if wide else HALF
     names = list(next(iter(rows.values()), {}))
     left = _gutter(rows, width)

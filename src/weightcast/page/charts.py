@@ -22,13 +22,11 @@ class Figure:
     """A plot with its words.
 
     Attributes:
-        title: What it shows.
         caption: How to read it, in one or two sentences.
-        svg: The picture.
         legend: Colour class and name of each series; empty where one series needs none.
         headers, rows: The plotted values as a table.
         wide: True if the figure takes the whole width of the page.
-    tall: True if two other figures stand beside it, one above the other.
+        tall: True if two other figures stand beside it, one above the other.
     """
 
     title: str
@@ -105,14 +103,9 @@ def lines(
     """Plots a line for each series.
 
     Args:
-        title, caption: Words of the figure.
         steps: Values under the plot, ascending.
         series: Values of each series, one for each step; None where it has none.
-        colours: Colour class of each series.
-        show: Formats a value.
-        x_title: What the steps are.
         high: Least upper end of the vertical axis.
-        wide: As ``Figure.wide``.
     """
     known = [value for values in series.values() for value in values if value is not None]
     plot = _Plot(width=WIDE if wide else HALF, high=max([high, *known], default=0.0), show=show)
@@ -183,15 +176,9 @@ def columns(
     """Plots a stacked column for each step; more than 120 steps are averaged in groups.
 
     Args:
-        title, caption: Words of the figure.
         steps: Values under the plot, ascending.
         parts: Values of each part from the bottom to the top, one for each step.
-        colours: Colour class of each part.
-        show: Formats a value.
         marks: A further value of each step, drawn as a line across its column; empty for none.
-        mark_name: Name of that value.
-        x_title: What the steps are.
-        wide: As ``Figure.wide``.
     """
     size = stride(len(steps), _MAX_COLUMNS)
     groups = [range(first, min(first + size, len(steps))) for first in range(0, len(steps), size)]

@@ -39,12 +39,7 @@ Cell = str | Chip
 
 
 class Document:
-    """A page that grows from the top to the bottom.
-
-    Args:
-        title: Title of the page.
-        about: Line below the title.
-    """
+    """A page that grows from the top to the bottom; ``about`` is the line below its title."""
 
     def __init__(self, title: str, about: str) -> None:
         self._title = title

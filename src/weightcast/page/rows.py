@@ -109,15 +109,7 @@ def served(
     legend: Sequence[tuple[str, str]],
     wide: bool = False,
 ) -> Figure:
-    """Plots a cell for each engine and step.
-
-    Args:
-        title, caption: Words of the figure.
-        steps: Versions that were sent, ascending.
-        rows: For each engine, the state at each step.
-        legend: Colour class and meaning of each colour.
-        wide: As ``Figure.wide``.
-    """
+    """Plots a cell for each engine and step; ``steps`` are the versions that were sent, ascending."""
     width = WIDE if wide else HALF
     longest = max((len(name) for name in rows), default=0)
     left = min(width * 0.45, longest * 7.3 + 16)

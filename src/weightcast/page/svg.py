@@ -34,12 +34,7 @@ def picture(width: float, height: float, parts: Sequence[str], label: str) -> st
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A linear map of values to pixels.
-
-    Attributes:
-        low, high: Values at both ends.
-        start, end: Pixels at both ends; ``end`` may be the smaller one.
-    """
+    """A linear map of values to pixels; ``end`` may be smaller than ``start``."""
 
     low: float
     high: float

@@ -73,10 +73,7 @@ class ReportView(msgspec.Struct, kw_only=True):
 
 
 def page_of(documents: Sequence[bytes | str]) -> Document:
-    """Returns the page of one update, or of several in order.
-
-    Args:
-        documents: Reports as ``UpdateReport.to_json`` writes them.
+    """Returns the page of one update, or of several in order, from documents that ``UpdateReport.to_json`` writes.
 
     Raises:
         msgspec.MsgspecError: A document is no report.
@@ -227,13 +224,7 @@ def _by_step(reports: Sequence[ReportView]) -> list[Figure]:
 
 
 def phase_columns(steps: Sequence[int], phases: Sequence[Mapping[str, float]], whole: Sequence[float]) -> Figure:
-    """Plots the head's phases of each update as a column.
-
-    Args:
-        steps: Versions.
-        phases: ``UpdateReport.phases`` of each.
-        whole: Seconds of each update.
-    """
+    """Plots the head's phases (``UpdateReport.phases``) of each update as a column; ``whole`` is its seconds."""
     parts = [parts_of(found, took) for found, took in zip(phases, whole, strict=True)]
     names = [name for name in (*_OF_HEAD, "check") if any(part[name] for part in parts)]
     return columns(
@@ -249,12 +240,7 @@ def phase_columns(steps: Sequence[int], phases: Sequence[Mapping[str, float]], w
 
 
 def parts_of(phases: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Returns the parts of an update that follow one another, in seconds; together they are the whole.
-
-    Args:
-        phases: ``UpdateReport.phases``.
-        whole: Seconds of the update.
-    """
+    """Returns the parts of an update that follow one another, in seconds; together they are the ``whole``."""
     parts = {name: phases.get(name, 0.0) for name in _OF_HEAD}
     return parts | {"check": max(whole - sum(parts.values()), 0.0)}
 
@@ -304,12 +290,7 @@ def stall_bars(stalls: Mapping[str, float]) -> Figure:
 
 
 def versions_served(steps: Sequence[int], found: Mapping[str, Sequence[tuple[str, int | None] | None]]) -> Figure:
-    """Plots the state of each engine after each update.
-
-    Args:
-        steps: Versions that were sent.
-        found: For each engine its status and version after each update; None where it took no part.
-    """
+    """Plots each engine's state after each update, from its status and version; None where it took no part."""
     rows: dict[str, list[State]] = {}
     used: dict[str, None] = {}
     for url, states in found.items():

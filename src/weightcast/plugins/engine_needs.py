@@ -9,11 +9,7 @@ from typing import Any
 
 
 def unmet(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Returns the functions and classes that are missing or have other parameters, each in words.
-
-    Args:
-        needed: ``module:path`` of each function or class, and the parameters that it must have.
-    """
+    """Returns the functions and classes, as ``module:path``, that are missing or have other parameters, in words."""
     return [words for place, parameters in needed.items() if (words := _why_not(place, parameters))]
 
 

@@ -17,9 +17,6 @@ SET_A_SECRET = (
 def engine_secret(secret_file: str = "") -> Secret | None:
     """Reads the secret: from the file if there is one, otherwise from ``WEIGHTCAST_ENGINE_SECRET``; None without both.
 
-    Args:
-        secret_file: Path of the file; empty for none.
-
     Raises:
         ConfigError: The file cannot be read, or the secret is too short.
     """

@@ -12,13 +12,7 @@ _Result = TypeVar("_Result")
 
 
 def result_of(future: Future[_Result], timeout_s: float, *, engine: str, what: str) -> _Result:
-    """Returns the result of work that the engine's own code does.
-
-    Args:
-        future: The work.
-        timeout_s: Deadline, in seconds; the work is cancelled then.
-        engine: Name of the engine, for the error.
-        what: Event that is waited for, for the error.
+    """Returns the result of work that the engine's own code does; cancels the work after ``timeout_s``.
 
     Raises:
         Refused: The work was cancelled, because the update that asked for it was aborted.

@@ -29,9 +29,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         folder: Folder in which ranks on the API server's host listen.
         host_id: Boot id of that host.
-        host: Its name, for errors.
         address: Address of the gate for ranks on other hosts; empty if there is none.
-        port: Its port.
         token: Random text, so that a proof counts for this invitation alone.
     """
 
@@ -49,12 +47,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Makes ranks on other hosts possible for an API server.
-
-    Attributes:
-        address: Address of this host that the others reach.
-        secret: The engine's secret.
-    """
+    """Makes ranks on other hosts possible for an API server; ``address`` is that of this host which they reach."""
 
     address: str
     secret: Secret
@@ -64,11 +57,7 @@ class Reception:
     """Invites an engine's ranks, and takes the connections of those on other hosts.  A context manager."""
 
     def __init__(self, folder: str, elsewhere: Elsewhere | None) -> None:
-        """Listens at the address if there is one.
-
-        Args:
-            folder: Folder in which ranks on this host listen.
-            elsewhere: None if no rank on another host can be had.
+        """Listens at the address of ``elsewhere``, which is None if no rank on another host can be had.
 
         Raises:
             ConfigError: The address is not one of this host.
@@ -84,7 +73,7 @@ class Reception:
             )
 
     def wait_for(self, ranks: Sequence[int], timeout_s: float) -> dict[int, AuthenticatedConnection]:
-        """Returns the connections of these ranks, which are on other hosts.  The caller closes them.
+        """Returns the connections of ranks on other hosts, which the caller closes.
 
         Raises:
             EngineFailure: One did not come in time.

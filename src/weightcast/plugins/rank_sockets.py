@@ -38,16 +38,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: Number of the rank, in the engine's own order.
-        pid: Process id.
         device: UUID of its GPU, or ``"cpu"``.
-        staging: Place of the staging set.
-        staging_bytes: Size of the staging set.
         specs: Every tensor of a full update, with the dtype that this rank keeps.
         places: Names of the tensors that this rank keeps a part of, or computes with.
         staging_note: The reason why the staging set is not on the device; empty if it is.
         computed: Names of the tensors that this rank's loader computes with.
         reads_shares: True if this rank can take its own share of a bucket alone, for ``direct``.
-        host: Name of its host.
         host_id: Boot id of its host.
     """
 
@@ -75,40 +71,22 @@ def switches_weights(message: Message, committed: str) -> bool:
 
     That is so for a commit, a revert, and the abort of a committed session.  The API server and the ranks must agree,
     so both call this function.
-
-    Args:
-        message: Message to carry out.
-        committed: Session that was committed last; empty for none.
     """
     return isinstance(message, Commit | Revert) or (isinstance(message, Abort) and message.session == committed)
 
 
 def committed_after(message: Message, committed: str) -> str:
-    """Returns the session that counts as committed once a message has been sent.
-
-    Args:
-        message: Message that is sent.
-        committed: Session that was committed before; empty for none.
-    """
+    """Returns the session that counts as committed once a message has been sent; empty for none."""
     if isinstance(message, Commit):
         return message.session
     return "" if isinstance(message, Abort) and message.session == committed else committed
 
 
 class SocketRanks(ConnectedRanks):
-    """The executor in an engine's API server; see ``receiver.executor.Executor``.
-
-    Attributes:
-        hellos: The greeting of each rank.
-    """
+    """The executor in an engine's API server; see ``receiver.executor.Executor``."""
 
     def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
-        """Connects to every rank.
-
-        Args:
-            world_size: Number of ranks.
-            folder: Folder in which the ranks on this host are listening.
-            reception: Where the ranks on other hosts come to; None if there are none.
+        """Connects to ranks that listen in the folder or come to the reception.
 
         Raises:
             EngineFailure: A rank neither listens nor comes.
@@ -216,10 +194,7 @@ def serve_api_server(
 
     Args:
         listener: Socket of this rank; None serves the one connection alone.
-        worker: Carries out the messages.
-        greeting: Makes the first frame.
         device: Device of the model, which becomes the thread's own.
-        connection: Connection that there is already.
         on_note: Called with each note, which overtakes messages; see ``serve_messages``.
         on_connection: Called with each new connection after the greeting.
     """

@@ -11,7 +11,6 @@ def server_events(model_name: str, *, version: int | None, metrics: bool = True)
     """Returns the events for a ``SessionHandler``.
 
     Args:
-        model_name: Name under which the model is served.
         version: Version of the weights that the server was started with; None if it is unknown.
         metrics: False for a server without ``/metrics``, or if something else of it has them already.
     """

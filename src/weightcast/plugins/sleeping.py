@@ -29,18 +29,13 @@ class SleepHooks(Protocol):
         ...
 
     def hold_for_sleep(self) -> None:
-        """Holds new requests back; returns when none runs.
-
-        Raises:
-            Refused: Requests run; nothing is held.
-        """
+        """Holds new requests back; returns when none runs.  Raises ``Refused`` if some do; then nothing is held."""
         ...
 
     def end_hold_of_sleep(self, *, serves: bool) -> None:
         """Lets requests go on if all memory is back.
 
-        Args:
-            serves: False if the weights are not known; then the next update ends the hold.
+        If not ``serves``, the weights are not known, and the next update ends the hold.
         """
         ...
 
@@ -67,13 +62,7 @@ def with_sleep(message: str, asleep: Collection[str]) -> str:
 
 
 async def between_updates(engine: SessionHandler, do: Callable[[], T], refusal: Callable[[str], Exception]) -> T:
-    """Calls a function on a thread while no update is under way.
-
-    Args:
-        engine: Session that knows whether an update is under way.
-        do: The function.
-        refusal: Makes the error that the engine's server answers with, from the words of a ``Refused``.
-    """
+    """Calls a function on a thread while no update is under way; ``refusal`` makes the server's error from words."""
 
     def locked() -> T:
         with engine.between_updates():
@@ -91,10 +80,7 @@ def fall_asleep(
     """Puts memory to sleep; called inside ``between_updates``.
 
     Args:
-        engine: Session that is told that the weights are gone.
-        hooks: Hooks that hold requests back.
         tags: Memory that must be awake.
-        do: The engine's own sleep.
         discarded: Reason of the quarantine if the weights are lost; else empty.
 
     Raises:
@@ -111,22 +97,12 @@ def fall_asleep(
 
 
 def wake_up(engine: SessionHandler, hooks: SleepHooks, do: Callable[[], object]) -> None:
-    """Wakes memory; called inside ``between_updates``.
-
-    Args:
-        engine: Session that knows whether the weights are known.
-        hooks: Hooks that hold requests back.
-        do: The engine's own wake-up.
-    """
+    """Wakes memory; called inside ``between_updates``."""
     do()
     hooks.end_hold_of_sleep(serves=engine.state != "quarantined")
 
 
 def refuse(tags: Collection[str], why: str) -> None:
-    """Refuses a request that names memory in another state.
-
-    Raises:
-        Refused: There is such memory.
-    """
+    """Raises ``Refused`` if there are tags: the request names memory in another state."""
     if tags:
         raise Refused(f"memory {why}: {', '.join(sorted(tags))}", hint="GET /weightcast/info says what sleeps")

@@ -39,15 +39,8 @@ def staged_receiver(
 
     Args:
         model: This rank's model, with the checkpoint loaded.
-        load_weights: Takes ``(name, tensor)`` pairs of whole tensors.
         checkpoint: Reads the checkpoint: name and whole tensor, in the dtypes of its files.
-        rank: This rank.
-        world_size: Number of ranks.
-        device: Device of the model.
-        between_steps: As for ``WeightReceiver``.
-        engine: Name of the engine, for errors.
         without: Advice on how to start the engine without our receiver.
-        more: Further arguments of ``WeightReceiver``.
 
     Raises:
         ConfigError: This model's new weights cannot wait, or the engine changed its weights after loading.
@@ -87,11 +80,7 @@ def staged_receiver(
 
 
 def staging_setting() -> StagingChoice:
-    """Reads where new weights wait until they are switched to, from ``WEIGHTCAST_STAGING``: auto, device or host.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Reads ``WEIGHTCAST_STAGING``, where new weights wait: auto, device or host; ``ConfigError`` for others."""
     value = os.environ.get("WEIGHTCAST_STAGING") or "auto"
     choices = [choice for choice in get_args(StagingChoice) if choice != "none"]
     for choice in choices:

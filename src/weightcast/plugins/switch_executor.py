@@ -20,7 +20,6 @@ class SwitchExecutor(SocketRanks):
     """Sends messages to all ranks.  None of them switches weights before all have said that they can."""
 
     def __init__(self, world_size: int, folder: str, reception: Reception | None = None) -> None:
-        """Connects to every rank; see ``SocketRanks``."""
         self._committed = ""
         super().__init__(world_size, folder, reception)
 

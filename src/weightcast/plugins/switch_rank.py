@@ -100,12 +100,9 @@ class SwitchRank(ABC):
 
     @abstractmethod
     def carry_out(self, task: BoundaryTask, session: Open, *, forward: bool) -> None:
-        """Runs a task on the engine's thread, between two steps.
+        """Runs the exchange of weights on the engine's thread, between two steps.
 
-        Args:
-            task: The exchange of weights.
-            session: Session whose weights are switched.
-            forward: True for a commit, False if the old version comes back.
+        It is ``forward`` for a commit, and not if the old version comes back.
         """
 
     def why_not(self, message: Open) -> str:
@@ -140,15 +137,7 @@ class SwitchRank(ABC):
                 self._listener.close()
 
     def weights_fall_asleep(self, *, discard: bool, hint: str) -> None:
-        """Frees the staging set, and refuses updates until ``stage_again``.
-
-        Args:
-            discard: As for ``WeightReceiver.sleep``.
-            hint: Likewise.
-
-        Raises:
-            Refused: An update is under way.
-        """
+        """Frees the staging set, and refuses updates until ``stage_again``; the rest is ``WeightReceiver.sleep``."""
         self.receiver.sleep(discard=discard, hint=hint)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -73,16 +73,7 @@ class EngineMetrics(CountsLater):
     """Keeps an engine's metrics; a listener for ``SessionHandler``."""
 
     def __init__(self, registry: CollectorRegistry, *, model_name: str, version: int | None) -> None:
-        """Registers the metrics.
-
-        Args:
-            registry: Registry that the engine's ``/metrics`` reads.
-            model_name: Name under which the model is served.
-            version: Version that the engine serves now.
-
-        Raises:
-            ConfigError: The registry has these metrics already.
-        """
+        """Registers the metrics in the registry of an engine's ``/metrics``; ``ConfigError`` if it has them already."""
         super().__init__(
             {
                 SessionOpened: self._begin,

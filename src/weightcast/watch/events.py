@@ -39,8 +39,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             arrives), ``load`` (it is copied), ``verify`` (digests) or ``switch`` (new weights become live).  In an
             engine's server ``pause`` or ``resume``.
         rank: The trainer rank or engine rank; None for an engine's server.
-        began: Beginning, on the clock of that rank's host.
-        ended: End, likewise.
+        began, ended: Beginning and end, on the clock of that rank's host.
         bucket: Index of the bucket that the work was for; None if it was for no single one.
     """
 
@@ -67,12 +66,9 @@ class UpdateStarted(_Event, frozen=True, kw_only=True):
     """``update()``, or the catch-up of ``retarget()``, was called.
 
     Attributes:
-        version: The weight version to be.
-        transport: Name of the transport.
         targets: URLs of the targets that are to take part; empty on ranks other than the head.
         rank: This trainer rank; 0 is the head.
-        at: Monotonic time.
-        time_s: The same moment in seconds since 1970.
+        time_s: The moment ``at`` in seconds since 1970.
     """
 
     version: int
@@ -84,11 +80,7 @@ class UpdateStarted(_Event, frozen=True, kw_only=True):
 
 
 class StepEnded(_Event, frozen=True, kw_only=True):
-    """A trainer rank has finished a step of the update.
-
-    Attributes:
-        step: The step.
-    """
+    """A trainer rank has finished a step of the update."""
 
     step: Step
 
@@ -97,15 +89,11 @@ class UpdateEnded(_Event, frozen=True, kw_only=True):
     """The update is over.
 
     Attributes:
-        version: The weight version.
-        transport: Name of the transport.
         outcome: ``succeeded`` (every target serves the new version), ``partial`` (some do, and ``update`` returned a
             report) or ``failed`` (``update`` raised).
         report: The report; None if the update failed before it had one.
         error: Text of the error that ``update`` raises; empty if it raises none.
         error_kind: Class name of that error.
-        rank: This trainer rank.
-        at: Monotonic time.
     """
 
     version: int
@@ -122,15 +110,7 @@ class UpdateEnded(_Event, frozen=True, kw_only=True):
 
 
 class AttemptStarted(_Event, frozen=True, kw_only=True):
-    """The head opens a session on every target that takes part in this attempt.
-
-    Attributes:
-        number: Number of the attempt, from 1.
-        session: First eight digits of the session's id.
-        version: The weight version.
-        targets: URLs of the targets.
-        at: Monotonic time.
-    """
+    """The head opens a session on every target that takes part in this attempt; ``number`` counts from 1."""
 
     number: int
     session: str
@@ -143,14 +123,12 @@ class Asked(_Event, frozen=True, kw_only=True):
     """The head has sent a message to a target and has read the answer, or has given up.
 
     Attributes:
-        target: URL of the target.
         message: ``open``, ``join``, ``bucket``, ``close``, ``commit``, ``revert``, ``abort`` or ``leave``.  In the
             place of buckets, ``disk`` has ``folder`` and ``checkpoint-engine`` has ``handles``.
         bucket: Index of the bucket; None for other messages.
         began: Monotonic time here, before the message was sent.
         ended: Monotonic time here, after the answer was read.
-        ok: False if the target refused, failed or did not answer.
-        error: Why; empty if it is well.
+        ok: False if the target refused, failed or did not answer; ``error`` says why.
         heard: Monotonic time of the engine's host when its server had read the message; None from stock engines.
         answered: Monotonic time there when the answer was ready; None likewise.
         steps: Work inside the engine that this answer tells of, on the engine's clock.
@@ -172,7 +150,6 @@ class TargetNow(msgspec.Struct, frozen=True, kw_only=True):
     """One target as ``WeightUpdater.health()`` knows it.
 
     Attributes:
-        url: URL of the engine.
         state: ``gone``, ``joining``, ``updating``, ``serving`` or ``quarantined``.
         active: True if it serves the fleet's version in full.
         version: Version that it serves; None if unknown.
@@ -187,12 +164,7 @@ class TargetNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetsChanged(_Event, frozen=True, kw_only=True):
-    """The state of all targets, after ``connect``, ``retarget`` and every update.
-
-    Attributes:
-        targets: One entry for each target.
-        at: Monotonic time.
-    """
+    """The state of all targets, after ``connect``, ``retarget`` and every update."""
 
     targets: tuple[TargetNow, ...]
     at: float
@@ -205,12 +177,10 @@ class SessionOpened(_Event, frozen=True, kw_only=True):
     """A trainer has opened a session on this engine.
 
     Attributes:
-        session: First eight digits of its id.
-        version: The weight version to be.
         owner: The trainer's process, in words.
         traceparent: The trainer's span, in the form of W3C Trace Context; empty without one.
         at: Monotonic time at which the message had been read.
-        time_s: The same moment in seconds since 1970.
+        time_s: The moment ``at`` in seconds since 1970.
     """
 
     session: str
@@ -232,8 +202,7 @@ class Answered(_Event, frozen=True, kw_only=True):
         bytes: Bytes of the bucket; else 0.
         began: Monotonic time at which the message had been read.
         ended: Monotonic time at which the answer was ready.
-        ok: False if it was refused or failed.
-        error: Why; empty if it is well.
+        ok: False if it was refused or failed; ``error`` says why.
         steps: The work of the ranks and of the server.
     """
 
@@ -253,13 +222,11 @@ class SessionEnded(_Event, frozen=True, kw_only=True):
     """A session of this engine is over, or a committed one was taken back.
 
     Attributes:
-        session: First eight digits of its id.
         version: The version that it brought, or was to bring.
         serves: The version that the engine serves now; None if unknown.
         outcome: ``committed``, ``aborted`` (the old version stays), ``quarantined`` or ``reverted``.
         reason: Why, if it was not committed.
         stall_s: Seconds without generation.
-        at: Monotonic time.
     """
 
     session: str
@@ -278,7 +245,6 @@ class StateChanged(_Event, frozen=True, kw_only=True):
         state: ``serving``, ``updating`` or ``quarantined``.
         version: Version that it serves; None if unknown.
         reason: Why it is quarantined; else empty.
-        at: Monotonic time.
     """
 
     state: str

@@ -55,11 +55,7 @@ class CountsLater(ByKind):
     """Base of listeners that count events in metrics when somebody reads these, or soon after the update."""
 
     def __init__(self, handlers: Mapping[type[Any], Callable[[Any], None]]) -> None:
-        """Counts nothing yet.
-
-        Args:
-            handlers: The function that counts, for each kind of events.
-        """
+        """Counts nothing yet; ``handlers`` has the function that counts, for each kind of events."""
         # Another process may read the values of several processes, and it does not ask this one.
         if several_processes():
             super().__init__(handlers)
@@ -67,11 +63,7 @@ class CountsLater(ByKind):
             super().__init__({}, later=handlers)
 
     def register(self, instruments: object, registry: CollectorRegistry) -> None:
-        """Makes a registry read the instruments among the attributes of an object.
-
-        Raises:
-            ConfigError: The registry has metrics of these names already.
-        """
+        """Makes a registry read an object's instruments; raises ``ConfigError`` if it has metrics of these names."""
         found = [value for value in vars(instruments).values() if isinstance(value, MetricWrapperBase)]
         try:
             registry.register(_UpToDate(found, lambda: self._settle()))

@@ -29,11 +29,7 @@ class Later:
     """Keeps values in order until it works on them.  Thread-safe."""
 
     def __init__(self, do: Callable[[Any], None]) -> None:
-        """Keeps nothing yet.
-
-        Args:
-            do: The work on one value; must not raise.
-        """
+        """Keeps nothing yet; ``do`` works on one value and must not raise."""
         self._do = do
         self._kept: deque[Any] = deque()
         self._doing = threading.RLock()

@@ -34,13 +34,7 @@ class ByKind:
         *,
         later: Mapping[type[Any], Callable[[Any], None]] = MappingProxyType({}),
     ) -> None:
-        """Takes the function for each kind.
-
-        Args:
-            handlers: Functions that an update waits for.
-            later: Functions that are called when the update is over, in the order of the events; see
-                ``Events.settle``.
-        """
+        """Takes the function for each kind; those in ``later`` are called after the update, in order of the events."""
         self._handlers = dict(handlers)
         self._later = dict(later)
         self._settle: Callable[[], None] = _nothing
@@ -73,11 +67,7 @@ class Attached(Protocol):
     """A listener that is told where it listens, before the first event and after the last."""
 
     def attach(self, events: Events) -> None:
-        """Called once in each process.  An error ends ``connect``.
-
-        Args:
-            events: The events of this process.
-        """
+        """Called once in each process.  An error ends ``connect``."""
         ...
 
     def detach(self) -> None:
@@ -103,14 +93,10 @@ class Events:
     """
 
     def __init__(self, listeners: Iterable[Listener] = (), *, rank: int = 0) -> None:
-        """Attaches the listeners that want it.
+        """Attaches the listeners that want it; errors are those of ``Attached.attach``.
 
-        Args:
-            listeners: Called with every event, in this order, but each ``ByKind`` before the others.
-            rank: Trainer rank of this process; 0 in an engine's server.
-
-        Raises:
-            WeightcastError: As ``Attached.attach``.
+        Every event comes to the listeners in this order, but to each ``ByKind`` before the others.  ``rank`` is the
+        trainer rank of this process, and 0 in an engine's server.
         """
         self.rank = rank
         self._listeners = tuple(listeners)

@@ -41,11 +41,7 @@ class TrainerSpans(ByKind):
     """Makes the spans of the head."""
 
     def __init__(self, recorder: TimelineRecorder) -> None:
-        """Makes none yet.
-
-        Args:
-            recorder: A listener to the same events, which keeps the steps and the messages.
-        """
+        """Makes none yet; ``recorder`` listens to the same events, and keeps the steps and the messages."""
         super().__init__(
             {UpdateStarted: self._begin, AttemptStarted: self._attempt, UpdateEnded: self._leave},
             later={UpdateEnded: self._make},

@@ -28,7 +28,6 @@ class RankSteps(msgspec.Struct, frozen=True, kw_only=True):
     """The message of a trainer rank to the head at the end of an update.
 
     Attributes:
-        rank: Trainer rank.
         steps: Its steps, on its own clock.
         heard: Time at which it heard that the update is over.
         answered: Time at which it sent this message.
@@ -41,11 +40,7 @@ class RankSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineRecorder(ByKind):
-    """A listener that keeps the steps of the update that was started last.  ``Events`` calls it one event at a time.
-
-    Attributes:
-        recording: What it has kept of that update.
-    """
+    """A listener that keeps the steps of the last update as ``recording``; ``Events`` calls it one event at a time."""
 
     def __init__(self) -> None:
         super().__init__({UpdateStarted: self._begin, StepEnded: self._step, Asked: self._was_asked})
@@ -66,24 +61,12 @@ class TimelineRecorder(ByKind):
 
 
 class Recording:
-    """The steps of one update on this rank, and the messages of the head.
-
-    Attributes:
-        steps: The steps.
-        asked: The messages.
-    """
+    """The steps of one update on this rank, and the messages of the head."""
 
     def __init__(
         self, began: float = 0.0, began_unix_s: float = 0.0, rank: int = 0, targets: tuple[str, ...] = ()
     ) -> None:
-        """Has nothing yet.
-
-        Args:
-            began: Monotonic time at which the update began.
-            began_unix_s: The same moment in seconds since 1970.
-            rank: Trainer rank.
-            targets: URLs of the targets that are to take part.
-        """
+        """Has nothing yet; ``began`` is monotonic, and ``began_unix_s`` the same moment in seconds since 1970."""
         self._began = began
         self._began_unix_s = began_unix_s
         self._rank = rank
@@ -118,7 +101,6 @@ class Recording:
         """Puts all steps on this rank's clock.
 
         Args:
-            ranks: The messages of the other trainer ranks.
             asked_at: Time here before the other ranks were told that the update is over.
             told_at: Time here after their messages had come.
         """

@@ -64,12 +64,10 @@ def switch_between_steps(
     Running requests stay.  If a worker fails, the core stays paused: its weights may be a mixture.
 
     Args:
-        core: vLLM's ``EngineCore``.
         rest: Whether batches in flight end first.
         drop_cache: Whether requests lose their KV cache, which vLLM then computes again, and cached prefixes go.
         drop_encoders: Whether cached outputs of encoders go.
         resume: Whether a pause from before ends; otherwise it stays.
-        timeout_s: Limit of the workers' call, in seconds.
 
     Returns:
         The failure in words, or nothing; and whether the core was paused before.

@@ -74,11 +74,7 @@ class Endpoints:
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Connects to the ranks.
-
-        Raises:
-            ConfigError: vLLM was started with options that weightcast does not support.
-        """
+        """Connects to the ranks; raises ``ConfigError`` if vLLM has options that weightcast does not support."""
         keys: Sequence[str | None] = [*(getattr(args, "api_key", None) or ()), os.environ.get("VLLM_API_KEY")]
         self._keys = Keys(key for key in keys if key)
         loop = asyncio.get_running_loop()
@@ -216,9 +212,6 @@ class Endpoints:
 
 def elsewhere_of(config: Any) -> Elsewhere | None:
     """Returns address and secret for ranks on other hosts; None if this server can have none.
-
-    Args:
-        config: vLLM's configuration.
 
     Raises:
         ConfigError: Ranks are on several hosts, and there is no secret.

@@ -59,8 +59,6 @@ class VllmHooks:
         """Makes the hooks without calling vLLM.
 
         Args:
-            client: vLLM's ``AsyncLLM``.
-            loop: Event loop of the client.
             prefix_caching: Whether vLLM reuses the KV cache of one request for another.
             encoders: Whether the model has encoders, such as a vision tower, whose outputs vLLM caches.
             replicas: Number of data-parallel engines behind the client.
@@ -215,8 +213,7 @@ class VllmHooks:
     def switch_in_calls(self, *, in_order: bool) -> None:
         """From now on a switch is one call into each engine core, if this vLLM's cores know that call.
 
-        Args:
-            in_order: Whether workers take calls and steps from one queue, so that the switch need not wait for steps.
+        If workers take calls and steps from one queue (``in_order``), the switch need not wait for steps.
         """
         try:
             (self._cores,) = set(self.wait(self._on_cores(ASK), _SHORT_S, "engine cores to answer"))
@@ -263,9 +260,7 @@ class VllmHooks:
     def score(self, token_ids: Sequence[int], lora: Any = None) -> list[float]:
         """Returns the log-probability of each token but the first, given those before it.
 
-        Args:
-            token_ids: The tokens.
-            lora: vLLM's request for an adapter; None for the model alone.
+        ``lora`` is vLLM's request for an adapter; None for the model alone.
 
         Raises:
             EngineFailure: Data-parallel engines answer otherwise than the first one.
@@ -285,11 +280,7 @@ class VllmHooks:
         return first
 
     def end(self, words: str) -> None:
-        """Ends vLLM because a rank on another host is lost, as vLLM itself does for a rank on this host.
-
-        Args:
-            words: The loss.
-        """
+        """Ends vLLM because a rank on another host is lost, as vLLM itself does for a rank on this host."""
         if not self._ends:
             self._ends = True
             end_vllm(words)

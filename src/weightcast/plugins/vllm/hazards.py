@@ -12,13 +12,7 @@ _SHOWN = 4
 
 
 def hazards_of(vllm_config: Any, *, keeps_draft: bool, computed: Sequence[str]) -> tuple[str, ...]:
-    """The hazards, one sentence each.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        keeps_draft: True if vLLM has a draft model that no update writes.
-        computed: Names of tensors that the model's loader computes with, on some rank.
-    """
+    """The hazards, one sentence each; ``computed`` names tensors that some rank's loader computes with."""
     found: list[str] = []
     if keeps_draft:
         found.append(

@@ -35,13 +35,7 @@ class LoadedModels:
         self._parts: dict[str, tuple[UnpackedModel, CheckpointSpecs]] = {"": (unpacked, checkpoint)}
 
     def add_draft(self, draft: nn.Module, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
-        """Loads the draft's checkpoint once more, as it was done for the model.
-
-        Args:
-            draft: vLLM's draft model, which may share layers with the model.
-            model: The model.
-            vllm_config: vLLM's configuration.
-            device: Device of both.
+        """Loads the draft's checkpoint once more, as it was done for the model; the draft may share layers with it.
 
         Raises:
             ConfigError: This kind of draft cannot be updated.
@@ -146,14 +140,7 @@ class LoadedModels:
 
 
 def check_draft(speculative: Any) -> None:
-    """Checks that an update can write this kind of draft model.
-
-    Args:
-        speculative: vLLM's ``SpeculativeConfig``; None without speculation.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Checks that an update can write the kind of draft in a ``SpeculativeConfig``; raises ``ConfigError`` if not."""
     method = getattr(speculative, "method", None)
     if method not in _METHODS:
         what = "vLLM was started without a draft model" if method is None else f"drafts by {method} cannot be updated"

@@ -61,14 +61,7 @@ class LoraRanks:
         return ""
 
     def step(self, why_not: str) -> str:
-        """Switches the adapter whose update waits for the main thread, if there is one.
-
-        Args:
-            why_not: The reason why it may not be switched; empty if it may.
-
-        Returns:
-            The failure in words, or nothing.
-        """
+        """Switches the adapter that waits, unless there is a ``why_not``; returns the failure in words, or nothing."""
         return "; ".join(filter(None, (adapter.rank.step_unless(why_not)[1] for adapter in self._adapters.values())))
 
     def keep(self) -> None:

@@ -74,16 +74,7 @@ class AdapterHooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One adapter, as the routes below its name see it.
-
-    Attributes:
-        request: The trainer's request for it.
-        handler: Its sessions.
-        engine: Sessions of the engine's model.
-        turns: Lets one update of the engine happen at a time.
-        withdraw: Makes vLLM offer the adapter no more.
-        score_with: Returns log-probabilities with the adapter.
-    """
+    """One adapter, as the routes below its name see it; ``engine`` has the sessions of the engine's model."""
 
     request: AdapterRequest
     handler: SessionHandler
@@ -149,12 +140,7 @@ class Adapters:
         """Nothing is asked yet.
 
         Args:
-            hooks: Hooks of the engine.
             serving: vLLM's ``OpenAIServingModels``, which knows adapters by name.
-            base: Facts of the engine.
-            engine: Sessions of the engine's model.
-            world_size: Number of ranks.
-            turns: Lets one update of the engine happen at a time.
             why_none: The reason why this server can take no adapter; empty if it can.
             elsewhere: Address and secret for ranks on other hosts; None if there are none.
         """
@@ -196,11 +182,7 @@ class Adapters:
             return adapter.info()
 
     def drop(self, name: str) -> bool:
-        """Takes an adapter out; False if there is none of this name.
-
-        Raises:
-            Refused: An update of it is under way.
-        """
+        """Takes an adapter out; False if there is none of this name.  Raises ``Refused`` during an update of it."""
         with self._lock:
             known = self._known.get(name)
             if known is None:
@@ -318,11 +300,7 @@ class Adapters:
         executor.close()
 
     def _order(self, order: AdapterOrder, *, quiet: bool = False) -> None:
-        """Sends an order to every worker.
-
-        Raises:
-            Refused: A worker cannot carry it out; the message has its reason.
-        """
+        """Sends an order to every worker; raises ``Refused``, with the reason, if one cannot carry it out."""
         said = self._hooks.rpc(ADAPTER, _ORDER_S, order=msgspec.json.encode(order).decode())
         reasons = list(dict.fromkeys(words for words in said if words))
         if reasons and not quiet:

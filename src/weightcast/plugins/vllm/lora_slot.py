@@ -25,8 +25,6 @@ class _Place:
     """Where a tensor of an adapter belongs.
 
     Attributes:
-        layer: vLLM's layer with slots.
-        path: Path of that layer in the model.
         number: Which of the fused projections of the layer it belongs to.
         is_a: True for A, False for B.
     """
@@ -60,19 +58,13 @@ class _Place:
 
 
 class LoraSlot:
-    """One adapter's place on one rank.
-
-    Attributes:
-        residents: Memory that an update writes, by name; the parts of this rank only.
-    """
+    """One adapter's place on one rank; ``residents`` is the memory that an update writes: parts of this rank only."""
 
     def __init__(self, model: Any, manager: Any, request: AdapterRequest, lora_id: int, *, others: bool) -> None:
         """Takes a free slot and empties it.
 
         Args:
-            model: vLLM's model.
             manager: vLLM's ``LRUCacheLoRAModelManager``.
-            request: The adapter.
             lora_id: Number by which vLLM's requests name the adapter.
             others: True if vLLM offers adapters from folders, for which a slot is left: it ends if a request finds
                 none.
@@ -115,11 +107,7 @@ class LoraSlot:
         manager._last_mapping = None
 
     def check_slot(self) -> None:
-        """Checks that vLLM still finds the adapter in its slot.
-
-        Raises:
-            EngineFailure: It does not.
-        """
+        """Checks that vLLM still finds the adapter in its slot; raises ``EngineFailure`` if it does not."""
         found = self._manager.lora_index_to_id[self._index]
         if found != self._id or self._id not in self._manager._active_adapters:
             raise EngineFailure(f"vLLM has given the adapter's slot {self._index} to adapter {found}")
@@ -148,10 +136,7 @@ class LoraSlot:
 
 
 def manager_of(runner: Any) -> Any:
-    """vLLM's manager of adapters.
-
-    Args:
-        runner: vLLM's model runner.
+    """vLLM's manager of adapters, from its model runner.
 
     Raises:
         Refused: vLLM was started without adapters, or in a way that is not supported.

@@ -18,9 +18,6 @@ def end_vllm(words: str) -> None:
     """Ends this process soon, in order if vLLM can; its other processes on this host end with it.
 
     Its main thread would wait for the other host for ever, and clients for their answers.
-
-    Args:
-        words: The loss.
     """
     log.error("weightcast: %s; vLLM cannot go on without it and ends now, restart it on all its hosts", words)
     threading.Thread(target=_end, name="weightcast-end", daemon=True).start()

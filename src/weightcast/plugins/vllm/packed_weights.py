@@ -39,8 +39,6 @@ class _Packed:
     """A layer that computes with a packed form of its weights.
 
     Attributes:
-        name: Name in the model.
-        layer: The module.
         loaded: Tensors that the loader writes, by parameter name; they live as long as the model.
         kind: ``linear``, ``experts`` or ``convolution``.
         live: Parameters of the layer while ``loaded`` takes their place.
@@ -60,8 +58,6 @@ class UnpackedModel:
         """Finds the layers that pack their weights, and allocates the loaded form of those.
 
         Args:
-            model: The model.
-            device: Its device.
             layers: Names of the modules that are its own; None for all of them.
 
         Raises:
@@ -168,11 +164,7 @@ class UnpackedModel:
         self._check(_FEW_ROWS)
 
     def check(self) -> None:
-        """Checks that the model computes with every element of the loaded weights.
-
-        Raises:
-            EngineFailure: A layer does not; the message names it.
-        """
+        """Checks that the model computes with every element of the loaded weights; ``EngineFailure`` names a layer."""
         self._check(None)
 
     def _check(self, rows: int | None) -> None:
@@ -361,10 +353,7 @@ def _computes_with(layer: Any, weight: torch.Tensor, rows: int | None) -> bool:
 
     For unit vectors the result is a column of the weight, exactly: every sum has one term that is not zero.
 
-    Args:
-        layer: Linear layer, or an embedding that is used as one.
-        weight: Tensor of shape (outputs, inputs).
-        rows: Number of unit vectors to try, at random; None for all.
+    The weight has the shape (outputs, inputs).  So many ``rows`` are tried, at random; None tries all.
     """
     inputs = int(weight.shape[1])
     wanted = torch.arange(inputs) if rows is None or rows >= inputs else torch.randperm(inputs)[:rows]

@@ -66,13 +66,9 @@ def why_refused(method: object) -> str:
 
 
 def check_cache_scales(skipped: Iterable[str]) -> None:
-    """Refuses a checkpoint with scales of the KV cache: vLLM keeps those as numbers that no update reaches.
+    """Raises ``ConfigError`` for scales of the KV cache: vLLM keeps those as numbers that no update reaches.
 
-    Args:
-        skipped: Names of the tensors that the model's loader puts nowhere.
-
-    Raises:
-        ConfigError: A name is that of such a scale.
+    ``skipped`` names the tensors that the model's loader puts nowhere.
     """
     found = sorted(name for name in skipped if _CACHE_SCALE.fullmatch(name))
     if found:
@@ -85,11 +81,9 @@ def check_cache_scales(skipped: Iterable[str]) -> None:
 
 @dataclass(slots=True)
 class Reached:
-    """Tensors and numbers that a layer and its kernels hold.
+    """Tensors and numbers that a layer and its kernels hold, by path from the layer.
 
-    Attributes:
-        tensors: By path from the layer.
-        numbers: Floats, likewise: scales may become numbers that kernels are called with.
+    Scales may become numbers, floats that kernels are called with.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -100,9 +94,7 @@ class QuantisedLayer:
     """One layer of a vLLM model, in the form that its loader takes.
 
     Attributes:
-        name: Name in the model.
-        loaded: Tensors that the loader writes, by parameter name.
-        own_bytes: Memory of those that are no live parameters.
+        own_bytes: Memory of the ``loaded`` tensors that are no live parameters.
     """
 
     def __init__(
@@ -111,11 +103,9 @@ class QuantisedLayer:
         """Finds out what vLLM's method derives, with random values.
 
         Args:
-            name: Name in the model.
             layer: vLLM's layer, after loading.
             made: Its parameters before loading, on the meta device, with their loaders.
             always: Names of tensors that vLLM never changes after loading.
-            device: Device of the model.
 
         Raises:
             ConfigError: The result has another structure than the live layer, so it cannot be brought into it.
@@ -188,11 +178,7 @@ class QuantisedLayer:
         self._check_numbers(derived)
 
     def check(self) -> None:
-        """Compares what the kernels read with what vLLM derives from the loaded form now.
-
-        Raises:
-            EngineFailure: Something differs; the message names it.
-        """
+        """Compares what kernels read with a fresh derivation; raises ``EngineFailure``, naming what differs."""
         wrong = self.first_difference()
         if wrong:
             raise EngineFailure(f"computes with other weights than it keeps in {self.name}: {wrong} is not derived")

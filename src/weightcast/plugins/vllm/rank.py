@@ -37,8 +37,6 @@ class VllmRank(SwitchRank):
         """Makes the rank; ``answer`` makes it reachable.
 
         Args:
-            receiver: Receiver of this rank.
-            vllm_config: vLLM's configuration.
             ends_with_server: True ends this process when an API server on another host is gone.
             not_updated: What vLLM computes with beside the receiver's model and no update writes, for reports.
         """
@@ -79,8 +77,7 @@ class VllmRank(SwitchRank):
     def step_unless(self, why_not: str) -> tuple[bool, str]:
         """As ``step``, unless there is a reason not to switch, which then becomes the answer of this rank.
 
-        Returns:
-            Whether weights were switched; and the failure in words, or nothing.
+        Returns whether weights were switched; and the failure in words, or nothing.
         """
         self._why_not, self._failure = why_not, ""
         waited = self.step()

@@ -22,7 +22,6 @@ class AdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         request: Adapter that is to have a slot; None to take ``name`` out.
-        name: Name of the adapter.
         lora_id: Number by which vLLM's requests name it.
         invitation: Where the worker meets the API server; None to take an adapter out.
         others: True if vLLM offers adapters from folders, which need a slot too.
@@ -63,23 +62,12 @@ def rank_among_replicas(parallel: Any) -> int:
 
 
 def on_several_hosts(parallel: Any) -> bool:
-    """Returns True if vLLM was told that the ranks of one engine are on several hosts.
-
-    Args:
-        parallel: vLLM's ``ParallelConfig``; older versions know nothing of hosts.
-    """
+    """Returns True if vLLM was told that one engine's ranks are on several hosts, which older versions do not know."""
     return int(getattr(parallel, "nnodes", 1)) > 1
 
 
 def check_replicas(parallel: Any) -> None:
-    """Checks that all data-parallel engines are behind one API server, on this host.
-
-    Args:
-        parallel: vLLM's ``ParallelConfig``.
-
-    Raises:
-        ConfigError: They are not; the hint says what to set.
-    """
+    """Raises ``ConfigError`` unless all data-parallel engines are behind one API server, on this host."""
     size, local = int(parallel.data_parallel_size), int(parallel.data_parallel_size_local)
     if size < 2:
         return

@@ -28,7 +28,6 @@ class VllmExecutor(SwitchExecutor):
         """Connects to every rank.
 
         Args:
-            world_size: Number of ranks.
             listen: Function that gives every rank the invitation; ranks of this host then listen, the others come.
             on_main: Function that lets every rank's main thread do its task, within a limit in seconds.
             elsewhere: Address and secret for ranks on other hosts; None if there can be none.

@@ -33,10 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def settings_of(additional_config: object) -> Settings:
-    """Reads the settings; those that are not set have their defaults.
-
-    Args:
-        additional_config: vLLM's own object; other keys belong to other plug-ins.
+    """Reads the settings; those that are not set have their defaults.  Other keys belong to other plug-ins.
 
     Raises:
         ConfigError: A key or a value under ``weightcast`` is unknown.

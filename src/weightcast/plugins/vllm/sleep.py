@@ -60,12 +60,7 @@ def guard_sleep(
     They answer 409 while an update is under way.  An engine whose weights were discarded is quarantined until a full
     update.  If it wakes before that, it is paused.
 
-    Args:
-        client: vLLM's ``AsyncLLM``.
-        loop: Event loop of the client.
-        engine: Session that knows whether an update is under way.
-        hooks: Hooks that are told which memory sleeps.
-        adapters: Adapters that weightcast updates; level 2 drops them.
+    Level 2 drops the adapters that weightcast updates.
     """
     gate = RequestGate(client)
     sleep, wake_up = client.sleep, client.wake_up

@@ -25,7 +25,6 @@ class Budget:
         least_bytes: KV cache of one request of the full context length.
         fixed_bytes: None if vLLM sizes the cache by its budget.  Otherwise the user set the cache's size, and this many
             bytes are free on the device beside it.
-        host_bytes: Free memory of the host.
         on_host: True if vLLM runs on a CPU.
     """
 
@@ -36,10 +35,7 @@ class Budget:
     on_host: bool
 
     def place(self, asked: StagingChoice, size_bytes: int) -> tuple[Place, str]:
-        """Chooses the place of a staging set of ``size_bytes``.
-
-        Returns:
-            The place, and the reason if it is not the device.
+        """Chooses the place of a staging set; also returns the reason if it is not the device.
 
         Raises:
             ConfigError: The place that the setting asks for has not enough memory.

@@ -40,11 +40,7 @@ class OutsideReferences:
                     self._found.append((name, weakref.ref(tensor)))
 
     def check(self) -> None:
-        """Check that every reference still sees the memory of the parameter that it saw at start.
-
-        Raises:
-            EngineFailure: Something still holds the memory of a parameter that has other memory now.
-        """
+        """Raises ``EngineFailure`` if something holds memory that a parameter had at start and has no longer."""
         now = _tensors_of(self._model)
         stale: list[tuple[str, str]] = []
         for name, reference in self._found:
@@ -70,11 +66,7 @@ class AttentionCopies:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Checks the copies that exist already.
-
-        Raises:
-            ConfigError: A layer keeps a copy that cannot be renewed here.
-        """
+        """Checks the copies that exist already; raises ``ConfigError`` for one that cannot be renewed here."""
         self._modules = dict(model.named_modules())
         self._layers = [name for name, layer in self._modules.items() if hasattr(layer, "impl")]
         for _ in self._copies():
@@ -93,11 +85,7 @@ class AttentionCopies:
                 tensor.copy_(parameter)
 
     def check(self) -> None:
-        """Compares the copies with the live parameters.
-
-        Raises:
-            EngineFailure: A copy has other values.
-        """
+        """Compares the copies with the live parameters; raises ``EngineFailure`` if a copy has other values."""
         for name, tensor, parameter in self._copies():
             if not torch.equal(tensor, parameter.to(tensor.dtype)):
                 raise EngineFailure(f"{name} computes with other attention sinks than it keeps")

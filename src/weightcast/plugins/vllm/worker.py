@@ -60,11 +60,7 @@ log = logging.getLogger("vllm.weightcast")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The rendezvous of the API server and the ranks.
-
-    Attributes:
-        invitation: An ``Invitation`` in JSON.
-    """
+    """The rendezvous of the API server and the ranks: an ``Invitation`` in JSON."""
 
     invitation: str = ""
 
@@ -121,12 +117,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def take_room(self, worker: Any, cache_bytes: int) -> int:
         """Allocates the staging set after vLLM has measured its model and before it sizes its KV cache.
 
-        Args:
-            worker: vLLM's worker, whose own account of its memory is corrected.
-            cache_bytes: Bytes that vLLM would give its KV cache.
-
-        Returns:
-            Bytes that are left for the KV cache; all of them if its size was set by hand.
+        ``cache_bytes`` is what vLLM would give its KV cache; its account of its memory is corrected.  Returns the bytes
+        that are left for the KV cache; all of them if its size was set by hand.
 
         Raises:
             ConfigError: The place that the setting asks for has not enough memory.
@@ -154,11 +146,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return left
 
     def fall_asleep(self, level: int) -> None:
-        """Frees the staging set on the device, before vLLM frees the weights.
-
-        Raises:
-            Refused: An update is under way.
-        """
+        """Frees the staging set on the device, before vLLM frees the weights; raises ``Refused`` during an update."""
         if "weights" not in self._asleep:
             self._receiver.sleep(
                 discard=level >= 2, hint="POST /wake_up?tags=weights, then update; /wake_up?tags=kv_cache comes last"
@@ -193,13 +181,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._listens = True
 
     def switch(self, why_not: str) -> tuple[bool, str]:
-        """Carries out what waits for the main thread, or refuses it; answers go over sockets.
+        """Carries out what waits for the main thread, or refuses it for the reason ``why_not``; answers use sockets.
 
-        Args:
-            why_not: The reason why nothing may be switched; empty if it may.
-
-        Returns:
-            Whether the model's weights were switched; and the failure in words, or nothing.
+        Returns whether the model's weights were switched; and the failure in words, or nothing.
         """
         adapter = self._adapters.step(why_not)
         switched, failure = self._rank_server.step_unless(why_not)
@@ -241,11 +225,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- once, when the model is loaded
 
     def _shared_secret(self) -> Secret | None:
-        """Reads the engine's secret.  If ranks are on several hosts, all of them must have one, or all refuse.
-
-        Raises:
-            ConfigError: Some rank has none.
-        """
+        """Reads the secret.  Collective if ranks are on several hosts: all raise ``ConfigError`` if one has none."""
         several = on_several_hosts(self.vllm_config.parallel_config)
         error: ConfigError | None = None
         secret = None

@@ -85,11 +85,7 @@ class _Loading:
         self._started = True
 
     def apply(self, text: str) -> None:
-        """Carries out a message.
-
-        Raises:
-            Refused: No update is under way, or the message is of another kind.
-        """
+        """Carries out a message; raises ``Refused`` without an update, and for a message of another kind."""
         try:
             message = decode(text.encode())
         except WeightcastError as error:

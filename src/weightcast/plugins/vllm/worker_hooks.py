@@ -22,8 +22,7 @@ class Resident(Protocol):
     def switch(self, why_not: str) -> tuple[bool, str]:
         """Carries out what waits for the main thread, or refuses it with a reason.
 
-        Returns:
-            Whether the model's weights were switched; and the failure in words, or nothing.
+        Returns whether the model's weights were switched; and the failure in words, or nothing.
         """
         ...
 
@@ -49,12 +48,7 @@ class Resident(Protocol):
 
 
 def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
-    """Wraps ``determine_available_memory``, ``sleep`` and ``wake_up`` of a worker's class; a second call does nothing.
-
-    Args:
-        worker_class: Class of vLLM's workers in this process.
-        kind: Class of our backend, a ``Resident``.
-    """
+    """Wraps ``determine_available_memory``, ``sleep`` and ``wake_up`` of a worker's class; safe to call twice."""
     if _DONE in vars(worker_class):
         return
     measure, sleep, wake_up = (
