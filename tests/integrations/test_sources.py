@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,20 +33,6 @@ needs_miles = pytest.mark.skipif(not MILES, reason="WEIGHTCAST_MILES names no fo
 needs_xtuner = pytest.mark.skipif(not XTUNER, reason="WEIGHTCAST_XTUNER names no folder with xtuner/ in it")
 
 # -- miles
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    two = Ranks(2)
-    yield two
-    two.close()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    started = Engine()
-    yield started
-    started.close()
 
 
 @needs_miles

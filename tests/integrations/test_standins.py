@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,20 +25,6 @@ from weightcast.errors import WeightcastError
 OPTIONS = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 30.0}
 MakeDriver = Callable[[dict[str, Any], dict[str, torch.Tensor]], MilesDriver]
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    two = Ranks(2)
-    yield two
-    two.close()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    started = Engine()
-    yield started
-    started.close()
 
 
 def miles_job(make: MakeDriver, urls: list[str], seeds: list[int], first_version: int) -> list[Any]:
