@@ -14,6 +14,7 @@ happens, afterwards
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -77,6 +78,12 @@ HANG_S = 120.0
 CALM_S = 30.0
 LEFT_ASLEEP = "it was asleep before this update and still sleeps"
 NEVER_STRUCK = "the fault never struck"
+# What a machine that stood still explains: an update took too long, or gave up at a deadline that passed meanwhile.
+_LATE = re.compile(
+    r"trainer rank \d+: update \d+ took .* s of .* s$"
+    r"|(nobody was updated|the bystander did not go on|a delay below the deadline did harm): "
+    r".*(waited [\d.]+ s for|timed out after)"
+)
 _NAMED = {"gather": "the gather among trainer ranks", "replica": "trainer rank 0 and trainer rank 1 hold different"}
 _TRAINER_RANKS = 2
 _WARM_UPS = 3
@@ -112,6 +119,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     words: str
     deadline_s: float
     before: tuple[str, ...] = ()
+
+    @property
+    def only_late(self) -> bool:
+        """Whether lack of time explains everything that is wrong; it never explains what an engine serves."""
+        return all(_LATE.match(words) for words in self.wrong)
 
     @classmethod
     def of(cls, case: Case, **found: Any) -> Result:
