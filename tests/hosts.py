@@ -56,6 +56,11 @@ class Host:
         with open(f"{_NAMESPACES}/{self.namespace}") as namespace:
             _check(_libc.setns(namespace.fileno(), _NETWORK), "setns")
 
+    def limit(self, mbit_s: int) -> None:
+        """Lets this host send no more than so many Mbit a second."""
+        rate = ("rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "400ms")
+        subprocess.run(["tc", "-n", self.namespace, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate], check=True)
+
     def cut_off(self) -> None:
         """Takes this host from the network, without a word to anybody."""
         _ip("-n", self.namespace, "link", "set", INTERFACE, "down")

@@ -397,6 +397,7 @@ class Invitation:
         timeout_s: Deadline of the rendezvous, in seconds.
         unique_id: NCCL's unique id of the group; empty unless ``Adapter.meeting`` is ``nccl-id``.
         wants: True if all trainer ranks are members, and engine ranks tell them which boxes they want.
+        relays: True if engine ranks pass pieces on to each other.
     """
 
     session: str
@@ -411,6 +412,7 @@ class Invitation:
     timeout_s: float
     unique_id: bytes = b""
     wants: bool = False
+    relays: bool = False
 
 
 @runtime_checkable

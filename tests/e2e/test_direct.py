@@ -77,6 +77,7 @@ def in_shared_memory(version: int, mesh_shape: tuple[int, ...]) -> ToyTrainer:
 MEMORY = {"direct_by": "memory"}
 MESSAGES = {"direct_by": "messages"}
 RDMA = {"direct_by": "rdma"}
+RELAY = {"direct_by": "relay"}
 SHARDS = {"direct_by": "shards", "keep_mapped": True}
 needs_nixl = pytest.mark.skipif(bool(nixl.missing()), reason=nixl.missing())
 BY_RDMA = pytest.param(RDMA, marks=needs_nixl, id="rdma")
@@ -110,6 +111,7 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
     [
         pytest.param(MEMORY, id="memory"),
         pytest.param(MESSAGES, id="messages"),
+        pytest.param(RELAY, id="relay"),
         pytest.param(SHARDS, id="shards"),
         BY_RDMA,
     ],
@@ -249,7 +251,13 @@ def die_in_an_update(url: str, version: int, options: dict) -> str:
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), LATE_BY_RDMA]
+    "options",
+    [
+        pytest.param(MEMORY, id="memory"),
+        pytest.param(MESSAGES, id="messages"),
+        pytest.param(RELAY, id="relay"),
+        LATE_BY_RDMA,
+    ],
 )
 def test_a_trainer_rank_that_dies_is_named_and_another_trainer_updates_the_engine(fresh, jobs, options):
     engine, ranks = fresh("--tp", "2"), Ranks(2)
@@ -292,7 +300,13 @@ def lose_an_engine(urls: list[str], victim: int, versions: list[int], options: d
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param(MEMORY, id="memory"), pytest.param(MESSAGES, id="messages"), LATE_BY_RDMA]
+    "options",
+    [
+        pytest.param(MEMORY, id="memory"),
+        pytest.param(MESSAGES, id="messages"),
+        pytest.param(RELAY, id="relay"),
+        LATE_BY_RDMA,
+    ],
 )
 def test_an_engine_rank_that_dies_is_named_and_the_other_engine_is_updated(fresh, jobs, options):
     lost, kept = fresh("--tp", "2"), fresh("--tp", "2")

@@ -38,13 +38,16 @@ from weightcast.lab.dialects import routes_of
 from weightcast.receiver.executor import die_with_parent
 from weightcast.rollout.launch import ServeConfig, serve
 
-Transport = Literal["ipc", "broadcast", "direct memory", "direct messages", "direct rdma", "direct shards"]
+Transport = Literal[
+    "ipc", "broadcast", "direct memory", "direct messages", "direct rdma", "direct relay", "direct shards"
+]
 WAYS: Mapping[Transport, Mapping[str, Any]] = {
     "ipc": {"transport": "ipc"},
     "broadcast": {"transport": "broadcast"},
     "direct memory": {"transport": "direct", "direct_by": "memory"},
     "direct messages": {"transport": "direct", "direct_by": "messages"},
     "direct rdma": {"transport": "direct", "direct_by": "rdma"},
+    "direct relay": {"transport": "direct", "direct_by": "relay"},
     "direct shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
 }
 # Longer deadlines than a kind's own.  NIXL's agents connect in a second, or two beside other work.

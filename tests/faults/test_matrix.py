@@ -133,7 +133,9 @@ def test_every_case_has_a_name_of_its_own_and_every_step_has_cases() -> None:
         assert {case.on for case in mine} >= {"gather", "replica"}
     ways = {case.transport.removeprefix("direct ") for case in CASES.values() if case.transport.startswith("direct ")}
     assert ways == set(get_args(DirectBy)) - {"auto"}
-    assert {case.transport for case in CASES.values() if case.step == "join"} == {"broadcast", "direct messages"}
+    assert {case.transport for case in CASES.values() if case.step == "join"} == {
+        *("broadcast", "direct messages", "direct relay"),
+    }
     assert {case.step for case in CASES.values() if case.on == "memory"} == {
         *("first bucket", "middle bucket", "last bucket"),
     }

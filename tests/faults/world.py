@@ -328,6 +328,10 @@ class World:
         }
         # A bystander of another kind is recognised by itself.
         targets = [Target(wire.url, engine=self.kind.engine) for wire in self.wires]
+        # The victim comes first: the bystander gets everything through it.
+        turned = case.transport == "direct relay"
+        if turned:
+            targets.reverse()
         self.ranks.start(trainer.update, targets, self.kind.weights, versions, options, flip)
         lost = self._lost_rank(case) if len(versions) > 1 else None
         told: dict[int, list[trainer.Told]] = {}
@@ -337,6 +341,8 @@ class World:
                 continue
             try:
                 told[rank], self._num_files[f"trainer rank {rank}"] = self.ranks.answer(rank, HANG_S)
+                if turned:
+                    told[rank] = [msgspec.structs.replace(one, status=one.status[::-1]) for one in told[rank]]
             except AssertionError as error:
                 told[rank] = []
                 wrong.append(f"trainer rank {rank} hangs or has died: {str(error).strip().splitlines()[-1]}")

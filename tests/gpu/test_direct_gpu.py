@@ -108,16 +108,17 @@ def test_memory_that_cannot_be_shared_is_refused_before_anything_is_read(monkeyp
 
 @needs(2)
 @pytest.mark.parametrize(
-    ("trainers", "places"),
+    ("trainers", "places", "way"),
     [
-        (["cuda:0"], [["cuda:1"]]),
-        pytest.param(["cuda:0", "cuda:1"], [["cuda:2", "cuda:3"]], marks=needs(4)),
+        (["cuda:0"], [["cuda:1"]], "messages"),
+        pytest.param(["cuda:0", "cuda:1"], [["cuda:2", "cuda:3"]], "messages", marks=needs(4)),
+        pytest.param(["cuda:0"], [["cuda:1"], ["cuda:2"]], "relay", marks=needs(3)),
     ],
-    ids=["1+1", "2+2 tp2"],
+    ids=["1+1", "2+2 tp2", "1+1+1 by relay"],
 )
-def test_trainer_ranks_send_shards_by_nccl(trainers: list[str], places: list[list[str]]) -> None:
+def test_trainer_ranks_send_shards_by_nccl(trainers: list[str], places: list[list[str]], way: str) -> None:
     with engines(places) as urls:
-        send(trainers, urls, versions="1,2,3", direct_by="messages")
+        send(trainers, urls, versions="1,2,3", direct_by=way)
         for url in urls:
             assert digests(url) == weights_of(7)
 

@@ -211,9 +211,9 @@ def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("info", "words"),
     [
-        (engine("cpu", remote=True), "rdma, messages can be used; auto does not take it"),
-        (engine("cpu"), "messages can be used; auto does not take it"),
-        (engine("GPU-1", remote=True), "messages can be used; auto does not take it"),
+        (engine("cpu", remote=True), "rdma, relay, messages can be used; auto does not take it"),
+        (engine("cpu"), "relay, messages can be used; auto does not take it"),
+        (engine("GPU-1", remote=True), "relay, messages can be used; auto does not take it"),
     ],
 )
 def test_doctor_names_rdma_where_both_sides_have_it_and_memory_cannot_be_mapped(nixl_here, info, words) -> None:

@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ import torch.distributed as dist
 from tests.clock import PATIENCE_S, Clock, wait_until
 from weightcast.comm import rendezvous
 from weightcast.comm import update_group as module
+from weightcast.comm.group_moves import Move
 from weightcast.comm.rendezvous import Rendezvous
 from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for, local_address_towards
 from weightcast.errors import DeadlineExceeded
@@ -330,6 +334,58 @@ def test_a_member_that_is_killed_ends_the_waits_of_the_others(party):
         head.broadcast(torch.zeros(100_000_000, dtype=torch.uint8), what="bucket 3", timeout_s=LONG_S)
     head.abort("a member died")
     fails(waiting)
+
+
+def _be_a_stopped_head(token: str, port: Connection) -> None:
+    store = Rendezvous(host="127.0.0.1", timeout_s=LONG_S)
+    port.send(store.port)
+    group = UpdateGroup(
+        store=store.visit,
+        name="g",
+        token=token,
+        rank=0,
+        world_size=2,
+        device=CPU,
+        address="127.0.0.1",
+        timeout_s=LONG_S,
+        tells=b"",
+    )
+    assert group.alive
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_member_that_listens_for_aborts_does_not_wait_for_a_store_that_is_stopped():
+    context = multiprocessing.get_context("forkserver")
+    token = secrets.token_hex(16)
+    ours, theirs = context.Pipe()
+    head = context.Process(target=_be_a_stopped_head, args=(token, theirs), daemon=True)
+    head.start()
+    try:
+        assert ours.poll(PATIENCE_S)
+        group = UpdateGroup.join(
+            host="127.0.0.1",
+            port=ours.recv(),
+            name="g",
+            token=token,
+            rank=1,
+            world_size=2,
+            device=CPU,
+            timeout_s=LONG_S,
+            tells=b"",
+        )
+        wait_until(lambda: psutil.Process(head.pid).status() == psutil.STATUS_STOPPED, "the head to be stopped")
+        works = group.start_moves((), [Move(0, torch.zeros(8, dtype=torch.uint8))])
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(group.finish_moves, works, what="bucket 3", timeout_s=2.0)
+            try:
+                with pytest.raises(DeadlineExceeded, match="waited 2 s for bucket 3"):
+                    waiting.result(PATIENCE_S)
+            finally:
+                head.kill()  # else the pool would wait for a thread that waits for the head
+    finally:
+        head.kill()
+        head.join()
+        head.close()
 
 
 def test_nothing_is_left_behind(party):

@@ -37,6 +37,7 @@ def join_of(invitation: Invitation) -> Join:
         backend=invitation.backend,
         timeout_s=invitation.timeout_s,
         wants=invitation.wants,
+        relays=invitation.relays,
     )
 
 

@@ -125,6 +125,11 @@ def words_of(rank: int) -> str:
     return f"words/{rank}"
 
 
+def relay_of(rank: int) -> str:
+    """Key of a member's place in its chain."""
+    return f"relay/{rank}"
+
+
 def here(rank: int, world_size: int) -> str:
     """Key of a member.  It has the world size: members that expect another number would block each other in torch."""
     return f"here/{rank}/{world_size}"

@@ -17,11 +17,14 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from weightcast.comm.abort_notice import AbortNotice
 from weightcast.comm.group_moves import Move, Tags, start_moves
-from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, with_token, words_of
+from weightcast.comm.relays import Relay, chains
+from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, relay_of, with_token, words_of
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 from weightcast.runtime import blocking_threads
@@ -38,7 +41,7 @@ _LONGEST_POLL_S = 1e-2
 _CANCEL_POLL_S = 0.05
 _NAMING_S = 1.0  # after the deadline, to learn who is missing; on a busy machine the store takes its time
 _HANG_UP_TAG = 1 << 30
-_ABORTED = "aborted"
+_relay = msgspec.json.Decoder(Relay)
 
 
 def local_address_towards(host: str, port: int) -> str:
@@ -82,6 +85,7 @@ class UpdateGroup:
         cancelled: threading.Event | None = None,
         meeting: Literal["weightcast", "torch"] = "weightcast",
         tells: bytes | None = None,
+        relays: bool = False,
     ) -> None:
         """Meets the other members.  Returns when all are there and a first byte was broadcast.
 
@@ -97,6 +101,7 @@ class UpdateGroup:
             tells: Bytes for members that tell nothing themselves (empty bytes).  These read them with ``told``, and
                 hear of each other's aborts through the store, since not every two of them exchange messages.  None in
                 a group in which nobody tells anything.
+            relays: True if the head says afterwards, with ``set_relays``, where this engine rank stands in its chain.
 
         Raises:
             DeadlineExceeded: A member did not come in time.
@@ -108,8 +113,9 @@ class UpdateGroup:
         self.device = device
         self._aborted = threading.Event()
         self._why = ""
+        self.relay = Relay()
         self._store: dist.Store | None = None
-        self._asked_at = 0.0
+        self._notice: AbortNotice | None = None
         self._tags = Tags()
         # Creating a gloo group, and the first collective of an nccl one, block inside torch with no deadline that we
         # control.  So they run on a thread that can be left behind.  That thread first waits for the others in small
@@ -128,14 +134,17 @@ class UpdateGroup:
                     prefixed = with_token(base, token)
                     if tells is not None:
                         prefixed.set(words_of(rank), tells)  # type: ignore[arg-type]  # it takes bytes
-                        self._store = None if tells else prefixed
+                        if not tells:
+                            self._store, self._notice = prefixed, AbortNotice(prefixed)
                     self._meet(prefixed, deadline, timeout_s)
                 self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
                 if self._aborted.is_set():  # that abort found no group yet
-                    self._hang_up(group)
+                    _hang_up(group, rank, world_size, device)
                 if meeting == "weightcast":
                     hello = torch.zeros(1, dtype=torch.uint8, device=device)
                     self._finish(self._start(hello), "the first byte", timeout_s)
+                if relays:
+                    self.relay = _relay.decode(prefixed.get(relay_of(rank)))
                 made.append(None)
             except (RuntimeError, ValueError, WeightcastError) as error:
                 made.append(error.with_traceback(None))  # its frames refer to the store, which would keep listening
@@ -173,6 +182,7 @@ class UpdateGroup:
         timeout_s: float,
         cancelled: threading.Event | None = None,
         tells: bytes | None = None,
+        relays: bool = False,
     ) -> UpdateGroup:
         """Joins at a head's ``Rendezvous``; raises as the constructor, also when nothing listens at host and port."""
 
@@ -196,6 +206,7 @@ class UpdateGroup:
             timeout_s=timeout_s,
             cancelled=cancelled,
             tells=tells,
+            relays=relays,
         )
 
     @property
@@ -237,6 +248,20 @@ class UpdateGroup:
         except RuntimeError as error:
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
+    def set_relays(self, first_rank: int) -> None:
+        """Tells every engine rank its place in its chain; only the head may.  ``first_rank`` is the first of them.
+
+        Raises:
+            GroupFailed: The rendezvous was closed.
+        """
+        places = chains(self.told(range(first_rank, self.world_size)), first_rank)
+        assert self._store is not None
+        try:
+            for rank, place in enumerate(places, first_rank):
+                self._store.set(relay_of(rank), msgspec.json.encode(place).decode())
+        except RuntimeError as error:
+            raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
+
     def start_moves(self, sends: Sequence[Move], receives: Sequence[Move] = ()) -> list[Any]:
         """Starts messages to and from other members and returns handles for ``finish_moves``."""
         group = self._check()
@@ -270,7 +295,7 @@ class UpdateGroup:
             finally:
                 done.set()
 
-        if self._store is None:
+        if self._notice is None:
             wait()
         else:
             blocking_threads.start(wait, name="weightcast-moves")
@@ -290,17 +315,16 @@ class UpdateGroup:
             return
         self._why = why
         self._aborted.set()
-        if self._store is not None and self._group is not None:
-            with suppress(RuntimeError):  # a store that is gone tells the others as much
-                self._store.set(_ABORTED, why)
+        if self._notice is not None and self._group is not None:
+            self._notice.tell(why)
         group = self._group
         if group is not None:
-            self._hang_up(group)
+            _hang_up(group, self.rank, self.world_size, self.device)
 
     def close(self) -> None:
         """Releases the group; safe to call twice."""
         self.abort("closed")
-        self._group = self._store = None
+        self._group = self._store = self._notice = None
 
     def _meet(self, store: dist.Store, deadline: float, timeout_s: float) -> None:
         """Waits until every member is at the store.  The cost for a member does not grow with their number.
@@ -331,29 +355,9 @@ class UpdateGroup:
             hint=WHERE_TO_LOOK,
         )
 
-    def _hang_up(self, group: Any) -> None:
-        with suppress(RuntimeError):  # a group that fails to abort has ended its waits
-            group.abort()
-        if self.device.type == "cuda":
-            return
-        # Gloo's own abort ends no wait, and destroying a group waits for operations under way.  A receive that times
-        # out closes every connection of the group, which ends the waits of this process and of its peers.
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                with suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    group.recv([nothing], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
-
     def _look_for_abort(self) -> None:
-        """Aborts if another member has, as far as the store knows."""
-        now = time.monotonic()
-        if self._store is None or self._group is None or now - self._asked_at < _CANCEL_POLL_S:
-            return
-        self._asked_at = now
-        try:
-            why = self._store.get(_ABORTED).decode() if self._store.check([_ABORTED]) else ""
-        except RuntimeError as error:
-            why = f"the rendezvous is gone: {first_line(error)}"
+        """Aborts if another member has, as far as the store has said."""
+        why = self._notice.heard() if self._notice is not None and self._group is not None else ""
         if why:
             self.abort(why)
             raise GroupFailed(f"group {self.name}: {why}")
@@ -391,6 +395,21 @@ class UpdateGroup:
         except RuntimeError as error:
             self.abort(first_line(error))
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
+
+
+def _hang_up(group: Any, rank: int, world_size: int, device: torch.device) -> None:
+    """Ends every wait in a process group of torch, here and at the other members."""
+    with suppress(RuntimeError):  # a group that fails to abort has ended its waits
+        group.abort()
+    if device.type == "cuda":
+        return
+    # Gloo's own abort ends no wait, and destroying a group waits for operations under way.  A receive that times out
+    # closes every connection of the group, which ends the waits of this process and of its peers.
+    for peer in range(world_size):
+        if peer != rank:
+            with suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                group.recv([nothing], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
 def _as_torch_does(store: dist.Store, name: str, device: torch.device) -> dist.Store:

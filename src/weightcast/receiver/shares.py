@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from weightcast.comm.group_moves import Move
-from weightcast.errors import Refused
+from weightcast.errors import Refused, WeightcastError
 from weightcast.receiver.loader import Loader
-from weightcast.receiver.sources.broadcast import BroadcastSource
+from weightcast.receiver.sources.broadcast import BroadcastSource, Passing
 from weightcast.receiver.sources.ipc import SharedMemorySource
 from weightcast.receiver.sources.remote import RemoteMemorySource
 from weightcast.runtime.streams import wait_for_streams
@@ -19,7 +20,17 @@ from weightcast.wire.bucket_sources import ExchangeSource, MappedSource, RemoteS
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import Wanted, encode_wanted, name_of
 
+_PASSING_ROOMS = 2
+_PASS_S = 1.0  # after an update, for what is still being passed on; then its group ends
 ShareSource = ScatteredSource | RemoteSource | ExchangeSource | MappedSource
+
+
+@dataclass(slots=True)
+class _Room:
+    """A receive buffer, and what is being sent out of it."""
+
+    data: torch.Tensor
+    passing: Passing | None = None
 
 
 @dataclass(slots=True)
@@ -31,7 +42,8 @@ class Shares:
     groups: BroadcastSource
     device: torch.device
     remote: RemoteMemorySource = field(default_factory=RemoteMemorySource)
-    _buffer: torch.Tensor | None = None
+    _rooms: list[_Room] = field(default_factory=list)
+    _turn: int = 0
     _named: tuple[Wanted, str] | None = None
 
     def wanted(self) -> bytes:
@@ -98,13 +110,20 @@ class Shares:
             self.loader.load_messages(received, plan, summed=summed)
             return arrived
         plan = self.loader.scattered.plan_exchange(layout, source.parts)
-        received = self._room(plan.size_bytes)
-        receives = [
-            Move(rank, received[start + first : start + first + size_bytes])
-            for rank, (message, start) in enumerate(zip(plan.messages, plan.starts, strict=True))
-            for first, size_bytes in message.runs
-        ]
-        self.groups.receive(source.group, receives, what=f"bucket {layout.index}", timeout_s=timeout_s)
+        relay = self.groups.relay(source.group)
+        room = self._room(plan.size_bytes, passed_on=bool(relay.downstream), timeout_s=timeout_s)
+        received, whole = room.data, room.data[: plan.size_bytes]
+        if relay.upstream:
+            receives = [Move(relay.upstream, whole)] if plan.size_bytes else []
+        else:
+            receives = [
+                Move(rank, received[start + first : start + first + size_bytes])
+                for rank, (message, start) in enumerate(zip(plan.messages, plan.starts, strict=True))
+                for first, size_bytes in message.runs
+            ]
+        passes = [Move(relay.downstream, whole)] if relay.downstream and plan.size_bytes else []
+        what = f"bucket {layout.index}"
+        room.passing = self.groups.receive(source.group, receives, passes, what=what, timeout_s=timeout_s)
         arrived = time.monotonic()
         self.loader.load_messages(received, plan, summed=summed)
         wait_for_streams(self.device)
@@ -112,7 +131,10 @@ class Shares:
 
     def trim(self) -> None:
         """Frees the receive buffers."""
-        self._buffer = None
+        for room in self._rooms:
+            with suppress(WeightcastError):  # a rank that does not get what is passed on says so itself
+                self._free(room, _PASS_S)
+        self._rooms.clear()
         self.remote.close()
 
     def unmap(self) -> None:
@@ -127,8 +149,21 @@ class Shares:
             self._named = wanted, name_of(encode_wanted(wanted))
         return self._named[1]
 
-    def _room(self, size_bytes: int) -> torch.Tensor:
-        if self._buffer is None or self._buffer.numel() < size_bytes:
-            self._buffer = None  # the old one goes before the new one comes
-            self._buffer = torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=self.device)
-        return self._buffer
+    def _room(self, size_bytes: int, *, passed_on: bool, timeout_s: float) -> _Room:
+        """A receive buffer; one of two in turn if a bucket is passed on while the next one comes."""
+        self._turn = (self._turn + 1) % _PASSING_ROOMS if passed_on else 0
+        while len(self._rooms) <= self._turn:
+            self._rooms.append(_Room(torch.empty(0, dtype=torch.uint8, device=self.device)))
+        room = self._rooms[self._turn]
+        self._free(room, timeout_s)
+        if room.data.numel() < size_bytes:
+            room.data = torch.empty(
+                0, dtype=torch.uint8, device=self.device
+            )  # the old one goes before the new one comes
+            room.data = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        return room
+
+    def _free(self, room: _Room, timeout_s: float) -> None:
+        passing, room.passing = room.passing, None
+        if passing is not None:
+            self.groups.finish(passing, timeout_s=timeout_s)

@@ -38,13 +38,14 @@ class BroadcastTransport(Pumped):
         bucket_bytes: int,
         timeout_s: float,
         trainers: int | None = None,
+        relays: bool = False,
         in_flight: int | None = None,
     ) -> None:
         """Creates no group yet.
 
         Args:
             host: Address of this process that engines can reach.
-            trainers: As for ``Channel``.
+            trainers, relays: As for ``Channel``.
             in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
 
         Raises:
@@ -64,6 +65,7 @@ class BroadcastTransport(Pumped):
                 timeout_s=timeout_s,
                 in_flight=in_flight,
                 trainers=trainers,
+                relays=relays,
             )
             for meeting in meetings
         ]

@@ -57,12 +57,14 @@ class Channel:
         timeout_s: float,
         in_flight: int = 1,
         trainers: int | None = None,
+        relays: bool = False,
     ) -> None:
         """Nothing is created yet; the arguments are those of ``BroadcastTransport``.
 
         Args:
             trainers: Number of trainer ranks, all of which are members and send to engine ranks by themselves; None for
                 a group in which the head broadcasts.
+            relays: True if engine ranks pass on what trainer ranks send.
 
         Raises:
             ConfigError: The rendezvous by NCCL's id needs a binding that is not installed.
@@ -82,6 +84,7 @@ class Channel:
         self._group: UpdateGroup | NcclGroup | None = None
         self._store: Rendezvous | None = None
         self._trainers = trainers
+        self._relays = relays
         self._invited: Invited | None = None
 
     def member(self) -> UpdateGroup:
@@ -149,6 +152,7 @@ class Channel:
                         timeout_s=self._timeout_s,
                         unique_id=unique_id,
                         wants=self._trainers is not None,
+                        relays=self._relays,
                     ),
                 )
                 for link in self._links
@@ -183,6 +187,8 @@ class Channel:
                     meeting="torch" if self._meeting == "torch" else "weightcast",
                     tells=None if self._trainers is None else b"",
                 )
+                if self._relays:
+                    self._group.set_relays(self._trainers or 1)
             for join in joins:
                 join.result()
         except BaseException as error:

@@ -1,6 +1,6 @@
 """Shards go from the trainer rank that holds them to the engine ranks that keep them: nothing is gathered.
 
-They move in one of four ways:
+They move in one of five ways:
 
 - as shards: engine ranks map the memory in which trainer ranks of their host keep their weights, and read it there.
   There is no bucket.  The weights must stay where they are, so the caller says ``keep_mapped=True``.
@@ -10,6 +10,8 @@ They move in one of four ways:
 - by messages: each trainer rank copies its own parts into its own buffer, too.  Trainer ranks and engine ranks are one
   process group.  Every trainer rank sends every engine rank the parts that it keeps (``update/exchange.py``), and the
   head posts which trainer rank has which parts.
+- by relay: as by messages, but trainer ranks send each piece once.  Engine ranks that keep the same pieces pass them on
+  from one to the next (``comm/relays.py``).  ``auto`` does not choose it.
 - by RDMA: as over memory, but the buffers are registered with NIXL, and engine ranks on any hosts read the parts that
   they keep into memory of their own (``receiver/sources/remote.py``).  ``auto`` does not choose it.
 
@@ -19,6 +21,7 @@ The first two reach engines on every host whose trainer ranks hold all weights t
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from weightcast.comm import nixl
 from weightcast.comm.invited import Invited
@@ -119,7 +122,7 @@ def _suits(placement: Placement) -> bool:
     return shown and _suits_shards(placement) and all("direct" in info.transports for info in placement.infos.values())
 
 
-def _exchange(wiring: Wiring) -> Transport:
+def _exchange(wiring: Wiring, *, relays: bool = False) -> Transport:
     config = wiring.config
     return ExchangeTransport(
         wiring.links,
@@ -128,6 +131,7 @@ def _exchange(wiring: Wiring) -> Transport:
         bucket_bytes=config.bucket_bytes,
         timeout_s=config.timeout_s,
         trainers=wiring.num_trainers,
+        relays=relays,
     )
 
 
@@ -173,4 +177,5 @@ _MESSAGES = TransportSpec(
     check=_check_messages,
     build=_exchange,
 )
-SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RDMA, _MESSAGES))
+_RELAY = replace(_MESSAGES, primitive="relay", relays=True, build=partial(_exchange, relays=True))
+SPEC = replace(_MEMORY, primitive="", suits=_suits, primitives=(_SHARDS, _MEMORY, _RDMA, _RELAY, _MESSAGES))

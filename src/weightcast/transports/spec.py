@@ -124,6 +124,7 @@ class TransportSpec:
         delivery: The steps by which engines get the weights.
         scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
         exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
+        relays: True if engine ranks of one role then pass on to each other what trainer ranks send.
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
         primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
         primitive: Name of the way, if it is one of several; empty otherwise.
@@ -141,6 +142,7 @@ class TransportSpec:
     reach: Reach = "anywhere"
     scattered: bool = False
     exchanges: bool = False
+    relays: bool = False
     mapped: bool = False
     primitives: tuple[TransportSpec, ...] = ()
     primitive: str = ""

@@ -108,7 +108,11 @@ class BucketStream:
         self._slots: list[SharedSlot] = []
         self._bucket_sums = RepeatedSums()
         self.exchange = Exchange(
-            rank=group.rank, num_trainers=group.world_size, device=exporter.device, timeout_s=timeout_s
+            rank=group.rank,
+            num_trainers=group.world_size,
+            device=exporter.device,
+            timeout_s=timeout_s,
+            relays=choice.relays,
         )
         self._mapped = MappedShares(exporter, group)
         self._boxes: tuple[bytes, ...] = ()

@@ -168,6 +168,7 @@ class Plan:
             transport=self.label(links),
             scattered=spec.scattered,
             exchanges=spec.exchanges,
+            relays=spec.relays,
             mapped=spec.mapped,
             receivers=self.receivers,
             reading_hosts=self._reading_hosts,

@@ -13,6 +13,7 @@ import torch
 
 from weightcast.comm.group_moves import Move
 from weightcast.comm.invited import Invited
+from weightcast.comm.relays import Relay, chains
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import WeightcastError
 from weightcast.exporters.held_parts import region
@@ -29,15 +30,18 @@ class Exchange:
     A failure is kept for ``failed`` and not raised, so that all trainer ranks stay in step.
     """
 
-    def __init__(self, *, rank: int, num_trainers: int, device: torch.device, timeout_s: float) -> None:
-        """Nothing is joined yet; ``timeout_s`` limits each wait."""
+    def __init__(
+        self, *, rank: int, num_trainers: int, device: torch.device, timeout_s: float, relays: bool = False
+    ) -> None:
+        """Nothing is joined yet; ``timeout_s`` limits each wait.  ``relays`` sends to the first of each chain only."""
         self._rank = rank
         self._num_trainers = num_trainers
         self._device = device
         self._timeout_s = timeout_s
         self._group: UpdateGroup | None = None
         self._packs = Packs(())
-        self._kinds: list[int] = []  # of each engine rank
+        self._relays = relays
+        self._kinds: dict[int, int] = {}  # of each engine rank that trainer ranks send to, by rank of the group
         self._buffers: list[torch.Tensor] = []
         self._under_way: deque[tuple[str, list[Any]]] = deque()
         self.failed: WeightcastError | None = None
@@ -75,7 +79,12 @@ class Exchange:
         told = group.told(range(self._num_trainers, group.world_size))
         kinds = {words: number for number, words in enumerate(dict.fromkeys(told))}
         self._packs = Packs([decode_wanted(words) for words in kinds])
-        self._kinds = [kinds[words] for words in told]
+        places = chains(told, self._num_trainers) if self._relays else [Relay()] * len(told)
+        self._kinds = {
+            rank: kinds[words]
+            for rank, (words, place) in enumerate(zip(told, places, strict=True), self._num_trainers)
+            if not place.upstream
+        }
 
     def begin(self) -> None:
         """Forgets a failure of the attempt before."""
@@ -128,9 +137,8 @@ class Exchange:
         packed = self._room(bucket.layout.index, plan.packed_bytes)
         pack(bucket, plan, packed)
         sends: list[Move] = []
-        for number, kind in enumerate(self._kinds):
+        for peer, kind in self._kinds.items():
             message, start = plan.messages[kind], plan.starts[kind]
-            peer = self._num_trainers + number
             if message.packed_bytes:
                 sends.append(Move(peer, packed[start : start + message.packed_bytes]))
             for piece in message.pieces:

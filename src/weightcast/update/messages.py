@@ -64,6 +64,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         reading_hosts: Hosts on which engines read trainer ranks' memory, where trainer ranks run on several.
         scattered: True if each of them fills its own parts only, and nothing is gathered.
         exchanges: True if each of them sends its parts to engine ranks by itself.
+        relays: True if engine ranks of one role pass on to each other what trainer ranks send.
         mapped: True if there are no buckets, and engine ranks read their own memory.
         ways: The kinds of handles to the buffers, for a transport that shares memory.
         opens: Number of engine processes that open a buffer in torch's way.
@@ -78,6 +79,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     reading_hosts: tuple[str, ...] = ()
     scattered: bool = False
     exchanges: bool = False
+    relays: bool = False
     mapped: bool = False
     packing: Packing = Packing()
     ways: tuple[str, ...] = ()

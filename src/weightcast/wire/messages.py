@@ -34,7 +34,7 @@ from weightcast.wire.fields import (
 from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, UpdatePlan
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them before it connects to any
 
 
@@ -89,6 +89,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             at most and ends when an update begins.
         wants: True if all trainer ranks are members, the first ones.  Each engine rank tells them at the rendezvous
             which boxes of the source tensors it wants.
+        relays: True if the trainer then tells each engine rank from which other one it gets its pieces, and to which
+            one it passes them on (``comm/relays.py``).
     """
 
     group: GroupName
@@ -101,6 +103,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     timeout_s: Seconds
     session: Annotated[str, Meta(max_length=32, pattern=r"^([0-9a-f]{32})?\Z")] = ""
     wants: bool = False
+    relays: bool = False
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):

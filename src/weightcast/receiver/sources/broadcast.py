@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from weightcast.comm.group_moves import Move
+from weightcast.comm.relays import Relay
 from weightcast.comm.update_group import UpdateGroup, backend_for
 from weightcast.errors import ConfigError, Refused
 from weightcast.wire.bucket import Bucket
@@ -31,6 +32,15 @@ class _Entered:
     runs: tuple[int, ...]
     buffer: torch.Tensor
     works: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """A bucket's messages on their way to the next rank of the chain."""
+
+    group: UpdateGroup
+    works: list[Any]
+    what: str
 
 
 class BroadcastSource:
@@ -81,6 +91,7 @@ class BroadcastSource:
             timeout_s=message.timeout_s,
             cancelled=self._interrupted,
             tells=tells,
+            relays=message.relays,
         )
         with self._lock:
             self._groups[message.group] = group
@@ -140,10 +151,30 @@ class BroadcastSource:
                 self._entered = self._enter(group, tuple(next_runs), {})
             return Bucket(layout, entered.buffer, lent=places)
 
-    def receive(self, name: str, receives: Sequence[Move], *, what: str, timeout_s: float) -> None:
-        """Receives messages of other members; errors are as for ``read`` and call the messages ``what``."""
+    def relay(self, name: str) -> Relay:
+        """Place of this rank in its chain; that of a rank without a chain if there is no such group here."""
+        group = self._groups.get(name)
+        return Relay() if group is None else group.relay
+
+    def receive(
+        self, name: str, receives: Sequence[Move], passes: Sequence[Move] = (), *, what: str, timeout_s: float
+    ) -> Passing:
+        """Receives messages of other members, then starts ``passes``, which are sent out of the same memory.
+
+        Errors are as for ``read`` and call the messages ``what``.
+        """
         with self._reading_from(name) as group:
             group.finish_moves(group.start_moves((), receives), what=what, timeout_s=timeout_s)
+            return Passing(group, group.start_moves(passes), f"{what}, passed on")
+
+    def finish(self, passing: Passing, *, timeout_s: float) -> None:
+        """Waits until what was passed on is sent, so that its memory may be written; errors are as for ``read``.
+
+        A group that was aborted has nothing on its way any more.
+        """
+        if passing.works and passing.group.alive:
+            with self._reading_from(passing.group.name) as group:
+                group.finish_moves(passing.works, what=passing.what, timeout_s=timeout_s)
 
     @property
     def entered(self) -> bool:

@@ -1,0 +1,104 @@
+"""Engines of one role that pass weights on to each other, over ``direct`` by relay."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.test_direct import sharded
+from tests.harness import next_version, on_every_rank, serves_whole, set_shards
+from tests.unit.ranks import Ranks
+from weightcast import WeightUpdater
+from weightcast.update.exchange import Exchange
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    job = Ranks(2)
+    yield job
+    job.close()
+
+
+def update_and_count(urls: list[str], versions: list[int], way: str) -> tuple[list[str], list[int]]:
+    """The report of each update, and the bytes that this trainer rank sent in it."""
+    drain, sent = Exchange.drain, []
+
+    def counting(self: Exchange) -> None:
+        drain(self)
+        sent.append(self.sent_bytes)
+
+    Exchange.drain = counting  # type: ignore[method-assign]
+    model = sharded(versions[0], (2,))
+    reports: list[str] = []
+    try:
+        with WeightUpdater.connect(
+            model, urls, transport="direct", direct_by=way, bucket_bytes=100_000, timeout_s=60.0
+        ) as updater:
+            for version in versions:
+                set_shards(model, version)
+                reports.append(on_every_rank(updater.update(version=version)))
+    finally:
+        Exchange.drain = drain  # type: ignore[method-assign]
+    return reports, sent
+
+
+def test_trainer_ranks_send_each_piece_once_however_many_engines_there_are(fresh, ranks):
+    chosen = [fresh("--tp", "2") for _ in range(3)]
+    urls = [engine.url for engine in chosen]
+    sent: dict[str, list[int]] = {}
+    for way in ("messages", "relay"):
+        versions = [next_version(), next_version()]
+        told = ranks.run(update_and_count, urls, versions, way)
+        for reports, _ in told:
+            for version, text in zip(versions, reports, strict=True):
+                rows = json.loads(text)["targets"]
+                assert [(row["version_after"], row["proof"]) for row in rows] == [(version, "resident")] * 3
+        assert [serves_whole(engine) for engine in chosen] == [versions[-1]] * 3
+        sent[way] = [sum(both) for both in zip(*(counts for _, counts in told), strict=True)]
+    assert all(sent["relay"])
+    assert sent["messages"] == [3 * count for count in sent["relay"]]
+
+
+def lose_an_engine(urls: list[str], victim: int, versions: list[int]) -> list[str]:
+    """Updates; the engine's process is killed after the third bucket of the first one."""
+
+    def kill(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 3:
+            os.kill(victim, signal.SIGKILL)
+
+    seen: list[int] = []
+    told = []
+    model = sharded(versions[0], (2,))
+    with WeightUpdater.connect(
+        model,
+        urls,
+        transport="direct",
+        direct_by="relay",
+        bucket_bytes=30_000,
+        timeout_s=30.0,
+        on_failure="quarantine",
+        progress=kill,
+    ) as updater:
+        for version in versions:
+            set_shards(model, version)
+            told.append(on_every_rank(updater.update(version=version)))
+    return told
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["in the middle", "at the end"])
+def test_only_the_engine_that_dies_is_left_out_wherever_it_stands_in_the_chain(fresh, ranks, place):
+    chosen = [fresh("--local") for _ in range(3)]
+    versions = [next_version(), next_version()]
+    victim = chosen[place].info().ranks[0].pid
+    told = ranks.run(lose_an_engine, [engine.url for engine in chosen], victim, versions)
+    assert told[0] == told[1]
+    for version, text in zip(versions, told[0], strict=True):
+        rows = json.loads(text)["targets"]
+        assert rows.pop(place)["status"] != "serving"
+        assert [(row["version_after"], row["proof"]) for row in rows] == [(version, "resident")] * 2
+    assert [serves_whole(engine) for engine in chosen if engine is not chosen[place]] == [versions[-1]] * 2
