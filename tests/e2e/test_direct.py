@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoModelForCausalLM
 
+from tests.clock import PATIENCE_S
 from tests.e2e.engines import engines
 from tests.harness import (
     SMALL_BUCKETS,
@@ -96,7 +97,7 @@ def update_directly(urls: list[str], versions: list[int], mesh_shape: tuple[int,
     reports: list[str] = []
     try:
         with WeightUpdater.connect(
-            model, urls, **{"transport": "direct", "timeout_s": 30.0, "min_proven_share": 0.5} | options
+            model, urls, **{"transport": "direct", "timeout_s": PATIENCE_S, "min_proven_share": 0.5} | options
         ) as updater:
             for version in versions:
                 set_shards(model, version)
@@ -200,7 +201,7 @@ def update_with_a_flipped_bit(url: str, version: int, options: dict, flip: Calla
     model = (in_shared_memory if options.get("keep_mapped") else sharded)(version, (2,))
     try:
         with WeightUpdater.connect(
-            model, [url], transport="direct", bucket_bytes=4 << 20, timeout_s=30.0, **options
+            model, [url], transport="direct", bucket_bytes=4 << 20, timeout_s=PATIENCE_S, **options
         ) as updater:
             updater.update(version=version)
     except UpdateFailed as error:
@@ -328,7 +329,7 @@ def move_and_release(url: str, versions: list[int]) -> list[str]:
     model = in_shared_memory(versions[0], (2,))
     told: list[str] = []
     with WeightUpdater.connect(
-        model, [url], transport="direct", bucket_bytes=1 << 20, timeout_s=30.0, **SHARDS
+        model, [url], transport="direct", bucket_bytes=1 << 20, timeout_s=PATIENCE_S, **SHARDS
     ) as updater:
         told.append(on_every_rank(updater.update(version=versions[0])))
         before = model.buffer
@@ -385,7 +386,7 @@ def keep_some_private(url: str, versions: list[int]) -> list[str]:
             shard.set_(shard.clone())
     told = []
     with WeightUpdater.connect(
-        model, [url], transport="direct", bucket_bytes=4096, timeout_s=30.0, **SHARDS
+        model, [url], transport="direct", bucket_bytes=4096, timeout_s=PATIENCE_S, **SHARDS
     ) as updater:
         for version in versions:
             set_shards(model, version)
