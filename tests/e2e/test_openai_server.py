@@ -21,6 +21,7 @@ from tests.clock import PATIENCE_S
 from tests.commands import Started
 from tests.e2e.engines import NO_KEEP_ALIVE
 from tests.procs import wait_until_gone
+from tests.server_events import lines_of
 from tiny import VOCAB, greedy, tiny_model, tiny_tokenizer
 from weightcast.errors import ConfigError
 from weightcast.rollout.launch import ServeConfig, serve
@@ -68,7 +69,7 @@ class Served:
         with self.client.stream("POST", path, json={"stream": True} | body) as reply:
             assert reply.status_code == 200
             assert reply.headers["content-type"].startswith("text/event-stream")
-            for line in reply.iter_lines():
+            for line in lines_of(reply):
                 if line:
                     assert line.startswith("data: ")
                     events.append(line.removeprefix("data: "))

@@ -24,6 +24,7 @@ import torch
 from tests.clock import PATIENCE_S, wait_until
 from tests.e2e.engines import Engine, completion, engines, push, shortfall, weightcast
 from tests.harness import BeforeCommit
+from tests.server_events import lines_of
 from tests.tiny import greedy, tiny_model
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
@@ -90,7 +91,7 @@ class World:
         body = completion([prompt], count) | {"stream": True}
         with self.engine.client.stream("POST", f"{self.engine.url}/v1/completions", json=body) as reply:
             assert reply.status_code == 200
-            for line in reply.iter_lines():
+            for line in lines_of(reply):
                 if not line or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))

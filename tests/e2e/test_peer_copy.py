@@ -21,6 +21,7 @@ import pytest
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, completion, engines, weightcast
 from tests.harness import wait_for
+from tests.server_events import lines_of
 from tests.tiny import tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater, copy_from_peer
 from weightcast.errors import ConfigError, TargetRejected, TargetsFailed, VerificationFailed, WeightcastError
@@ -143,7 +144,7 @@ class Streaming:
             try:
                 with self._engine.client.stream("POST", self._engine.url + "/v1/completions", json=body) as reply:
                     reply.raise_for_status()
-                    for line in reply.iter_lines():
+                    for line in lines_of(reply):
                         if '"finish_reason":"error"' in line or '"error"' in line:
                             self.failures.append(line)
                         self.events += line.startswith("data:")

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from tests.clock import PATIENCE_S
+from tests.server_events import lines_of
 
 _LOADS = ("/v1/loads", "/get_load")
 
@@ -63,7 +64,7 @@ class Stream:
                 httpx.Client(timeout=PATIENCE_S, trust_env=False) as client,
                 client.stream("POST", f"{self._url}/generate", json=self.body()) as answer,
             ):
-                for line in answer.iter_lines():
+                for line in lines_of(answer):
                     if line.startswith("data: {"):
                         self._heard(json.loads(line.removeprefix("data: ")))
         except httpx.HTTPError as error:

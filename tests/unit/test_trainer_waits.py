@@ -10,6 +10,7 @@ import torch
 
 from weightcast.transports.link import margin_s
 from weightcast.update.bucket_stream import BucketStream
+from weightcast.update.messages import Choice
 
 TIMEOUT_S = 3.0
 
@@ -37,7 +38,7 @@ def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(bu
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {
         "exporter": SimpleNamespace(device=torch.device("cpu")),
-        "choice": SimpleNamespace(exchanges=True, scattered=True),
+        "choice": Choice(exchanges=True, scattered=True),
         "group": group,
         "head": head,
         "events": SimpleNamespace(),
