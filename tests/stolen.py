@@ -9,6 +9,7 @@ and count at once, and so does every failure of a test without the mark.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -61,12 +62,15 @@ class Pulse:
             self._latest_s = max(self._latest_s, time.monotonic() - began - _BEAT_S)
 
 
-_pulse = Pulse()
+@functools.cache
+def _pulse() -> Pulse:
+    """Begins with the first test: a process that only imports this, and forks others, must have one thread."""
+    return Pulse()
 
 
 def standstill_s() -> float:
     """The longest time for which this process could not run, since the last call, in seconds."""
-    return _pulse.latest_s()
+    return _pulse().latest_s()
 
 
 def _raised(report: pytest.TestReport) -> str:
