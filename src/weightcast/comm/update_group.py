@@ -39,7 +39,8 @@ _NEVER = timedelta(days=1)
 _FIRST_POLL_S = 5e-5
 _LONGEST_POLL_S = 1e-2
 _CANCEL_POLL_S = 0.05
-_NAMING_S = 1.0  # after the deadline, to learn who is missing; on a busy machine the store takes its time
+# After the deadline, to learn who is missing: on a busy machine the store takes its time.  A stopped one never answers.
+_LEAST_NAMING_S, _MOST_NAMING_S = 1.0, 5.0
 _HANG_UP_TAG = 1 << 30
 _relay = msgspec.json.Decoder(Relay)
 
@@ -154,11 +155,12 @@ class UpdateGroup:
         blocking_threads.start(
             make, name=f"weightcast-join-{name}", give_up=lambda: self.abort("the interpreter ends here")
         )
+        naming_s = min(max(timeout_s / 4, _LEAST_NAMING_S), _MOST_NAMING_S)
         while not done.wait(_CANCEL_POLL_S):
             if cancelled is not None and cancelled.is_set():
                 self.abort("cancelled")
                 raise GroupFailed(f"group {name}: the rendezvous was cancelled")
-            if time.monotonic() > deadline + _NAMING_S:
+            if time.monotonic() > deadline + naming_s:
                 break
         if not made:
             self.abort("the others did not come in time")
