@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.test_direct import sharded
+from tests.e2e.test_direct import RELAY, lose_an_engine, sharded
 from tests.harness import next_version, on_every_rank, serves_whole, set_shards
 from tests.unit.ranks import Ranks
 from weightcast import WeightUpdater
@@ -63,39 +61,12 @@ def test_trainer_ranks_send_each_piece_once_however_many_engines_there_are(fresh
     assert sent["messages"] == [3 * count for count in sent["relay"]]
 
 
-def lose_an_engine(urls: list[str], victim: int, versions: list[int]) -> list[str]:
-    """Updates; the engine's process is killed after the third bucket of the first one."""
-
-    def kill(done: int, total: int) -> None:
-        seen.append(done)
-        if len(seen) == 3:
-            os.kill(victim, signal.SIGKILL)
-
-    seen: list[int] = []
-    told = []
-    model = sharded(versions[0], (2,))
-    with WeightUpdater.connect(
-        model,
-        urls,
-        transport="direct",
-        direct_by="relay",
-        bucket_bytes=30_000,
-        timeout_s=30.0,
-        on_failure="quarantine",
-        progress=kill,
-    ) as updater:
-        for version in versions:
-            set_shards(model, version)
-            told.append(on_every_rank(updater.update(version=version)))
-    return told
-
-
 @pytest.mark.parametrize("place", [1, 2], ids=["in the middle", "at the end"])
 def test_only_the_engine_that_dies_is_left_out_wherever_it_stands_in_the_chain(fresh, ranks, place):
     chosen = [fresh("--local") for _ in range(3)]
     versions = [next_version(), next_version()]
     victim = chosen[place].info().ranks[0].pid
-    told = ranks.run(lose_an_engine, [engine.url for engine in chosen], victim, versions)
+    told = ranks.run(lose_an_engine, [engine.url for engine in chosen], victim, versions, RELAY)
     assert told[0] == told[1]
     for version, text in zip(versions, told[0], strict=True):
         rows = json.loads(text)["targets"]
