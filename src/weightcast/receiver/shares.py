@@ -157,9 +157,8 @@ class Shares:
         room = self._rooms[self._turn]
         self._free(room, timeout_s)
         if room.data.numel() < size_bytes:
-            room.data = torch.empty(
-                0, dtype=torch.uint8, device=self.device
-            )  # the old one goes before the new one comes
+            # The old memory goes before the new comes.
+            room.data = torch.empty(0, dtype=torch.uint8, device=self.device)
             room.data = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         return room
 
