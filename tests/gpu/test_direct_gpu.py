@@ -28,11 +28,17 @@ def weights_of(seed: int, sign: int = 1) -> dict[str, str]:
 
 
 @contextmanager
-def engines(places: list[list[str]]) -> Iterator[list[str]]:
+def engines(places: list[list[str]], *, hosts: bool = False) -> Iterator[list[str]]:
+    """Engines on these devices.  With ``hosts`` NCCL takes each for another machine's, so that they may share a GPU."""
     with ExitStack() as stack:
         yield [
-            stack.enter_context(toy_engine("--tp", str(len(each)), "--devices", ",".join(each), "--seed", "1"))[0]
-            for each in places
+            stack.enter_context(
+                toy_engine(
+                    *("--tp", str(len(each)), "--devices", ",".join(each), "--seed", "1"),
+                    **({"NCCL_HOSTID": f"engine-{number}"} if hosts else {}),
+                )
+            )[0]
+            for number, each in enumerate(places)
         ]
 
 
@@ -119,6 +125,15 @@ def test_memory_that_cannot_be_shared_is_refused_before_anything_is_read(monkeyp
 def test_trainer_ranks_send_shards_by_nccl(trainers: list[str], places: list[list[str]], way: str) -> None:
     with engines(places) as urls:
         send(trainers, urls, versions="1,2,3", direct_by=way)
+        for url in urls:
+            assert digests(url) == weights_of(7)
+
+
+@needs(2)
+@pytest.mark.parametrize("count", [2, 3])
+def test_engines_on_one_gpu_pass_shards_on_as_hosts_do(count: int) -> None:
+    with engines([["cuda:1"]] * count, hosts=True) as urls:
+        send(["cuda:0"], urls, versions="1,2,3", direct_by="relay")
         for url in urls:
             assert digests(url) == weights_of(7)
 

@@ -1,8 +1,8 @@
 """Trainers and engines as Ray actors on GPUs: colocated through CUDA IPC, disaggregated through NCCL, ranks as actors.
 
 Ray may come from a folder: ``PYTHONPATH=site_ray make gpu-test TEST_ARGS="-k ray --results DIR"``.  The examples run
-with a model of half a gibibyte that is made on the spot, or with the one in ``WEIGHTCAST_MODEL``; with vLLM too, where
-it is (``test_vllm_gpu.py``).
+with a model of half a gibibyte that is made on the spot, or with the one in ``WEIGHTCAST_MODEL``, and ``rl_moe`` with
+its own; with vLLM and LMDeploy too, where they are (``test_vllm_gpu.py``, ``test_lmdeploy_gpu.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines.environment import package_path
 from tests.gpu.needs import needs
+from tests.gpu.test_lmdeploy_gpu import SITE as LMDEPLOY_SITE
 from tests.gpu.test_vllm_gpu import FLAGS as VLLM_FLAGS
 from tests.gpu.test_vllm_gpu import SITE as VLLM_SITE
 from tests.tiny import tiny_config, tiny_tokenizer
@@ -45,7 +46,7 @@ from weightcast.receiver.executor import Worker
 
 ROOT = Path(__file__).parents[2]
 UPDATES = 5
-ENGINES = ("reference", "vllm")
+ENGINES = ("reference", "vllm", "lmdeploy")
 PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
@@ -221,6 +222,7 @@ ON_TWO = [
     ("rl_colocated", "--gpus=2", "--trainers=2", "--engines=2"),
     ("rl_disaggregated", "--gpus=2", "--trainers=1", "--engines=1"),
     ("rl_disaggregated_async", "--gpus=2", "--trainers=1", "--engines=1", "--staleness=1"),
+    ("rl_moe", "--gpus=2", "--trainers=1", "--engines=1"),
 ]
 ON_FOUR = [
     ("rl_colocated", "--gpus=4", "--trainers=4", "--engines=4"),
@@ -243,12 +245,21 @@ def test_examples(example, engine, folder, tmp_path, record):
         environment["PATH"] = f"{vllm_program(tmp_path)}{os.pathsep}{environment['PATH']}"
         flags = f"--gpu-memory-utilization=0.1 --kv-cache-memory-bytes={1 << 30} --max-model-len=1024 --enforce-eager"
         arguments += ["--engine=vllm", f"--engine-args={flags} {' '.join(VLLM_FLAGS)}"]
-    model = os.environ.get("WEIGHTCAST_MODEL", str(folder))
+    if engine == "lmdeploy":
+        if not LMDEPLOY_SITE and importlib.util.find_spec("lmdeploy") is None:
+            pytest.skip("LMDeploy is not installed here, and WEIGHTCAST_LMDEPLOY_SITE names no folder that has it")
+        path = os.pathsep.join(part for part in (LMDEPLOY_SITE, PATH) if part)
+        program = f"env PYTHONPATH={path} {sys.executable} -m weightcast.plugins.lmdeploy"
+        flags = "--cache-max-entry-count=0.1 --session-len=1024"
+        arguments += ["--engine=lmdeploy", f"--engine-program={program}", f"--engine-args={flags}"]
+    if name != "rl_moe":  # it makes its model
+        arguments += [f"--model={os.environ.get('WEIGHTCAST_MODEL', folder)}"]
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "examples" / f"{name}.py"), f"--model={model}", *arguments),
+            *(sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments),
             *(f"--steps={UPDATES}", "--save-every=0", f"--out={tmp_path}"),
         ],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         env=environment,

@@ -31,9 +31,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
 
 
 @contextmanager
-def toy_engine(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def toy_engine(*arguments: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.toy_engine", *arguments], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+        [sys.executable, "-m", "tests.toy_engine", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT | environment,
     )
     try:
         assert process.stdout is not None
