@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
@@ -140,6 +141,27 @@ def keeps_its_promise(served: Served, mode: str, via: str = "ipc", *, count: int
 def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode: str) -> None:
     served.answers_with_its_weights()
     keeps_its_promise(served, mode)
+
+
+def test_a_padding_row_is_proven_and_one_with_values_is_refused(tmp_path: Path) -> None:
+    """LMDeploy sets the row of ``pad_token_id`` to 0 whenever it loads, so nothing else can be served there."""
+    model = model_in(tmp_path, family="qwen3", pad_token_id=3)
+    tiny_tokenizer(tmp_path)
+    with lmdeploy(tmp_path, tmp_path / "server.log") as engine:
+        served = Served(engine, model)
+        new = copy.deepcopy(model)
+        nudge(new, seed=1)
+        with WeightUpdater.connect(new, [served.target], bucket_bytes=300_000, timeout_s=PATIENCE_S) as updater:
+            with pytest.raises(UpdateFailed, match=r"model\.embed_tokens\.weight"):
+                updater.update(version=1)
+            assert served.info()["version"] == 0
+            served.answers_with_its_weights()
+            with torch.no_grad():
+                new.model.embed_tokens.weight[3] = 0
+            [row] = updater.update(version=2).targets
+        assert (row.proof, row.version_after) == ("resident", 2)
+        served.model = new
+        served.answers_with_its_weights()
 
 
 def test_ranks_are_in_the_callers_bundles_in_the_callers_order(tmp_path: Path) -> None:

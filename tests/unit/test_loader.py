@@ -592,3 +592,31 @@ def test_a_tied_head_with_padded_rows_is_staged(keep_storage):
     loader = Loader(model, load_weights=model.load_weights, expected=specs)
     assert loader.unstaged_because(keep_storage=keep_storage) == ""
     assert loader.placed == ["head.weight"]
+
+
+class PaddingRowModel(torch.nn.Module):
+    """An embedding whose row 2 is padding: the loader sets it to 0, whatever the checkpoint says."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4, padding_idx=2)
+
+    def load_weights(self, weights):
+        for _name, weight in weights:
+            self.embed.weight.data.copy_(weight)
+            self.embed.weight.data[2] = 0
+
+
+@pytest.mark.parametrize("place", ["device", "host", "none"])
+@pytest.mark.parametrize("padding", [0.0, 1.0])
+def test_a_padding_row_counts_in_the_proof(place, padding):
+    model = PaddingRowModel()
+    sent = torch.arange(24.0).view(6, 4) + 1
+    sent[2] = padding
+    loader = Loader(model, load_weights=model.load_weights, expected=[TensorSpec.of("embed.weight", sent)])
+    loader.stage(place)
+    update(loader, {"embed.weight": sent})
+    assert not model.embed.weight[2].any()
+    assert torch.equal(model.embed.weight[3:], sent[3:])
+    digests = fold_resident([RankAck(rank=0, held=loader.held())]).digests
+    assert (digests["embed.weight"] == tensor_digest(sent)) == (padding == 0)

@@ -360,6 +360,44 @@ def test_a_constant_between_two_copies_is_cut_out():
     ]
 
 
+def test_a_row_that_is_set_to_a_number_is_cut_out():
+    live = torch.randn(6, 4)
+    live[2] = 0
+    param = {"embed": live}
+
+    def load_one(name, weight):
+        param["embed"].copy_(weight)
+        param["embed"][2] = 0
+
+    recording = check_replay(load_one, [spec("w", 6, 4)], param)
+    assert [(route.box_offset, route.box_shape) for route in recording.routes["w"]] == [
+        ((0, 0), (2, 4)),
+        ((3, 0), (3, 4)),
+    ]
+    assert recording.filled == {"embed": 4}
+    [constant] = recording.constants
+    assert (constant.box_offset, constant.box_shape) == ((2, 0), (1, 4))
+    assert constant.region == Region(offset=8, shape=(1, 4), stride=(4, 1))
+
+
+@pytest.mark.parametrize("computed", ["from another parameter", "in place", "from the weight"])
+def test_a_row_that_gets_a_computed_number_stays_with_the_loader(computed):
+    param = {"embed": torch.zeros(6, 4), "scale": torch.zeros(())}
+
+    def load_one(name, weight):
+        param["embed"].copy_(weight)
+        if computed == "from another parameter":
+            number = param["scale"] * 2
+        elif computed == "in place":
+            number = torch.tensor(0.0).add_(param["scale"])
+        else:
+            number = weight.max()
+        param["embed"][2] = number
+
+    recording = record(load_one, [spec("w", 6, 4)], param)
+    assert recording.computed == ["w"]
+
+
 def test_of_two_weights_for_one_place_the_later_one_is_kept():
     shared = torch.zeros(5, 4)
     param = {"embed": shared, "norm": torch.zeros(4)}

@@ -109,7 +109,7 @@ class Loader:
         self._held: list[tuple[str, torch.Tensor]] = []
         self._shared = _sharing(model)
         self.staging = Staging(self.residents, "none")
-        self._sums = ResidentSums(routes, self.expected)
+        self._sums = ResidentSums(routes, self.expected, recording.constants)
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
         self._plans: dict[int, BucketPlan] = {}
@@ -292,11 +292,11 @@ class Loader:
 
     def written(self) -> HeldSums:
         """Sums of this rank's share of the source tensors, as it was copied.  Waits for the device."""
-        sums = self.scattered.sums
+        sums, place = self.scattered.sums, ("target", self.staging.number)
         if sums is not None and self._routed:
-            found = HeldSums(self._sums.table(self.staging.target), sums.cpu())
+            found = self._sums.completed(sums, place, self._device, self.staging.target)
         else:
-            found = self._sums.held(("target", self.staging.number), self._device, self.staging.target)
+            found = self._sums.held(place, self._device, self.staging.target)
         wholes = self.scattered.wholes
         if not wholes:
             return found

@@ -25,7 +25,7 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 # In inference mode the first one is not taken apart into the second.
 _MOVES = (torch.ops.aten.to, torch.ops.aten._to_copy)
 _CLONES = (torch.ops.aten.clone, torch.ops.aten.contiguous)
-_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class Recording:
         why: Reason why no route describes a source completely, by source name.
         written: Names of the parameters that get computed values.
         filled: Number of elements that only get a constant (the padding of a vocabulary), by parameter.
+        constants: Boxes of sources that the loader does not keep, and the places that have a constant instead.
         opaque: True if a source's writes could not be seen at all: the loader looks at values.
     """
 
@@ -44,6 +45,7 @@ class Recording:
     why: dict[str, str] = field(default_factory=dict[str, str])
     written: set[str] = field(default_factory=set[str])
     filled: dict[str, int] = field(default_factory=dict[str, int])
+    constants: list[Route] = field(default_factory=list[Route])
     opaque: bool = False
 
     @property
@@ -74,6 +76,7 @@ def record_routes(
         found.why.update(alone.why)
         found.written |= alone.written
         found.filled.update(alone.filled)
+        found.constants += alone.constants
         found.opaque |= alone.opaque
     lost = _written(everything) - _written(found)
     if lost:
@@ -124,6 +127,7 @@ class _Recorder(TorchDispatchMode):
         for name, tensor in residents.items():
             self._residents.setdefault(_storage(tensor), []).append((name, tensor))
         self._source_of: dict[int, str] = {}
+        self._numbers: dict[int, float] = {}  # by storage of the tensor that holds it
         self._keep: list[torch.Tensor] = []
         self._why: dict[str, str] = {}
         self._written: set[str] = set()
@@ -149,7 +153,10 @@ class _Recorder(TorchDispatchMode):
                 routes[route.source].append(route)
             else:  # the loader places a computed source whole, its pure copies too
                 self._written.add(route.parameter)
-        return Recording(routes=routes, why=self._why, written=self._written, filled=result.filled)
+        constants = [route for route in result.constants if route.source in routes]
+        return Recording(
+            routes=routes, why=self._why, written=self._written, filled=result.filled, constants=constants
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,6 +183,11 @@ class _Recorder(TorchDispatchMode):
             self._written.update(names)
         if residents:
             return residents[0] if func._schema.returns else None
+        for tensor in written:
+            self._numbers.pop(_storage(tensor), None)
+        if func is torch.ops.aten.lift_fresh.default and not args[0].dim() and args[0].device.type == "cpu":
+            self._keep.append(args[0])
+            self._numbers[_storage(args[0])] = args[0].item()
         return func(*args, **kwargs)
 
     def _only_moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -192,11 +204,15 @@ class _Recorder(TorchDispatchMode):
             return sharing
         return next(([owner] for owner in sharing if _lies_in(tensor, owner[1])), sharing)
 
-    def _fill(self, target: torch.Tensor, value: float) -> bool:
-        """Notes a constant; False if it goes to more than one parameter."""
+    def _fill(self, target: torch.Tensor, value: float | torch.Tensor) -> bool:
+        """Notes a constant; False if it goes to more than one parameter, or is computed."""
+        # `weight[row] = 0` makes a tensor of its 0 on the CPU, whatever device the weight is on.
+        number = self._numbers.get(_storage(value)) if isinstance(value, torch.Tensor) else value
+        if number is None:
+            return False
         owners = self._owners(target)
         if len(owners) == 1:
-            self._writes.filled(*owners[0], target, value, self._current)
+            self._writes.filled(*owners[0], target, number, self._current)
         return len(owners) == 1
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -16,8 +16,15 @@ from weightcast.wire.routes import Route
 class ResidentSums:
     """Reads parameters back through the routes.  The launch on a GPU is worked out once."""
 
-    def __init__(self, routes: Sequence[Route], expected: Mapping[str, TensorSpec]) -> None:
-        self._routes = routes
+    def __init__(
+        self, routes: Sequence[Route], expected: Mapping[str, TensorSpec], constants: Sequence[Route] = ()
+    ) -> None:
+        """Takes the copies, and the places of constants that the loader puts over parts of sources.
+
+        A constant is read back as if it had come: the sums agree with the source's if the source has it too.
+        """
+        self._routes = [*routes, *constants]
+        self._constants = ResidentSums(constants, expected) if constants else None
         self._expected = expected
         self._repeated = RepeatedSums()
         self._dtypes: dict[str, torch.dtype] = {}
@@ -45,6 +52,19 @@ class ResidentSums:
             return NOTHING_HELD
         sums = self._repeated.sums(place, None, device, pieces)
         return HeldSums(self._table, sums.cpu())
+
+    def completed(
+        self, sums: torch.Tensor, place: object, device: torch.device, tensor: Callable[[str], torch.Tensor]
+    ) -> HeldSums:
+        """As ``held``, with the sums of all copies as they were made; only constants are read.  Waits for the device.
+
+        Args:
+            sums: int64 ``[copies]`` on any device.
+        """
+        totals = sums.cpu()
+        if self._constants is not None:
+            totals = torch.cat([totals, self._constants.held(place, device, tensor).totals])
+        return HeldSums(self.table(tensor), totals)
 
     def table(self, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
         """The parts that ``held`` sums; the argument is the same."""

@@ -52,11 +52,13 @@ class Result:
 
     Attributes:
         routes: Copies, in the order in which they were made.
+        constants: Parts of copies that a later constant hides: a place, and the box of the source that it replaces.
         filled: Number of elements that only get a constant, by parameter.
         why: For each source whose writes are no copies: the parameter and the reason.
     """
 
     routes: list[Route] = field(default_factory=list[Route])
+    constants: list[Route] = field(default_factory=list[Route])
     filled: dict[str, int] = field(default_factory=dict[str, int])
     why: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
 
@@ -93,7 +95,9 @@ class WriteLog:
             if write.route is None:
                 self._check_constant(write, result)
             elif last[_place(write)] is write:  # of two copies to the same place the later one stays
-                result.routes += _cut(write.route, write)
+                result.routes += _cut(write.route, write, write.parts)
+                if write.parts is not None:
+                    result.constants += _cut(write.route, write, self._constant_parts(write))
         return result
 
     def _note(self, write: _Write) -> None:
@@ -114,6 +118,15 @@ class WriteLog:
                     continue
                 earlier.parts = [rest for part in parts for rest in _without(part, over[0])]
 
+    def _constant_parts(self, write: _Write) -> list[Box]:
+        """The boxes of a copy that have a constant in the end."""
+        found = write.box()
+        others = self._by_storage[_storage(write.whole)]
+        fills = [each for each in others if each.route is None and each.whole is write.whole]
+        parts = [part for fill in fills for part in fill.left() or ()]
+        common = [intersection(part, found[0]) for part in parts] if found is not None else []
+        return [part for part in common if part is not None]
+
     def _check_constant(self, write: _Write, result: Result) -> None:
         """A constant counts only if the parameter has had it since the model's first load, and keeps it."""
         live = write.whole.as_strided(
@@ -124,7 +137,8 @@ class WriteLog:
         if not all(bool((view == write.value).all()) for view in views):
             result.why[write.source] = write.parameter, f"{write.parameter} gets a constant that it does not have"
             # Copies of this source that were taken over before stay with the loader too.
-            result.routes = [route for route in result.routes if route.source != write.source]
+            for kept in (result.routes, result.constants):
+                kept[:] = [route for route in kept if route.source != write.source]
             return
         count = sum(view.numel() for view in views)
         result.filled[write.parameter] = result.filled.get(write.parameter, 0) + count
@@ -147,14 +161,14 @@ def _without(box: Box, hole: Box) -> Iterable[Box]:
         offset[dim], shape[dim] = first, size
 
 
-def _cut(route: Route, write: _Write) -> list[Route]:
-    """The parts of a copy that no later write covers."""
+def _cut(route: Route, write: _Write, parts: list[Box] | None) -> list[Route]:
+    """A copy of parts of the parameter; None takes all of it."""
     found = write.box()
-    if write.parts is None or found is None:
+    if parts is None or found is None:
         return [route]
     whole, along = found
     cut: list[Route] = []
-    for part in write.parts:
+    for part in parts:
         offset, shape = [0] * len(route.box_shape), list(route.box_shape)
         for dim, at in enumerate(along):
             if at is not None:
