@@ -34,12 +34,18 @@ def wider(shape: tuple[int, ...], dtype: torch.dtype, first: int) -> torch.Tenso
     "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64], ids=str
 )
 @pytest.mark.parametrize("first", [0, 1, 16])
-def test_every_shape_in_one_launch(dtype, first):
+@pytest.mark.parametrize("far", [False, True])
+def test_every_shape_in_one_launch(dtype, first, far):
     pieces = [whole(random_tensor(shape, dtype, seed)) for seed, shape in enumerate(SHAPES)]
     there = [on_gpu(piece) for piece in pieces]
     goals = [wider(tuple(piece.tensor.shape), dtype, first) for piece in pieces]
     transfers = [
-        Transfer(piece=piece, target=None if number % 3 == 1 else goal, total=None if number % 3 == 2 else number)
+        Transfer(
+            piece=piece,
+            target=None if number % 3 == 1 else goal,
+            total=None if number % 3 == 2 else number,
+            far=far,
+        )
         for number, (piece, goal) in enumerate(zip(there, goals, strict=True))
     ]
     assert all(can_transfer(transfer) for transfer in transfers)
@@ -115,17 +121,19 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
     from weightcast.digest import kernel
 
     def variants() -> int:
-        return len(kernel._sum_tiles.device_caches[DEVICE.index][0])
+        kernels = kernel._sum_tiles, kernel._share_tiles
+        return sum(len(each.device_caches[DEVICE.index][0]) for each in kernels)
 
     prepare_kernels(DEVICE)
     prepared = variants()
-    assert prepared >= 4  # words of one and of two bytes, with and without copies
+    assert prepared >= 8  # words of one and of two bytes, with and without copies, by all programs and by few
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
         sources = [on_gpu(whole(random_tensor(shape, dtype, seed))) for seed, shape in enumerate(SHAPES)]
         partial_sums(sources)
-        copies = [
-            Transfer(piece=piece, target=torch.empty_like(piece.tensor), total=number)
-            for number, piece in enumerate(sources)
-        ]
-        RepeatedTransfers().run("here", 1, DEVICE, len(copies), lambda copies=copies: copies)
+        for far in (False, True):
+            copies = [
+                Transfer(piece=piece, target=torch.empty_like(piece.tensor), total=number, far=far)
+                for number, piece in enumerate(sources)
+            ]
+            RepeatedTransfers().run("here", 1, DEVICE, len(copies), lambda copies=copies: copies)
     assert variants() == prepared

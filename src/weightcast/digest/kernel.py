@@ -42,6 +42,9 @@ _SEED_B = tl.constexpr(SEED_B)
 _NUM_WARPS = 2
 # Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
 _MAX_REGISTERS = 128
+# So many programs on each multiprocessor keep a link between GPUs busy, and leave room for the kernels of an engine
+# that generates.  With one program for each tile, a step would wait until all of them have begun.
+_FAR_PROGRAMS = 2
 _FIELDS = tl.constexpr(len(Job._fields))
 _NARROW, _ALIGNED = tl.constexpr(NARROW), tl.constexpr(ALIGNED)
 
@@ -51,15 +54,9 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
     device = pieces[0].tensor.device
     with torch.cuda.device(device):
         grids = [rows_of_runs(grid_of(piece)) for piece in pieces]
-        plans = tuple(plan.to(device) for plan in plans_of(grids))
-        return _sums(plans, len(pieces), device)
-
-
-def _sums(plans: Sequence[Plan], count: int, device: torch.device) -> torch.Tensor:
-    with torch.cuda.device(device):
-        out = torch.zeros(count, dtype=torch.int64, device=device)
-        for plan in plans:
-            launch(plan, out)
+        out = torch.zeros(len(pieces), dtype=torch.int64, device=device)
+        for plan in plans_of(grids):
+            launch(plan.to(device), out)
         return out
 
 
@@ -77,8 +74,11 @@ class Launches:
         self._device = device
         self._count = count
         self._stream = torch.cuda.current_stream(device).cuda_stream
+        few = _FAR_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+        near, far = ([each for each in transfers if each.far is way] for way in (False, True))
         with torch.cuda.device(device):
-            self._plans = tuple(plan.to(device) for plan in plans_of_transfers(transfers))
+            self._plans = [(plan.to(device), None) for plan in plans_of_transfers(near)]
+            self._plans += [(plan.to(device), few) for plan in plans_of_transfers(far)]
 
     def launch(self, *, summed: bool = True) -> torch.Tensor | None:
         """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet.
@@ -88,7 +88,11 @@ class Launches:
         """
         if torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             return None
-        return _sums(self._plans, self._count, self._device)
+        with torch.cuda.device(self._device):
+            out = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+            for plan, programs in self._plans:
+                launch(plan, out, programs)
+            return out
 
 
 def compile_all(device: torch.device) -> None:
@@ -97,25 +101,32 @@ def compile_all(device: torch.device) -> None:
         words = torch.zeros(64, dtype=dtype, device=device)
         piece = Piece(tensor=words, full_shape=tuple(words.shape))
         for target in (None, torch.empty_like(words)):
-            Launches([Transfer(piece=piece, target=target, total=0)], 1, device).launch()
+            for far in (False, True):
+                Launches([Transfer(piece=piece, target=target, total=0, far=far)], 1, device).launch()
     one, other = torch.zeros(2, 16, dtype=torch.uint8, device=device)
     Exchange([(one, other)]).run()
 
 
-def launch(plan: Plan, out: torch.Tensor) -> None:
-    """Add the plan's sums to `out`, int64, on the current stream of the current device."""
-    _sum_tiles[(len(plan.tiles),)](
-        plan.jobs,
-        plan.tiles,
-        out,
-        WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
-        COLS=COLS,
-        COPIES=plan.copies,
-        FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
-        num_warps=_NUM_WARPS,
-        num_stages=1,
-        maxnreg=_MAX_REGISTERS,
-    )
+def launch(plan: Plan, out: torch.Tensor, programs: int | None = None) -> None:
+    """Add the plan's sums to `out`, int64, on the current stream of the current device.
+
+    Args:
+        programs: number of programs that share the tiles; None for one for each tile.
+    """
+    count = len(plan.tiles)
+    settings = {
+        "WORD": tl.int8 if plan.word_bytes == 1 else tl.int16,
+        "COLS": COLS,
+        "COPIES": plan.copies,
+        "FUSED": isinstance(_sum_tile, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
+        "num_warps": _NUM_WARPS,
+        "num_stages": 1,
+        "maxnreg": _MAX_REGISTERS,
+    }
+    if programs is None:
+        _sum_tiles[(count,)](plan.jobs, plan.tiles, out, **settings)
+    else:
+        _share_tiles[(min(programs, count),)](plan.jobs, plan.tiles, count, out, **settings)
 
 
 @triton.jit
@@ -264,10 +275,11 @@ def _sum_narrow(
 
 
 @triton.jit
-def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
-    program = tl.program_id(0)
-    tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
-    job = jobs + tl.load(tiles + 2 * program) * _FIELDS
+def _sum_tile(
+    jobs, tiles, number, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr
+):
+    tile = tl.load(tiles + 2 * number + 1).to(tl.int64)
+    job = jobs + tl.load(tiles + 2 * number) * _FIELDS
     address = tl.load(job)  # the fields of Job, in order
     rows = tl.load(job + 1)
     cols = tl.load(job + 2)
@@ -322,3 +334,16 @@ def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES:
         total = tl.sum(sums * _coefficient(column, _SEED_B))
     if index >= 0:
         tl.atomic_add(out + index, total, sem="relaxed")
+
+
+@triton.jit
+def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
+    _sum_tile(jobs, tiles, tl.program_id(0), out, WORD, COLS, COPIES, FUSED)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _share_tiles(
+    jobs, tiles, count, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr
+):
+    for number in range(tl.program_id(0), count, tl.num_programs(0)):
+        _sum_tile(jobs, tiles, number, out, WORD, COLS, COPIES, FUSED)

@@ -34,11 +34,13 @@ class Transfer:
     Args:
         target: destination with the piece's shape and dtype, in other memory; None for a sum alone.
         total: number of the sum that the piece is added to; None for a copy alone.
+        far: True if the piece lies on another GPU than the one that copies.
     """
 
     piece: Piece
     target: torch.Tensor | None = None
     total: int | None = None
+    far: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Listener
 from typing import ClassVar
 
@@ -34,7 +34,7 @@ from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
 from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Abort, Commit, Message, Open
+from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
 
 log = logging.getLogger("weightcast.plugins")
 
@@ -85,6 +85,7 @@ class SwitchRank(ABC):
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.device = device
+        self._stream: torch.cuda.Stream | None = None
         self._tasks: deque[BoundaryTask] = deque()
         self._listener: Listener | None = None
         self._connection: Connection | None = None
@@ -184,7 +185,8 @@ class SwitchRank(ABC):
         self._committed = committed_after(message, self._committed)
         self._said_ready = False
         self._switching = message
-        ack = self.receiver.apply(message)
+        with self._own_stream(message):
+            ack = self.receiver.apply(message)
         if switches and not self._said_ready:
             self._say(NOTHING)
             self._decisions.get(timeout=_AGREE_S)  # or it would be taken for that of the next message
@@ -223,6 +225,23 @@ class SwitchRank(ABC):
                 self._tasks.remove(task)  # no mark will come for it
             raise Refused(decision.removeprefix(CANCEL).decode() or "the switch of weights was cancelled")
         task.wait(self._open.timeout_s if self._open is not None else _AGREE_S)
+
+    @contextmanager
+    def _own_stream(self, message: Message) -> Generator[None]:
+        """Puts copies and sums on a stream of their own, so that no step of the engine waits until they are over.
+
+        The exchange stays on the engine's stream, and waits for all of the device.
+        """
+        if self.device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        if not isinstance(message, Announce):
+            # Whoever else writes weights does so on the default stream, and what it wrote is read now.
+            self._stream.wait_stream(torch.cuda.default_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _serve(self, listener: Listener | None, connection: Connection | None) -> None:
         """Starts the thread that serves, which the interpreter then lets run in time."""

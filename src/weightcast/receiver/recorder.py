@@ -154,9 +154,7 @@ class _Recorder(TorchDispatchMode):
             else:  # the loader places a computed source whole, its pure copies too
                 self._written.add(route.parameter)
         constants = [route for route in result.constants if route.source in routes]
-        return Recording(
-            routes=routes, why=self._why, written=self._written, filled=result.filled, constants=constants
-        )
+        return Recording(routes=routes, why=self._why, written=self._written, filled=result.filled, constants=constants)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

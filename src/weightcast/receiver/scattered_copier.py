@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from weightcast.comm.cuda_driver import lies_elsewhere
 from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.definition import partial_sums
@@ -166,9 +167,9 @@ class ScatteredCopier:
             found = list[Transfer]()
             rest.clear()
             for number, (data, copies) in enumerate(buffers):
-                flat = Flat(data)
+                flat, far = Flat(data), lies_elsewhere(data)
                 for share in copies:
-                    transfer = _transfer_of(share, flat, staging)
+                    transfer = _transfer_of(share, flat, staging, far=far)
                     if can_transfer(transfer):
                         found.append(transfer)
                     else:
@@ -189,11 +190,11 @@ class ScatteredCopier:
         self._rests.clear()
 
 
-def _transfer_of(share: ShareCopy, flat: Flat, staging: Staging) -> Transfer:
+def _transfer_of(share: ShareCopy, flat: Flat, staging: Staging, *, far: bool) -> Transfer:
     copy, spec = share.copy, share.slot.spec
     part = flat.region(spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
     piece = Piece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)
-    return Transfer(piece=piece, target=target_of(copy, staging), total=share.route)
+    return Transfer(piece=piece, target=target_of(copy, staging), total=share.route, far=far)
 
 
 def _copy_plainly(data: torch.Tensor, copies: Sequence[ShareCopy], staging: Staging) -> None:

@@ -19,6 +19,7 @@ from weightcast.digest.copies import bits
 from weightcast.digest.exchange import Exchange
 from weightcast.errors import ConfigError
 from weightcast.runtime.free_memory import free_host_bytes
+from weightcast.runtime.streams import wait_for_streams
 
 Place = Literal["device", "host", "none"]
 _CHUNK_BYTES = 32 << 20
@@ -124,6 +125,7 @@ class Staging:
                     tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
                 )
             self._waiting[name] = waiting.copy_(tensor.detach())  # rows that no update writes are in both sets
+        wait_for_streams(*(tensor.device for tensor in self._live.values()))  # an update may come on another stream
         self._placing = self._placed()
         if not self.moves_contents or self._scratch:
             return
