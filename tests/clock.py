@@ -15,6 +15,8 @@ from typing import Any
 
 # Longer than the busiest machine needs; a test that waits so long has failed.  Below the limit of one test.
 PATIENCE_S = 400.0
+# Deadline of updates in tests of something else.
+AMPLE_S = 100.0
 
 
 class Clock:

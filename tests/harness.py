@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from tests import toy_engine
-from tests.clock import PATIENCE_S
+from tests.clock import AMPLE_S, PATIENCE_S
 from tests.commands import context
 from tests.forking import fork_ranks
 from tests.stolen import Inexcusable
@@ -85,7 +85,7 @@ class Engine:
     def dtype(self) -> str:
         return self.args[self.args.index("--dtype") + 1] if "--dtype" in self.args else "float32"
 
-    def ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 20.0) -> tuple[int, bytes]:
+    def ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             connection.request(method, path, body)
@@ -244,7 +244,7 @@ def trainer_of(version: int) -> ToyTrainer:
 
 
 def connect(model: nn.Module, engines: Sequence[Engine], **options: Any) -> WeightUpdater:
-    options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 20.0} | options
+    options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": AMPLE_S} | options
     return WeightUpdater.connect(model, [engine.url for engine in engines], **options)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.clock import AMPLE_S
 from tests.harness import SMALL_BUCKETS, trainer_of
 from weightcast import WeightUpdater
 from weightcast.comm.http import Client
@@ -37,7 +38,7 @@ def update(urls: list[str], version: int, where: str, number: int, options: dict
         options: For ``connect``; ``lends`` sends every tensor from where it lies, however small.
         said: Pipe for the error of a trainer that lives on.
     """
-    options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": 20.0} | options
+    options = {"bucket_bytes": SMALL_BUCKETS, "timeout_s": AMPLE_S} | options
     if options.pop("lends", False):
         gather.MIN_LENT_BYTES = 1
     updater = WeightUpdater.connect(trainer_of(version), urls, **options)

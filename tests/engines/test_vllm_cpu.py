@@ -49,7 +49,7 @@ from weightcast import Target, WeightUpdater
 from weightcast.exporters.checkpoint import CheckpointExporter
 url, folder, via, version = sys.argv[1:]
 updater = WeightUpdater.connect(
-    CheckpointExporter(folder), targets=[Target(url)], transport=via, bucket_bytes=16384, timeout_s=20.0
+    CheckpointExporter(folder), targets=[Target(url)], transport=via, bucket_bytes=16384, timeout_s=100.0
 )
 print("go", flush=True)
 for number in range(int(version), int(version) + 1000):

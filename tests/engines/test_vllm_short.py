@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.clock import PATIENCE_S
+from tests.clock import AMPLE_S, PATIENCE_S
 from tests.e2e.engines import Engine, push, status, verify, weightcast
 from tests.engines.test_vllm_cpu import COUNT, EXPERTS, PAUSES, PROMPTS, SIZES, Served, check_pause
 from tests.engines.trainer import update_directly, update_sharded
@@ -121,7 +121,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
             first_rank=1,
             world_size=3,
             backend="gloo",
-            timeout_s=20.0,
+            timeout_s=AMPLE_S,
         )
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(engine.client.post, engine.url + "/weightcast/apply", content=encode(lonely))
@@ -179,7 +179,7 @@ def lose_and_start_again(served: Served, logs: Path) -> None:
 
     exporter = CheckpointExporter(served.folders["A"])
     updater = WeightUpdater.connect(
-        exporter, [Target(served.engine.url)], bucket_bytes=1 << 16, timeout_s=20.0, progress=kill
+        exporter, [Target(served.engine.url)], bucket_bytes=1 << 16, timeout_s=AMPLE_S, progress=kill
     )
     with exporter, updater:
         begin = time.monotonic()
