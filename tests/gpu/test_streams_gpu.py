@@ -69,7 +69,7 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
     prepare_kernels(DEVICE)
     size_bytes = 8 << 30
     there = torch.full((size_bytes,), 7, dtype=torch.uint8, device=OTHER)
-    torch.zeros(1, device=DEVICE).copy_(there[:1])  # torch lets the GPUs reach each other
+    torch.empty(1, dtype=torch.uint8, device=DEVICE).copy_(there[:1]).to(OTHER)  # torch lets the GPUs reach each other
     source = as_tensor(there.data_ptr(), size_bytes, DEVICE, OTHER).view(torch.int16).view(-1, 4096)
     assert lies_elsewhere(source)
     assert not lies_elsewhere(torch.zeros(1, device=DEVICE))
@@ -100,7 +100,7 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
         start.record()
         repeated.run("here", 1, DEVICE, 1, lambda: transfers)
         end.record()
-    beside: list[float] = []
+    beside = list[float]()
     while not end.query():
         beside.append(seconds_of_a_step())
     took = start.elapsed_time(end) / 1e3

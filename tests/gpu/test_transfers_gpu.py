@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
+from weightcast.digest import far_copies
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, prepare_kernels
@@ -35,7 +36,9 @@ def wider(shape: tuple[int, ...], dtype: torch.dtype, first: int) -> torch.Tenso
 )
 @pytest.mark.parametrize("first", [0, 1, 16])
 @pytest.mark.parametrize("far", [False, True])
-def test_every_shape_in_one_launch(dtype, first, far):
+def test_every_shape_in_one_launch(dtype, first, far, monkeypatch):
+    monkeypatch.setattr(far_copies, "MIN_COPY_BYTES", 1)
+    monkeypatch.setattr(far_copies, "MIN_ROW_BYTES", 1)
     pieces = [whole(random_tensor(shape, dtype, seed)) for seed, shape in enumerate(SHAPES)]
     there = [on_gpu(piece) for piece in pieces]
     goals = [wider(tuple(piece.tensor.shape), dtype, first) for piece in pieces]
@@ -121,12 +124,11 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
     from weightcast.digest import kernel
 
     def variants() -> int:
-        kernels = kernel._sum_tiles, kernel._share_tiles
-        return sum(len(each.device_caches[DEVICE.index][0]) for each in kernels)
+        return len(kernel._sum_tiles.device_caches[DEVICE.index][0])
 
     prepare_kernels(DEVICE)
     prepared = variants()
-    assert prepared >= 8  # words of one and of two bytes, with and without copies, by all programs and by few
+    assert prepared >= 4  # words of one and of two bytes, with and without copies
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
         sources = [on_gpu(whole(random_tensor(shape, dtype, seed))) for seed, shape in enumerate(SHAPES)]
         partial_sums(sources)

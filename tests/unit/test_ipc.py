@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from weightcast.comm.ipc import Mapping, MappingFailed, SharedBuffer, device_of,
 from weightcast.errors import ConfigError
 from weightcast.receiver.sources import ipc as ipc_source
 from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.runtime import cuda_calls
 from weightcast.wire.bucket_sources import MemoryHandle
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
@@ -199,13 +201,19 @@ def test_the_driver_is_called_on_a_device_that_the_thread_does_not_keep(monkeypa
             begun.append(current[0])
             return True
 
-    def call(name: str, *_: object) -> None:
-        seen.append((name, current[0]))
+    class Driver:
+        def __getattr__(self, name: str) -> Any:
+            def call(*_: object) -> int:
+                seen.append((name, current[0]))
+                return 0
+
+            call.argtypes = None  # type: ignore[attr-defined]
+            return call
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, str(device)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(cuda_driver, "_call", call)
+    monkeypatch.setattr(cuda_calls, "_driver", Driver)
     other = torch.device("cuda", 1)
     cuda_driver.export_memory(4096, other)
     assert current == ["cuda:0"]

@@ -7,14 +7,12 @@ so that counter would never return to zero and the memory would never be freed. 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from weightcast.errors import WeightcastError
+from weightcast.runtime.cuda_calls import DriverError, current, driver_call
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
@@ -22,48 +20,17 @@ _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
-class DriverError(WeightcastError):
-    """A call of the CUDA driver failed."""
-
-
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * _HANDLE_BYTES)]
 
 
-@cache
-def _driver() -> Any:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise DriverError(f"no CUDA driver: {error}") from error
-    driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
-    driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_uint64]
-    driver.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
-    driver.cuMemGetAddressRange_v2.argtypes = [
-        ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_size_t),
-        ctypes.c_uint64,
-    ]
-    driver.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
-    return driver
-
-
-def _call(name: str, *args: Any) -> None:
-    driver = _driver()
-    code = getattr(driver, name)(*args)
-    if code:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorString(code, ctypes.byref(text))
-        raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
-
-
-@contextmanager
-def _current(device: torch.device) -> Generator[None]:
-    """Makes the device's primary context current in this thread, which the driver, unlike the runtime, does not do."""
-    with torch.cuda.device(device):  # restores the thread's device, but makes no context if it is the same device
-        torch.cuda.set_device(device)
-        torch.cuda.current_stream(device).query()
-        yield
+_get_handle = driver_call("cuIpcGetMemHandle", ctypes.POINTER(_Handle), ctypes.c_uint64)
+_open_handle = driver_call("cuIpcOpenMemHandle_v2", ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
+_close_handle = driver_call("cuIpcCloseMemHandle", ctypes.c_uint64)
+_get_range = driver_call(
+    "cuMemGetAddressRange_v2", ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64
+)
+_get_attribute = driver_call("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 
 
 def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
@@ -74,9 +41,9 @@ def export_memory(pointer: int, device: torch.device) -> tuple[bytes, int]:
     """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     handle = _Handle()
-    with _current(device):
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
+    with current(device):
+        _get_range(ctypes.byref(base), ctypes.byref(size), pointer)
+        _get_handle(ctypes.byref(handle), base.value)
     return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES), pointer - base.value
 
 
@@ -87,9 +54,9 @@ def allocation_of(pointer: int, device: torch.device) -> tuple[int, int, int]:
         DriverError: No allocation holds it.
     """
     base, size, name = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
-    with _current(device):
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
-        _call("cuPointerGetAttribute", ctypes.byref(name), _BUFFER_ID, base.value)
+    with current(device):
+        _get_range(ctypes.byref(base), ctypes.byref(size), pointer)
+        _get_attribute(ctypes.byref(name), _BUFFER_ID, base.value)
     return base.value, size.value, name.value
 
 
@@ -97,9 +64,9 @@ def ids_of(bases: Sequence[int], device: torch.device) -> list[int]:
     """Returns the ids of the allocations that begin at these addresses; raises as ``allocation_of``."""
     found: list[int] = []
     name = ctypes.c_uint64()
-    with _current(device):
+    with current(device):
         for base in bases:
-            _call("cuPointerGetAttribute", ctypes.byref(name), _BUFFER_ID, base)
+            _get_attribute(ctypes.byref(name), _BUFFER_ID, base)
             found.append(name.value)
     return found
 
@@ -115,20 +82,20 @@ def open_memory(handle: bytes, device: torch.device) -> int:
     pointer = ctypes.c_uint64()
     raw = _Handle()
     ctypes.memmove(ctypes.byref(raw), handle, _HANDLE_BYTES)
-    with _current(device):
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), raw, _LAZY_ENABLE_PEER_ACCESS)
+    with current(device):
+        _open_handle(ctypes.byref(pointer), raw, _LAZY_ENABLE_PEER_ACCESS)
     return pointer.value
 
 
 def close_memory(pointer: int, device: torch.device) -> None:
     """Unmaps an allocation that ``open_memory`` has mapped."""
-    with _current(device):
-        _call("cuIpcCloseMemHandle", pointer)
+    with current(device):
+        _close_handle(pointer)
 
 
 def open_event(handle: bytes, device: torch.device) -> Any:
     """Opens another process's event on ``device``; RuntimeError if its handle is malformed or its owner is gone."""
-    with _current(device):  # without a context of this device, waiting for the event ends the process
+    with current(device):  # without a context of this device, waiting for the event ends the process
         return torch.cuda.Event.from_ipc_handle(device, handle)
 
 
@@ -159,6 +126,6 @@ def lies_elsewhere(tensor: torch.Tensor) -> bool:
 def _ordinal_of(pointer: int, device: torch.device) -> int:
     """Number of the GPU on which memory lies."""
     ordinal = ctypes.c_int()
-    with _current(device):
-        _call("cuPointerGetAttribute", ctypes.byref(ordinal), _DEVICE_ORDINAL, pointer)
+    with current(device):
+        _get_attribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, pointer)
     return ordinal.value

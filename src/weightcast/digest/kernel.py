@@ -7,13 +7,15 @@ digesting memory that stays where it is costs a launch and no copy.
 A program keeps one sum per column while it walks down its rows. A word costs a sign extension and two
 multiply-adds; A(r) is computed once per row, B(c) once per column when the rows are done. No coefficients are read
 from memory. Words of 8 and of 16 bits need one launch each. A job that has a target stores each word there as well, so
-a copy is summed on the way at next to no cost.
+a copy is summed on the way at next to no cost. What lies on another GPU is copied by copy engines where that is
+possible (`weightcast.digest.far_copies`), and summed when it has arrived.
 
 Importing this needs Triton, which is why `weightcast.digest.definition` does so only for tensors on CUDA. The kernel
 sees words, not dtypes, names or digests.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,6 +23,7 @@ import triton.language as tl
 
 from weightcast.digest.coefficients import GOLDEN, MIX_1, MIX_2, SEED_A, SEED_B
 from weightcast.digest.exchange import Exchange
+from weightcast.digest.far_copies import FarCopies, FarCopy, far_copy
 from weightcast.digest.jobs import (
     ALIGNED,
     COLS,
@@ -42,9 +45,6 @@ _SEED_B = tl.constexpr(SEED_B)
 _NUM_WARPS = 2
 # Leaves room for 8 programs on a multiprocessor: 64 KiB of loads in flight.
 _MAX_REGISTERS = 128
-# So many programs on each multiprocessor keep a link between GPUs busy, and leave room for the kernels of an engine
-# that generates.  With one program for each tile, a step would wait until all of them have begun.
-_FAR_PROGRAMS = 2
 _FIELDS = tl.constexpr(len(Job._fields))
 _NARROW, _ALIGNED = tl.constexpr(NARROW), tl.constexpr(ALIGNED)
 
@@ -54,9 +54,15 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
     device = pieces[0].tensor.device
     with torch.cuda.device(device):
         grids = [rows_of_runs(grid_of(piece)) for piece in pieces]
-        out = torch.zeros(len(pieces), dtype=torch.int64, device=device)
-        for plan in plans_of(grids):
-            launch(plan.to(device), out)
+        plans = tuple(plan.to(device) for plan in plans_of(grids))
+        return _sums(plans, len(pieces), device)
+
+
+def _sums(plans: Sequence[Plan], count: int, device: torch.device) -> torch.Tensor:
+    with torch.cuda.device(device):
+        out = torch.zeros(count, dtype=torch.int64, device=device)
+        for plan in plans:
+            launch(plan, out)
         return out
 
 
@@ -74,11 +80,20 @@ class Launches:
         self._device = device
         self._count = count
         self._stream = torch.cuda.current_stream(device).cuda_stream
-        few = _FAR_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-        near, far = ([each for each in transfers if each.far is way] for way in (False, True))
+        near, copies, arrived = list[Transfer](), list[FarCopy](), list[Transfer]()
+        for transfer in transfers:
+            piece, target = transfer.piece, transfer.target
+            copy = far_copy(piece.tensor, target) if transfer.far and target is not None else None
+            if copy is None or target is None:
+                near.append(transfer)
+                continue
+            copies.append(copy)
+            if transfer.total is not None:
+                arrived.append(Transfer(piece=replace(piece, tensor=target), total=transfer.total))
+        self._copies = FarCopies(copies, device)
         with torch.cuda.device(device):
-            self._plans = [(plan.to(device), None) for plan in plans_of_transfers(near)]
-            self._plans += [(plan.to(device), few) for plan in plans_of_transfers(far)]
+            self._plans = tuple(plan.to(device) for plan in plans_of_transfers(near))
+            self._plans_of_arrived = tuple(plan.to(device) for plan in plans_of_transfers(arrived))
 
     def launch(self, *, summed: bool = True) -> torch.Tensor | None:
         """The sums, int64 `[count]`; None on another stream, which the plans may not have reached yet.
@@ -88,11 +103,12 @@ class Launches:
         """
         if torch.cuda.current_stream(self._device).cuda_stream != self._stream:
             return None
-        with torch.cuda.device(self._device):
-            out = torch.zeros(self._count, dtype=torch.int64, device=self._device)
-            for plan, programs in self._plans:
-                launch(plan, out, programs)
-            return out
+        if not self._copies:
+            return _sums(self._plans, self._count, self._device)
+        self._copies.begin()
+        sums = _sums(self._plans, self._count, self._device)
+        self._copies.end()
+        return sums + _sums(self._plans_of_arrived, self._count, self._device)
 
 
 def compile_all(device: torch.device) -> None:
@@ -101,32 +117,25 @@ def compile_all(device: torch.device) -> None:
         words = torch.zeros(64, dtype=dtype, device=device)
         piece = Piece(tensor=words, full_shape=tuple(words.shape))
         for target in (None, torch.empty_like(words)):
-            for far in (False, True):
-                Launches([Transfer(piece=piece, target=target, total=0, far=far)], 1, device).launch()
+            Launches([Transfer(piece=piece, target=target, total=0)], 1, device).launch()
     one, other = torch.zeros(2, 16, dtype=torch.uint8, device=device)
     Exchange([(one, other)]).run()
 
 
-def launch(plan: Plan, out: torch.Tensor, programs: int | None = None) -> None:
-    """Add the plan's sums to `out`, int64, on the current stream of the current device.
-
-    Args:
-        programs: number of programs that share the tiles; None for one for each tile.
-    """
-    count = len(plan.tiles)
-    settings = {
-        "WORD": tl.int8 if plan.word_bytes == 1 else tl.int16,
-        "COLS": COLS,
-        "COPIES": plan.copies,
-        "FUSED": isinstance(_sum_tile, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
-        "num_warps": _NUM_WARPS,
-        "num_stages": 1,
-        "maxnreg": _MAX_REGISTERS,
-    }
-    if programs is None:
-        _sum_tiles[(count,)](plan.jobs, plan.tiles, out, **settings)
-    else:
-        _share_tiles[(min(programs, count),)](plan.jobs, plan.tiles, count, out, **settings)
+def launch(plan: Plan, out: torch.Tensor) -> None:
+    """Add the plan's sums to `out`, int64, on the current stream of the current device."""
+    _sum_tiles[(len(plan.tiles),)](
+        plan.jobs,
+        plan.tiles,
+        out,
+        WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
+        COLS=COLS,
+        COPIES=plan.copies,
+        FUSED=isinstance(_sum_tiles, triton.JITFunction),  # not in Triton's interpreter, which runs no assembly
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        maxnreg=_MAX_REGISTERS,
+    )
 
 
 @triton.jit
@@ -275,11 +284,10 @@ def _sum_narrow(
 
 
 @triton.jit
-def _sum_tile(
-    jobs, tiles, number, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr
-):
-    tile = tl.load(tiles + 2 * number + 1).to(tl.int64)
-    job = jobs + tl.load(tiles + 2 * number) * _FIELDS
+def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
+    program = tl.program_id(0)
+    tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
+    job = jobs + tl.load(tiles + 2 * program) * _FIELDS
     address = tl.load(job)  # the fields of Job, in order
     rows = tl.load(job + 1)
     cols = tl.load(job + 2)
@@ -334,16 +342,3 @@ def _sum_tile(
         total = tl.sum(sums * _coefficient(column, _SEED_B))
     if index >= 0:
         tl.atomic_add(out + index, total, sem="relaxed")
-
-
-@triton.jit
-def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
-    _sum_tile(jobs, tiles, tl.program_id(0), out, WORD, COLS, COPIES, FUSED)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _share_tiles(
-    jobs, tiles, count, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr
-):
-    for number in range(tl.program_id(0), count, tl.num_programs(0)):
-        _sum_tile(jobs, tiles, number, out, WORD, COLS, COPIES, FUSED)

@@ -34,7 +34,7 @@ class Transfer:
     Args:
         target: destination with the piece's shape and dtype, in other memory; None for a sum alone.
         total: number of the sum that the piece is added to; None for a copy alone.
-        far: True if the piece lies on another GPU than the one that copies.
+        far: True if the piece lies on another GPU, and is mapped for the one that copies.
     """
 
     piece: Piece
