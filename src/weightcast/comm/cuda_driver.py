@@ -107,25 +107,12 @@ def as_tensor(pointer: int, size_bytes: int, device: torch.device, owner: torch.
     Raises:
         DriverError: The memory lies on another device.
     """
-    ordinal = _ordinal_of(pointer, device)
-    if ordinal not in (owner.index, device.index):
-        raise DriverError(f"the buffer lies on cuda:{ordinal}, and the message says {owner}")
+    ordinal = ctypes.c_int()
+    with current(device):
+        _get_attribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, pointer)
+    if ordinal.value not in (owner.index, device.index):
+        raise DriverError(f"the buffer lies on cuda:{ordinal.value}, and the message says {owner}")
     # torch's public ways ask the driver on which device memory lies, and copy it if that is another one.
     make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportPrivateUsage]
     storage = make(pointer, device, size_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def lies_elsewhere(tensor: torch.Tensor) -> bool:
-    """True if a tensor's memory lies on another GPU and is mapped for the tensor's own device."""
-    if tensor.device.type != "cuda" or not tensor.numel():
-        return False
-    return _ordinal_of(tensor.data_ptr(), tensor.device) != tensor.device.index
-
-
-def _ordinal_of(pointer: int, device: torch.device) -> int:
-    """Number of the GPU on which memory lies."""
-    ordinal = ctypes.c_int()
-    with current(device):
-        _get_attribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, pointer)
-    return ordinal.value

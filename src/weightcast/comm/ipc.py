@@ -166,6 +166,7 @@ class Mapping:
         """
         self._event: Any = None  # torch types an imported event as its base class
         self._map: mmap.mmap | None = None
+        self._owner = self._device = torch.device("cpu")
         self._base = 0
         self._handle = handle
         if (handle.kind == "cuda") == (handle.device == "cpu"):
@@ -174,6 +175,11 @@ class Mapping:
             self._map_cuda(handle, reader)
         else:
             self._map_shm(handle)
+
+    @property
+    def is_far(self) -> bool:
+        """True if the memory lies on another GPU than the one that it was mapped for."""
+        return self._owner != self._device
 
     def wait(self) -> None:
         """Makes the current stream wait until the sender has filled the buffer; returns at once.

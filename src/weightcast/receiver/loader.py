@@ -7,7 +7,7 @@ They go into the live parameters directly, or, with ``hold_computed``, wait whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -254,17 +254,24 @@ class Loader:
         self.touched = self.touched or (not self.staging.staged and any(copies for _, copies in plan.table))
         return self._copier.copy(bucket, plan, self.staging, summed=summed)
 
-    def load_parts(self, buckets: Sequence[Bucket], parts: Parts, *, summed: bool = True) -> None:
+    def load_parts(
+        self, buckets: Sequence[Bucket], parts: Parts, *, far: Collection[int] = (), summed: bool = True
+    ) -> None:
         """Copies this rank's own share of a bucket whose parts lie in several buffers, as ``load`` does.
+
+        ``far`` has the numbers of buffers that lie on another GPU and are mapped for this rank's.
 
         Raises:
             Refused: As ``load``, or the parts are not the whole bucket exactly once.
         """
         layout = buckets[0].layout
-        self.load_scattered([bucket.data for bucket in buckets], self.scattered.plan(layout, parts), summed=summed)
+        plan = self.scattered.plan(layout, parts)
+        self.load_scattered([bucket.data for bucket in buckets], plan, far=far, summed=summed)
 
-    def load_scattered(self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, *, summed: bool = True) -> None:
-        """As ``load``, for this rank's own share of a bucket, out of the places of a plan, each flat uint8."""
+    def load_scattered(
+        self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, *, far: Collection[int] = (), summed: bool = True
+    ) -> None:
+        """As ``load_parts``, out of the places of a plan, each flat uint8."""
         rows = self._plan(plan.layout)
         if not self._arrivals.take_all(rows.rows):
             for number, (slot, _) in enumerate(rows.table):
@@ -272,7 +279,7 @@ class Loader:
                 if slot.spec.name in self.computed:
                     self._hand_over(slot, self.scattered.put_together(slot, plan.wholes[number], buffers))
         self.touched = self.touched or (not self.staging.staged and plan.read_bytes > 0)
-        self.scattered.copy(buffers, plan, self.staging, summed=summed)
+        self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
 
     def load_messages(self, received: torch.Tensor, plan: ExchangePlan, *, summed: bool = True) -> None:
         """As ``load``, for this rank's own share of a bucket, out of the messages that brought it, flat uint8."""

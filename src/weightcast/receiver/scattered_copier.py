@@ -7,7 +7,6 @@ from functools import cached_property
 
 import torch
 
-from weightcast.comm.cuda_driver import lies_elsewhere
 from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.definition import partial_sums
@@ -107,20 +106,31 @@ class ScatteredCopier:
         return plan
 
     def copy(
-        self, buffers: Sequence[torch.Tensor], plan: ScatteredPlan, staging: Staging, *, summed: bool = True
+        self,
+        buffers: Sequence[torch.Tensor],
+        plan: ScatteredPlan,
+        staging: Staging,
+        *,
+        far: Collection[int] = (),
+        summed: bool = True,
     ) -> None:
-        """Copies out of all buffers, flat uint8, into the written set; ``summed`` is False if nobody needs ``sums``."""
+        """Copies out of all buffers, flat uint8, into the written set.
+
+        Args:
+            far: Numbers of buffers that lie on another GPU and are mapped for the one that copies.
+            summed: False if nobody needs ``sums``.
+        """
         by_device: dict[torch.device, list[int]] = {}
         for number, (data, copies) in enumerate(zip(buffers, plan.buffers, strict=True)):
             if copies:
                 by_device.setdefault(data.device, []).append(number)
         for device, numbers in by_device.items():
-            some = [(buffers[number], plan.buffers[number]) for number in numbers]
+            some = [(buffers[number], plan.buffers[number], number in far) for number in numbers]
             if transfers_on(device):
                 self._transfer((plan.layout.index, numbers[0]), device, some, staging, summed=summed)
                 continue
             self._all_summed = False
-            for data, copies in some:
+            for data, copies, _ in some:
                 _copy_plainly(data, copies, staging)
         self.read_bytes += plan.read_bytes
 
@@ -150,15 +160,15 @@ class ScatteredCopier:
         self,
         place: tuple[int, int],
         device: torch.device,
-        buffers: Sequence[tuple[torch.Tensor, Sequence[ShareCopy]]],
+        buffers: Sequence[tuple[torch.Tensor, Sequence[ShareCopy], bool]],
         staging: Staging,
         *,
         summed: bool,
     ) -> None:
         """One launch for all copies out of a device, except those that cast or that go to another device."""
-        names = dict.fromkeys(share.copy.parameter for _, copies in buffers for share in copies)
+        names = dict.fromkeys(share.copy.parameter for _, copies, _ in buffers for share in copies)
         targets = tuple(staging.target(name).data_ptr() for name in names)
-        where = *place, tuple(data.data_ptr() for data, _ in buffers), targets
+        where = *place, tuple(data.data_ptr() for data, _, _ in buffers), targets
         if where not in self._rests and len(self._rests) >= _MAX_LAUNCHES:
             self._forget()
         rest = self._rests.setdefault(where, [])
@@ -166,8 +176,8 @@ class ScatteredCopier:
         def make() -> list[Transfer]:
             found = list[Transfer]()
             rest.clear()
-            for number, (data, copies) in enumerate(buffers):
-                flat, far = Flat(data), lies_elsewhere(data)
+            for number, (data, copies, far) in enumerate(buffers):
+                flat = Flat(data)
                 for share in copies:
                     transfer = _transfer_of(share, flat, staging, far=far)
                     if can_transfer(transfer):

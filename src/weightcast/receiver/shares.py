@@ -86,7 +86,9 @@ class Shares:
             if interrupted():
                 raise Refused("interrupted")
             arrived = time.monotonic()
-            self.loader.load_parts(buckets, tuple(buffer.parts for buffer in source.buffers), summed=summed)
+            parts = tuple(buffer.parts for buffer in source.buffers)
+            far = self.memory.far([bucket.data for bucket in buckets])
+            self.loader.load_parts(buckets, parts, far=far, summed=summed)
             wait_for_streams(self.device, *(bucket.data.device for bucket in buckets))
             return arrived
         if isinstance(source, MappedSource):
@@ -94,9 +96,8 @@ class Shares:
             if interrupted():
                 raise Refused("interrupted")
             arrived = time.monotonic()
-            self.loader.load_scattered(
-                memories, self.loader.scattered.plan_mapped(layout, source.parts, memories), summed=summed
-            )
+            plan = self.loader.scattered.plan_mapped(layout, source.parts, memories)
+            self.loader.load_scattered(memories, plan, far=self.memory.far(memories), summed=summed)
             wait_for_streams(self.device, *(memory.device for memory in memories))
             return arrived
         if isinstance(source, RemoteSource):

@@ -43,6 +43,11 @@ class SharedMemorySource:
             found.append(mapping.data)
         return found
 
+    def far(self, buffers: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Numbers of those of some mapped buffers that lie on another GPU than the one that reads them."""
+        known = {mapping.data.data_ptr() for mapping in self._mappings.values() if mapping.is_far}
+        return frozenset(number for number, buffer in enumerate(buffers) if buffer.data_ptr() in known)
+
     @property
     def devices(self) -> set[torch.device]:
         """Devices of the mapped buffers."""
