@@ -88,7 +88,7 @@ REAL = {
     "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
         "gpu-sglang-receiver-30b-h200", "receiver, idle, buckets of 2048 MiB"
     ),
-    "vLLM 0.25.1, TP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-2xh100", "tp2", "vLLM"),
+    "vLLM 0.25.1, TP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-own-stream-2xh100", "tp2", "vLLM"),
     "vLLM 0.25.1, DP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-2xh100", "dp2", "vLLM"),
     "vLLM 0.25.1, TP 2 and EP, 16 layers of Qwen3-30B-A3B, two H200s": lambda: pairs(
         "gpu-vllm-pairs-2xh200", "ep2", "vLLM"

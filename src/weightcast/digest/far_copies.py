@@ -16,7 +16,7 @@ import torch
 from weightcast.runtime.cuda_calls import current, driver_call
 
 # A copy takes some microseconds whatever its size, and so does each of its rows, however short.
-MIN_COPY_BYTES = 1 << 18
+MIN_COPY_BYTES = 1 << 23
 MIN_ROW_BYTES = 1 << 11
 # One stream alone leaves the link idle between two copies.
 _NUM_STREAMS = 4
