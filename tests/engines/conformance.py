@@ -90,6 +90,9 @@ KINDS: dict[str, Kind] = {
     "sglang": Kind(title="SGLang 0.5.23 with our receiver", server="sglang"),
     "sglang-stock": Kind(title="SGLang 0.5.23 as it ships", server="sglang", receiver=False),
     "lmdeploy": Kind(title="LMDeploy 0.18 with our receiver", server="lmdeploy", model=NO_PAD, key=KEY),
+    "lmdeploy-ray": Kind(
+        title="LMDeploy 0.18 with our receiver, two ranks in Ray actors", server="lmdeploy", tp=2, model=NO_PAD, key=KEY
+    ),
     "lmdeploy-stock": Kind(
         title="LMDeploy 0.18 as it ships", server="lmdeploy", receiver=False, model=NO_PAD, via="checkpoint-engine"
     ),
@@ -136,7 +139,7 @@ def run(kind: Kind, folder: Path) -> Result:
             target,
             checkpoints,
             Settings(timeout_s=60.0, transport=kind.via),
-            told=lambda row: print(f"{row.seconds:6.1f} s  {row.outcome}: {row.check}: {row.words}", flush=True),
+            told=_tell,
         )
 
 

@@ -185,6 +185,7 @@ class Loop:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.outputs: asyncio.Queue[list[Sequence]] = asyncio.Queue()
         self.log: list[str] = []  # what the worker did, in order
+        self.most: int | None = None  # number of forwards that it may end
         self.chunk = False
         self.resets = 0
         self.woken = asyncio.Event()
@@ -249,6 +250,8 @@ class Loop:
                 self.log.append(inputs[MARK])
                 continue
             await asyncio.sleep(0.001)
+            while self.most is not None and len(self.log) >= self.most:
+                await asyncio.sleep(0.001)
             fresh = [sequence.name for sequence in inputs["batch"] if not sequence.cached]
             self.log.append(f"forward{' prefill' if fresh else ''}")
             self.outputs.put_nowait(inputs["batch"])
@@ -321,6 +324,25 @@ def test_a_mark_goes_between_two_forwards_and_nothing_pauses() -> None:
         assert loop.log[place + 1] == "forward"
 
     play(switch)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_a_switch_while_the_last_forward_of_all_requests_runs(mode: str) -> None:
+    # The forward after a request's last one is sent before its end is known.  After it the main loop has nothing to do.
+    async def switch(loop: Loop, requests: RequestsAtSwitch) -> None:
+        loop.most = 1
+        loop.arrive("a")
+        await until(lambda: loop.scheduler.all() and loop.scheduler.all()[0].status == "stopped")
+        stops = requests.pause("abort", PATIENCE_S) if mode == "abort" else requests.retract(PATIENCE_S)
+        stopping = asyncio.create_task(stops)
+        await asyncio.sleep(0.01)
+        assert not stopping.done()
+        loop.most = None
+        assert await stopping == ""
+        await requests.mark()
+        await until(lambda: loop.log[-1] == SWITCH)
+
+    play(switch, limit=1)
 
 
 def test_an_idle_engine_takes_the_mark_too() -> None:

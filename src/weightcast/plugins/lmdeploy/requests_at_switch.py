@@ -140,6 +140,10 @@ class RequestsAtSwitch:
             return await self._take_output(*arguments, **named)
         finally:
             self._in_flight -= 1
+            if self._stopped and self._is_at_rest():
+                # The main loop may find nothing to do now, and would not come to `_next`.  Whoever waits runs once the
+                # loop has dealt with this output.
+                self._at_rest.set()
 
     async def _next(self) -> Any:
         while self._stopped and self._is_at_rest():
