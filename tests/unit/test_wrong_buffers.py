@@ -57,12 +57,12 @@ def test_memory_of_another_gpu_than_the_message_says_is_refused(monkeypatch):
     memory = torch.arange(10, dtype=torch.uint8)
     lies_on = [2]
 
-    def call(name: str, found: Any, attribute: int, pointer: int) -> None:
-        assert (name, attribute, pointer) == ("cuPointerGetAttribute", 9, memory.data_ptr())
+    def get_attribute(found: Any, attribute: int, pointer: int) -> None:
+        assert (attribute, pointer) == (9, memory.data_ptr())
         found._obj.value = lies_on[0]
 
-    monkeypatch.setattr(cuda_driver, "_call", call)
-    monkeypatch.setattr(cuda_driver, "_current", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_driver, "_get_attribute", get_attribute)
+    monkeypatch.setattr(cuda_driver, "current", lambda device: nullcontext())
     owner, reader = torch.device("cuda", 1), CPU  # this machine has no GPU
     with pytest.raises(cuda_driver.DriverError, match="lies on cuda:2, and the message says cuda:1"):
         cuda_driver.as_tensor(memory.data_ptr(), 10, reader, owner)
