@@ -53,7 +53,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def profile(case: Case, *, turns: int) -> dict[str, Any]:
-    """Measures updates of weightcast alone, with the phases of each and the functions that they spend time in."""
+    """Measures and prints updates of weightcast alone, with their phases and the functions that take their time."""
     from weightcast.lab.bench.contenders import ours
     from weightcast.lab.bench.machine import facts
     from weightcast.lab.bench.rig import Rig
@@ -73,23 +73,23 @@ def profile(case: Case, *, turns: int) -> dict[str, Any]:
                 row["usable_s"] = turn.usable_s
                 row |= {"returned_s": turn.returned_s, "phases": turn.extra}
                 rows.append(row | {key: stacks[key] for key in ("trainer", "engine") if last})
+                print_profiled(rows[-1])
             rig.drop(method)
     return {"what": "profile", "machine": facts(), "case": case.name, "rows": rows}
 
 
-def print_profile(found: dict[str, Any]) -> None:
-    """Prints the result of ``profile`` as tables."""
-    for row in found["rows"]:
-        phases = "  ".join(f"{name.removesuffix('_s')} {seconds * 1e3:.1f}" for name, seconds in row["phases"].items())
-        profiled = ", profiled (the times are useless)" if row["profiled"] else ""
-        print(f"{row['method']}, update {row['update']}{profiled}: usable {row['usable_s'] * 1e3:.1f} ms")
-        print(f"    returned {row['returned_s'] * 1e3:.1f}  {phases}")
-        for role in ("trainer", "engine"):
-            for kind, places in row.get(role, {}).items():
-                words = "with all that it calls" if kind == "inside" else "without weightcast's functions that it calls"
-                print(f"  {role}, ms in a function {words}")
-                for place, ms in places.items():
-                    print(f"    {ms:9.1f}  {place}")
+def print_profiled(row: dict[str, Any]) -> None:
+    """Prints one update of ``profile``."""
+    phases = "  ".join(f"{name.removesuffix('_s')} {seconds * 1e3:.1f}" for name, seconds in row["phases"].items())
+    profiled = ", profiled (the times are useless)" if row["profiled"] else ""
+    print(f"{row['method']}, update {row['update']}{profiled}: usable {row['usable_s'] * 1e3:.1f} ms")
+    print(f"    returned {row['returned_s'] * 1e3:.1f}  {phases}", flush=True)
+    for role in ("trainer", "engine"):
+        for kind, places in row.get(role, {}).items():
+            words = "with all that it calls" if kind == "inside" else "without weightcast's functions that it calls"
+            print(f"  {role}, ms in a function {words}")
+            for place, ms in places.items():
+                print(f"    {ms:9.1f}  {place}", flush=True)
 
 
 def script_for(case: Case, plan: str, out: Path) -> list[str]:
@@ -160,7 +160,6 @@ def main() -> int:
     if arguments.profile:
         case = next(case for case in cases if [case.name] == arguments.only)
         found = profile(case, turns=arguments.profile)
-        print_profile(found)
         (arguments.out / f"profile-{case.name}.json").write_text(json.dumps(found, indent=1) + "\n")
         return 0
 

@@ -5,6 +5,7 @@ vLLM comes from where ``test_vllm_gpu`` has it from.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.gpu.servers import BUCKET_BYTES, Record
 from tests.gpu.test_updates_gpu import train
-from tests.gpu.test_vllm_gpu import Vllm, vllm
+from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
 from tests.gpu.test_vllm_gpu import pytestmark as needs_vllm
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
@@ -68,15 +69,35 @@ LATENT = SMALL | {
 }
 
 
+def has_flash_attention() -> bool:
+    """True if vLLM has its kernels for Hopper; a build that must be small leaves them out."""
+    found = importlib.util.find_spec("vllm")
+    package = Path(SITE) / "vllm" if SITE else Path((found.origin if found else None) or "").parent
+    return any((package / "vllm_flash_attn").glob("_vllm_fa3_C*.so"))
+
+
+needs_flash_attention = pytest.mark.skipif(not has_flash_attention(), reason="this vLLM has no FlashAttention 3")
+
+
 @pytest.mark.parametrize(
-    ("family", "settings", "backend"),
+    ("family", "settings", "flags"),
     [
         # Attention sinks and biases of experts, which kernels hold.
-        pytest.param("gpt_oss", GPT_OSS, "TRITON_ATTN", id="gpt-oss"),
-        # Convolutions and gates of linear attention, beside attention and experts.
-        pytest.param("qwen3_next", DELTA, "TRITON_ATTN", id="qwen3-next"),
+        pytest.param("gpt_oss", GPT_OSS, ["--attention-backend=TRITON_ATTN"], id="gpt-oss"),
+        # What vLLM chooses for it on a Hopper GPU.
+        pytest.param("gpt_oss", GPT_OSS, [], id="gpt-oss, flash attention", marks=needs_flash_attention),
+        # Convolutions and gates of linear attention, beside attention and experts.  By default FlashInfer's kernel
+        # is compiled at the first request, which takes more than a test may.
+        pytest.param(
+            "qwen3_next",
+            DELTA,
+            ["--attention-backend=TRITON_ATTN", "--gdn-prefill-backend=triton"],
+            id="qwen3-next",
+        ),
         # Matrices that attention absorbs from kv_b_proj after loading.
-        pytest.param("deepseek_v3", LATENT, "TRITON_MLA", id="deepseek-v3"),
+        pytest.param(
+            "deepseek_v3", LATENT, ["--attention-backend=TRITON_MLA"], id="deepseek-v3", marks=needs_flash_attention
+        ),
     ],
 )
 def test_what_kernels_hold_is_updated_too(
@@ -85,9 +106,9 @@ def test_what_kernels_hold_is_updated_too(
     record: Record,
     family: str,
     settings: dict[str, Any],
-    backend: str,
+    flags: list[str],
 ) -> None:
-    monkeypatch.setattr("tests.gpu.test_vllm_gpu.FLAGS", [f"--attention-backend={backend}", "--dtype=bfloat16"])
+    monkeypatch.setattr("tests.gpu.test_vllm_gpu.FLAGS", [*flags, "--dtype=bfloat16"])
     folders = [tmp_path / "a", tmp_path / "b"]
     for seed, folder in enumerate(folders):
         tiny_model(folder, family=family, seed=seed, **settings)
