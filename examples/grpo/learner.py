@@ -92,7 +92,7 @@ class Learner:
         ids, positions, owner = list(group.prompt), list(range(len(group.prompt))), [-1] * len(group.prompt)
         source: list[int] = []  # position that predicts each completion token
         for number, completion in enumerate(group.completions):
-            source += [len(group.prompt) - 1, *range(len(ids), len(ids) + len(completion) - 1)]
+            source += [len(group.prompt) - 1, *range(len(ids), len(ids) + len(completion) - 1)][: len(completion)]
             positions += range(len(group.prompt), len(group.prompt) + len(completion))
             owner += [number] * len(completion)
             ids += completion

@@ -21,9 +21,8 @@ WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalt
 
 @dataclass(frozen=True)
 class Completion:
-    tokens: list[int]
+    tokens: list[int]  # with the token that ended it, which is learned too
     logprobs: list[float]  # log-probability of each token under the engine's weights
-    text: str
     finished: bool  # False if the limit of tokens ended it
     version: int | None  # oldest weight version that sampled a token; None if the engine does not report it
 
@@ -68,20 +67,25 @@ class Sampler:
             prompt=prompt,
             completions=[completion.tokens for completion in found],
             logprobs=[completion.logprobs for completion in found],
-            rewards=[self.judge(problem, completion.text, completion.finished) for completion in found],
+            rewards=[self.reward(problem, completion) for completion in found],
             version=min(version if completion.version is None else completion.version for completion in found),
         )
+
+    def reward(self, problem: Problem, completion: Completion) -> float:
+        # Engines differ in whether their text has the token that ended it.
+        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return self.judge(problem, text, completion.finished)
 
     def evaluate(self, problems: list[Problem], urls: tuple[str, ...]) -> dict[str, float]:
         """Answers problems greedily; the mean reward and the share of right answers."""
 
-        def reward(problem: Problem, url: str) -> float:
+        def answered(problem: Problem, url: str) -> float:
             [answer] = self.complete(
                 self.client, self.args, url, problem.prompt(self.tokenizer), count=1, temperature=0.0, seed=0
             )
-            return self.judge(problem, answer.text, answer.finished)
+            return self.reward(problem, answer)
 
-        rewards = list(self.pool.map(reward, problems, itertools.cycle(urls)))
+        rewards = list(self.pool.map(answered, problems, itertools.cycle(urls)))
         return {
             "eval_reward": sum(rewards) / len(rewards),
             "eval_right": sum(value >= 0.8 for value in rewards) / len(rewards),
@@ -108,7 +112,6 @@ def completions_of(
         Completion(
             tokens=choice["token_ids"],
             logprobs=choice["logprobs"]["token_logprobs"],
-            text=choice["text"],
             finished=choice["finish_reason"] == "stop",
             version=min(versions, default=reply.get("weight_version")),
         )
@@ -133,19 +136,19 @@ def generate_of(
         found = client.post(f"{url}/generate", json=body).raise_for_status().json()
     else:
         body = {"input_ids": prompt, "temperature": temperature, "max_tokens": args.max_tokens, "return_logprob": True}
-        body |= WHOLE_DISTRIBUTION
+        body |= WHOLE_DISTRIBUTION | {"include_stop_str_in_output": True}  # or it leaves out the token that ended it
         with ThreadPoolExecutor(count) as pool:
             replies = list(pool.map(lambda _: client.post(f"{url}/generate", json=body), range(count)))
         found = [reply.raise_for_status().json() for reply in replies]
     completions: list[Completion] = []
     for answer in found:
         meta = answer["meta_info"]
+        sampled = meta["output_token_logprobs"] or []  # LMDeploy says null of an abort before the first token
         said = str(meta.get("weight_version", ""))
         completions.append(
             Completion(
-                tokens=[entry[1] for entry in meta["output_token_logprobs"]],
-                logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-                text=answer["text"],
+                tokens=[entry[1] for entry in sampled],
+                logprobs=[entry[0] for entry in sampled],
                 finished=meta["finish_reason"]["type"] == "stop",
                 version=int(said) if said.isdigit() else None,  # SGLang says "default" before the first update
             )

@@ -185,7 +185,7 @@ def test_disaggregated_with_sglang(servable, tmp_path):
 def run_with_lmdeploy(out: Path, *options: str, receiver: bool) -> list[dict[str, Any]]:
     """Three steps with LMDeploy on this CPU; returns the records of the steps."""
     folder = out / "model"
-    tiny_model(folder, max_position_embeddings=1024, pad_token_id=None, **SIZES)  # LMDeploy treats a padding row apart
+    tiny_model(folder, max_position_embeddings=1024, **SIZES)
     tiny_tokenizer(folder)
     (python, *_), environment = lmdeploy_command(folder, (), 0, receiver=receiver)
     settings = ("PYTHONPATH", "WEIGHTS_FROM_HOST", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE", "TMPDIR")
@@ -232,7 +232,21 @@ def test_lmdeploy_is_asked_for_the_whole_distribution(monkeypatch, temperature, 
         found = generate_of(client, args, "http://e", [5, 6], count=count, temperature=temperature, seed=0)
     assert [(each.tokens, each.logprobs, each.finished) for each in found] == [([7], [-1.5], False)] * count
     body = {"input_ids": [5, 6], "temperature": temperature, "max_tokens": 4, "return_logprob": True}
-    assert asked == count * [body | WHOLE]
+    assert asked == count * [body | WHOLE | {"include_stop_str_in_output": True}]
+
+
+def test_an_answer_that_was_aborted_before_its_first_token_is_empty(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from grpo.rollouts import generate_of
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        meta = {"output_token_logprobs": None, "finish_reason": {"type": "abort"}}
+        return httpx.Response(200, json={"text": "", "meta_info": meta})
+
+    args = argparse.Namespace(engine="lmdeploy", max_tokens=4)
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        [found] = generate_of(client, args, "http://e", [5, 6], count=1, temperature=1.0, seed=0)
+    assert (found.tokens, found.logprobs, found.finished) == ([], [], False)
 
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
