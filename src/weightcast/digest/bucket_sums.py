@@ -12,7 +12,7 @@ import torch
 
 from weightcast.digest.definition import key_of
 from weightcast.digest.pieces import Piece
-from weightcast.digest.table import DigestTable
+from weightcast.digest.table import Absent, DigestTable
 from weightcast.digest.transfers import RepeatedSums
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
@@ -86,6 +86,11 @@ class Totals:
         """``model_digest`` of ``by_name``."""
         return self._contents.table.of_all(self._by_tensor)
 
+    def digest_of_sent(self, specs: Sequence[TensorSpec]) -> str:
+        """``model_digest`` of those of some tensors that travelled."""
+        contents = self._contents
+        return self.digest_of(specs, contents.absent.names(specs, contents.specs))
+
     def digest_of(self, specs: Sequence[TensorSpec], without: Collection[str]) -> str:
         """``model_digest`` of some tensors; see ``DigestTable.of_some``."""
         return self._contents.table.of_some(self._by_tensor, specs, without)
@@ -100,7 +105,8 @@ class Contents:
     """The tensors that some buckets carry together.
 
     Attributes:
-        table: The tensors, in the order in which they travel.
+        specs: The tensors, in the order in which they travel.
+        table: Their names and keys.
         numbers: Number of the tensor that each slot belongs to, int64 ``[slots]``.
         sizes: Bytes of each slot, float64 ``[slots]``.
         seed: Digest of all slots.
@@ -109,6 +115,8 @@ class Contents:
     def __init__(self, layouts: Sequence[BucketLayout]) -> None:
         slots = [slot for layout in layouts for slot in layout.slots]
         specs = {slot.spec.name: slot.spec for slot in slots}
+        self.specs = tuple(specs.values())
+        self.absent = Absent()
         number_of = {name: number for number, name in enumerate(specs)}
         keys = [key_of(spec.torch_dtype, spec.shape) for spec in specs.values()]
         self.table = DigestTable(tuple(specs), torch.tensor(keys, dtype=torch.int64))

@@ -122,6 +122,10 @@ class Sent:
             self._kept.append((specs, left_out, digest))
             return digest
 
+    def digest_received(self, specs: Sequence[TensorSpec]) -> str:
+        """Model digest of those of an engine's tensors that were sent, in the dtype that travels."""
+        return self._totals.digest_of_sent(specs)
+
     @cached_property
     def fast(self) -> dict[str, str]:
         """Fast digest of each tensor in the dtype that travels, by name."""

@@ -76,4 +76,20 @@ class _Part:
     table: DigestTable | None
 
 
+class Absent:
+    """Names of tensors that are in one list and not in another; costs nothing while both are the same objects."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Sequence[TensorSpec], Sequence[TensorSpec], frozenset[str]]] = []
+
+    def names(self, specs: Sequence[TensorSpec], present: Sequence[TensorSpec]) -> frozenset[str]:
+        """Names of ``specs`` that no tensor of ``present`` has."""
+        for one, other, names in self._known:
+            if one is specs and other is present:
+                return names
+        names = frozenset({spec.name for spec in specs} - {spec.name for spec in present})
+        self._known = [(specs, present, names), *self._known[: _KEPT_PARTS - 1]]
+        return names
+
+
 EMPTY = DigestTable((), torch.zeros(0, dtype=torch.int64))

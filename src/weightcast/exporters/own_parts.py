@@ -5,7 +5,7 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,14 +99,15 @@ class _CopySteps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SumSteps:
-    """Remembered steps that sum this rank's parts where they lie, with the places of the sums.
+    """Remembered steps that sum this rank's parts where they lie, with the places of the sums, by device.
 
     ``rest`` is read anew each time: parts that are cast before they are sent, or memory that a value is computed from.
     """
 
     sources: list[int]
     layout: object
-    views: list[tuple[int, _View]]
+    views: Mapping[torch.device, list[_View]]
+    places: Mapping[torch.device, torch.Tensor]
     rest: list[OwnPart]
 
 
@@ -299,7 +300,8 @@ class OwnParts:
         return view, whole
 
     def _plan_sums(self) -> tuple[_SumSteps, Seen]:
-        views: list[tuple[int, _View]] = []
+        views: dict[torch.device, list[_View]] = {}
+        places: dict[torch.device, list[int]] = {}
         rest: list[OwnPart] = []
         for own in self._parts:
             if own.computed:
@@ -311,23 +313,23 @@ class OwnParts:
                 rest.append(own)
                 continue
             assert own.place is not None
-            views.append((own.place, found[0]))
-        sources = list(dict.fromkeys(view.source for _, view in views))
+            view, whole = found
+            views.setdefault(whole.device, []).append(view)
+            places.setdefault(whole.device, []).append(own.place)
+        sources = list(dict.fromkeys(view.source for some in views.values() for view in some))
         seen = self._held.look_at(sources)
-        return _SumSteps(sources, seen.layout, views, rest), seen
+        tensors = {device: torch.tensor(some) for device, some in places.items()}
+        return _SumSteps(sources, seen.layout, views, tensors, rest), seen
 
     def _sum_views(self, steps: _SumSteps, found: Seen, taker: Taker) -> None:
-        memory = dict(zip(steps.sources, found.tensors, strict=True))
-        by_device: dict[torch.device, list[tuple[int, _View]]] = {}
-        for place, view in steps.views:
-            by_device.setdefault(memory[view.source].device, []).append((place, view))
-        for device, views in by_device.items():
+        for device, views in steps.views.items():
 
-            def pieces(views: list[tuple[int, _View]] = views) -> list[Piece]:
-                return [view.piece(memory[view.source]) for _, view in views]
+            def pieces(views: list[_View] = views) -> list[Piece]:
+                memory = dict(zip(steps.sources, found.tensors, strict=True))
+                return [view.piece(memory[view.source]) for view in views]
 
             sums = self._sums.sums((self._layout.index, device), (found.addresses, steps), device, pieces)
-            taker.add(torch.tensor([place for place, _ in views]), sums)
+            taker.add(steps.places[device], sums)
 
     def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch) -> None:
         held = self._held.find(own.slot.spec.name, own.box)
@@ -344,6 +346,8 @@ class OwnParts:
 
 
 def _copy_plainly(steps: _CopySteps, found: Seen, bucket: Bucket) -> None:
+    if not steps.copies:  # there may be tens of thousands of sources
+        return
     memory = {source: (whole, bits(whole)) for source, whole in zip(steps.sources, found.tensors, strict=True)}
     flat = Flat(bucket.data)
     targets: list[torch.Tensor] = []

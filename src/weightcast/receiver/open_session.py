@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightcast.errors import Refused
+from weightcast.receiver.rank_answers import Resident
 from weightcast.wire.answers import Cause
 from weightcast.wire.fields import shown
 from weightcast.wire.layout import BucketLayout, TensorSpec
@@ -26,6 +27,7 @@ class OpenSession:
         not_updated: Parameters that no tensor of the update writes, by name.
         unproven: Tensors whose place cannot be read back, by name.
         received: Digest by name of each tensor that arrived, if Close has asked for them.
+        written: What ranks wrote that receive no more than they keep; None if they receive everything.
         groups: Names of the process groups that broadcast its buckets.
         fetched: First Fetch of a session that copies from a peer; None if a trainer sends the weights.
     """
@@ -41,6 +43,7 @@ class OpenSession:
     not_updated: tuple[str, ...] = ()
     unproven: frozenset[str] = frozenset()
     received: Mapping[str, str] = field(default_factory=dict[str, str])
+    written: Resident | None = None
     groups: set[str] = field(default_factory=set[str])
     fetched: Fetch | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
@@ -11,6 +11,8 @@ from weightcast.digest.transfers import RepeatedSums
 from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec, dtype_name
 from weightcast.wire.routes import Route
+
+_MAX_PLACES = 8
 
 
 class ResidentSums:
@@ -27,10 +29,9 @@ class ResidentSums:
         self._constants = ResidentSums(constants, expected) if constants else None
         self._expected = expected
         self._repeated = RepeatedSums()
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._table = NOTHING_HELD.table
+        self._tables: dict[Hashable, tuple[dict[str, torch.dtype], HeldTable]] = {}  # by place
 
-    def held(self, place: object, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldSums:
+    def held(self, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldSums:
         """Sums the part of each route.  Waits for the device.
 
         ``place`` is a key for the memory and the dtypes of the parameters: one key stands for one memory at a time.
@@ -38,7 +39,7 @@ class ResidentSums:
 
         def pieces() -> list[Piece]:
             found = {route.parameter: tensor(route.parameter) for route in self._routes}
-            self._tabulate({name: one.dtype for name, one in found.items()})
+            self._tabulate(place, {name: one.dtype for name, one in found.items()})
             return [
                 Piece(
                     tensor=region_of(found[route.parameter], route),
@@ -51,10 +52,10 @@ class ResidentSums:
         if not self._routes:
             return NOTHING_HELD
         sums = self._repeated.sums(place, None, device, pieces)
-        return HeldSums(self._table, sums.cpu())
+        return HeldSums(self.table(place, tensor), sums.cpu())
 
     def completed(
-        self, sums: torch.Tensor, place: object, device: torch.device, tensor: Callable[[str], torch.Tensor]
+        self, sums: torch.Tensor, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]
     ) -> HeldSums:
         """As ``held``, with the sums of all copies as they were made; only constants are read.  Waits for the device.
 
@@ -64,19 +65,23 @@ class ResidentSums:
         totals = sums.cpu()
         if self._constants is not None:
             totals = torch.cat([totals, self._constants.held(place, device, tensor).totals])
-        return HeldSums(self.table(tensor), totals)
+        return HeldSums(self.table(place, tensor), totals)
 
-    def table(self, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
-        """The parts that ``held`` sums; the argument is the same."""
-        self._tabulate({route.parameter: tensor(route.parameter).dtype for route in self._routes})
-        return self._table
+    def table(self, place: Hashable, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
+        """The parts that ``held`` sums; the arguments are the same."""
+        if place not in self._tables:
+            self._tabulate(place, {route.parameter: tensor(route.parameter).dtype for route in self._routes})
+        return self._tables[place][1]
 
-    def _tabulate(self, dtypes: dict[str, torch.dtype]) -> None:
-        if dtypes == self._dtypes:
-            return
+    def _tabulate(self, place: Hashable, dtypes: dict[str, torch.dtype]) -> None:
+        alike = next((known for known in self._tables.values() if known[0] == dtypes), None)
+        if len(self._tables) >= _MAX_PLACES:
+            self._tables.clear()
+        self._tables[place] = alike or (dtypes, self._made(dtypes))
+
+    def _made(self, dtypes: Mapping[str, torch.dtype]) -> HeldTable:
         names = {name: dtype_name(dtype) for name, dtype in dtypes.items()}
-        self._dtypes = dtypes
-        self._table = HeldTable(
+        return HeldTable(
             tuple(
                 HeldPart(
                     spec=TensorSpec(

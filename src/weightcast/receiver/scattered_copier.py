@@ -166,8 +166,10 @@ class ScatteredCopier:
         summed: bool,
     ) -> None:
         """One launch for all copies out of a device, except those that cast or that go to another device."""
-        names = dict.fromkeys(share.copy.parameter for _, copies, _ in buffers for share in copies)
-        targets = tuple(staging.target(name).data_ptr() for name in names)
+        targets: object = staging.number
+        if not staging.staged:  # live parameters may move at any time, those of the second set do not
+            names = dict.fromkeys(share.copy.parameter for _, copies, _ in buffers for share in copies)
+            targets = targets, tuple(staging.target(name).data_ptr() for name in names)
         where = *place, tuple(data.data_ptr() for data, _, _ in buffers), targets
         if where not in self._rests and len(self._rests) >= _MAX_LAUNCHES:
             self._forget()

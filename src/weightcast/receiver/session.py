@@ -15,6 +15,7 @@ from typing import assert_never
 import msgspec
 
 from weightcast.digest.definition import unequal
+from weightcast.digest.table import Absent
 from weightcast.errors import EngineFailure, Refused, WeightcastError
 from weightcast.receiver.engine_state import EngineFacts, EngineHooks, EngineState, error_words
 from weightcast.receiver.executor import Executor
@@ -85,6 +86,7 @@ class SessionHandler:
         self._joining_unowned = False
         self._announced = Announced(())
         self._fold = ResidentFold()
+        self._unannounced = Absent()
         # One message at a time.  An abort or a lease that ends interrupts the ranks first, so that it need not wait.
         self._busy = threading.RLock()
         self._moved_on = threading.Condition(self._busy)
@@ -371,15 +373,21 @@ class SessionHandler:
         acks = self._ranks(message, timeout_s=session.open.timeout_s)
         session.closed = True
         agreeing, differing = fold_received(acks)
-        received = acks[0].received
+        received, received_all = acks[0].received, acks[0].received_all
+        written = None
         if any(ack.held for ack in acks):  # each rank has received its own share, and summed where it was written
             written = self._fold.fold(acks)
-            received, differing = written.digests, written.broken
+            differing = written.broken
+            if message.by_name or session.fetched is not None:
+                received, received_all = written.digests, ""
+            else:
+                specs = self._engine.facts.specs
+                received_all = written.digest_of(specs, self._unannounced.names(specs, session.open.specs))
         unproven = union(ack.unproven for ack in acks)
         session.unproven = frozenset(unproven)
-        session.received = received
+        session.received, session.written = received, written
         return self._engine.ack(
-            received_all=acks[0].received_all,
+            received_all=received_all,
             received=received,
             received_ranks=agreeing,
             mismatched=differing,
@@ -447,7 +455,7 @@ class SessionHandler:
 
     def _differing(self, session: OpenSession, resident: Resident) -> str:
         """Names of tensors that are kept otherwise than they were received, in words."""
-        received = session.received
+        received = session.written.digests if session.written is not None else session.received
         if not received:
             told = Close(session=session.open.session, buckets=session.buckets, by_name=True)
             try:

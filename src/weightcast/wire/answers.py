@@ -68,7 +68,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         cause: The part that failed on every rank that failed; ``engine`` if there are several.
         version: Version that the engine serves now; None before the first one is known.
         closed: True in the answer to the last bucket that Open announced, which answers Close as well.
-        received_all: After Close: rank 0's digest of everything that arrived; empty if asked for digests by name.
+        received_all: After Close: rank 0's digest of everything that arrived; empty if asked for digests by name.  Of
+            ranks that receive no more than they keep, the model digest of all that was announced and is kept.
         received: After a Close that asks for it: rank 0's digest by name of each tensor that arrived.
         received_ranks: After Close: number of ranks that received the same.
         digest: After a Commit with a digest, and after Revert: model digest of what the ranks keep together.
