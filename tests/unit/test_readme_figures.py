@@ -51,9 +51,9 @@ def laboratory(name: str) -> dict[str, float]:
     return found
 
 
-def vllm(case: str) -> dict[str, float]:
-    result = read("gpu-vllm-receiver-h200")
-    steps = [step for step in result["steps"] if step["case"] == case and step.get("step") == "idle, in_place"]
+def vllm(name: str, case: str, said: str) -> dict[str, float]:
+    result = read(name)
+    steps = [step for step in result["steps"] if step["case"] == case and step.get("step") == said]
     limit = steps[0]["bytes"] / result["copy_bytes_per_s"]
     return {"limit": limit, "weightcast": later([step["update_s"] for step in steps])}
 
@@ -82,9 +82,13 @@ def pairs(name: str, case: str, column: str) -> dict[str, float]:
 
 
 REAL = {
-    "vLLM 0.25.1, Qwen3-8B, 16 GB": lambda: vllm("8b"),
-    "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm("moe"),
-    "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang("gpu-sglang-receiver-h200", "receiver, idle"),
+    "vLLM 0.25.1, Qwen3-8B, 16 GB, an H100": lambda: vllm(
+        "gpu-vllm-receiver-own-stream-8b-h100", "8b", "direct, idle, in_place"
+    ),
+    "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm("gpu-vllm-receiver-h200", "moe", "idle, in_place"),
+    "SGLang 0.5.17, Qwen3-8B, 16 GB, an H100": lambda: sglang(
+        "gpu-sglang-receiver-h100", "receiver, idle, buckets of 2048 MiB"
+    ),
     "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
         "gpu-sglang-receiver-30b-h200", "receiver, idle, buckets of 2048 MiB"
     ),
