@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.digest.definition import as_unsigned, finish, key_of, model_digest
-from weightcast.digest.table import DigestTable
+from weightcast.digest.table import Absent, DigestTable
 
 SHAPES = [(), (3,), (2, 5)]
 
@@ -35,6 +35,16 @@ def test_sums_become_the_digests_of_the_definition(sums, data):
     assert table.of_some(values, [*chosen, _Named("elsewhere")], {"elsewhere"}) == model_digest(
         {name: wanted[name] for name in some}
     )
+
+
+def test_names_that_are_missing_elsewhere_follow_the_lists():
+    absent = Absent()
+    kept, sent = [_Named("a"), _Named("b")], [_Named("a")]
+    assert absent.names(kept, sent) == {"b"}
+    assert absent.names(kept, sent) is absent.names(kept, sent)  # not worked out again
+    assert absent.names(kept, [_Named("b")]) == {"a"}
+    assert absent.names([_Named("c")], sent) == {"c"}
+    assert absent.names(kept, sent) == {"b"}
 
 
 class _Named:

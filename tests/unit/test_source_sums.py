@@ -34,6 +34,22 @@ from weightcast.wire.layout import Packing, plan_buckets
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
 
+@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 1), (0, 0, 1), (0, None, 1)])
+@pytest.mark.parametrize("again", [False, True])
+def test_one_rank_has_its_sums_added_to_the_slots_that_they_are_of(slots, again):
+    ledger = Ledger(3)
+    for slot in slots:
+        ledger.expect(0, ledger.group("t", slot))
+    if again:
+        ledger.fold([torch.tensor([5, 6, 7])])
+    folded = ledger.fold([torch.tensor([10, 20, 30])])
+    wanted = [0, 0, 0]
+    for slot, value in zip(slots, (10, 20, 30), strict=True):
+        if slot is not None:
+            wanted[slot] += value
+    assert (folded.sums.tolist(), folded.known.tolist(), folded.mismatches) == (wanted, [True] * 3, ())
+
+
 @pytest.fixture(scope="module")
 def jobs():
     started: dict[int, Ranks] = {}
