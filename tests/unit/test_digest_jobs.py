@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightcast.digest.coefficients import SEED_A, SEED_B, splitmix64
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.jobs import ALIGNED, COLS, NARROW, Job, Plan, plans_of_transfers
+from weightcast.digest.jobs import ALIGNED, COLS, NARROW, Job, Plan, numbered_tiles, plans_of_transfers
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.transfers import can_transfer
 from weightcast.wire.box import Box
@@ -128,3 +128,9 @@ def test_what_is_no_run_is_not_taken():
         (noise((2,), torch.complex64, 0).conj(), None),
     ):
         assert not can_transfer(Transfer(piece=Piece(tensor=source, full_shape=tuple(source.shape)), target=target))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=9))
+def test_tiles_are_numbered_thing_by_thing(counts):
+    wanted = [[thing, tile] for thing, count in enumerate(counts) for tile in range(count)]
+    assert numbered_tiles(torch.tensor(counts)).tolist() == wanted

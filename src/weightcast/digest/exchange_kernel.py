@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from weightcast.digest.jobs import numbered_tiles
+
 _TILE_BYTES = 1 << 14
 _STEP_BYTES = 1 << 12  # with larger steps an H100 exchanges at less than half of the rate
 _ODD_STEP_BYTES = 1 << 10  # of memory that does not start at a multiple of 16 bytes
@@ -22,12 +24,9 @@ class Launch:
     def __init__(self, pairs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         table = torch.tensor(pairs, dtype=torch.int64)
         counts = (table[:, 2] + _TILE_BYTES - 1) // _TILE_BYTES
-        pair_of_tile = torch.repeat_interleave(torch.arange(len(table)), counts)
-        first_tile = counts.cumsum(0) - counts
-        tiles = torch.stack([pair_of_tile, torch.arange(len(pair_of_tile)) - first_tile[pair_of_tile]], dim=1)
         self._device = device
         with torch.cuda.device(device):
-            self._pairs, self._tiles = table.to(device), tiles.to(torch.int32).to(device)
+            self._pairs, self._tiles = table.to(device), numbered_tiles(counts).to(device)
             torch.cuda.current_stream().synchronize()  # `run` may be called on another stream
 
     def run(self) -> None:

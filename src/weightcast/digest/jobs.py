@@ -142,11 +142,19 @@ def _plan_of(jobs: Sequence[Job], word_bytes: int, tiling: Tiling) -> Plan:
     table = torch.tensor(jobs, dtype=torch.int64)
     rows, cols, tile_rows = (table[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
     counts = (rows + tile_rows - 1) // tile_rows * ((cols + tiling.cols - 1) // tiling.cols)
-    job_of_tile = torch.repeat_interleave(torch.arange(len(jobs)), counts)
-    first_tile = counts.cumsum(0) - counts
-    tiles = torch.stack([job_of_tile, torch.arange(len(job_of_tile)) - first_tile[job_of_tile]], dim=1)
     copies = any(job.goal for job in jobs)
-    return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=tiles.to(torch.int32))
+    return Plan(word_bytes=word_bytes, copies=copies, jobs=table, tiles=numbered_tiles(counts))
+
+
+def numbered_tiles(counts: torch.Tensor) -> torch.Tensor:
+    """The tiles of things that have so many each, int64 `[things]`: the thing and its tile, int32 `[tiles, 2]`."""
+    firsts = counts.cumsum(0) - counts
+    tiles = torch.arange(int(counts.sum()))
+    # Not by `repeat_interleave`: however little there is to do, torch wakes all its threads for that, and with many
+    # cores they spin for milliseconds.
+    begins = torch.zeros(len(tiles) + 1, dtype=torch.int64).index_add_(0, firsts, torch.ones_like(firsts))
+    things = begins[:-1].cumsum(0) - 1
+    return torch.stack([things, tiles - firsts[things]], dim=1).to(torch.int32)
 
 
 def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None, tiling: Tiling) -> Iterator[Job]:
