@@ -70,10 +70,11 @@ def staged_receiver(
         )
     loader.expect_kept_dtypes()
     log.info(
-        "weightcast: rank %d stages updates on: %s, %.2f GiB; %d tensors",
+        "weightcast: rank %d stages updates on: %s, %.2f GiB (%.2f GiB switch without a copy); %d tensors",
         rank,
         loader.staging.place,
         loader.staging.size_bytes / 2**30,
+        loader.staging.mapped_bytes / 2**30,
         len(loader.expected),
     )
     return receiver

@@ -83,6 +83,7 @@ class WeightReceiver:
         residents: Mapping[str, torch.Tensor] | None = None,
         checks: Sequence[Check] = (),
         keep_storage: bool = False,
+        may_move: bool = False,
         between_steps: Callable[[Callable[[], None]], None] | None = None,
         hold_computed: bool = False,
     ) -> None:
@@ -101,6 +102,8 @@ class WeightReceiver:
             residents: Tensors that ``load_weights`` writes, for an engine that packs its weights; see ``Loader``.
             checks: Called before weights are read back; each raises if the model computes with other memory.
             keep_storage: A commit leaves parameters at their addresses; see ``Staging``.
+            may_move: Parameters may get other addresses once, here, so that a commit on a GPU copies nothing; see
+                ``Staging``.
             between_steps: Runs what it is given while the engine generates nothing, and returns when it is done; for an
                 engine that generates while messages are answered.  It gets the exchange of weights and the finishers.
             hold_computed: Weights that the model computes wait for the commit beside the staged ones; see ``Loader``.
@@ -131,7 +134,7 @@ class WeightReceiver:
         place = "none" if staging == "auto" and why else staging
         place = choose_place(place, size_bytes=self.loader.size_bytes, device=self.device)
         self.staging_note = _staging_note(place, why, self.loader.size_bytes) if staging == "auto" else ""
-        self.loader.stage(place, keep_storage=keep_storage)
+        self.loader.stage(place, keep_storage=keep_storage, may_move=may_move)
         self._draft = tuple(f"draft.{name}" for name, _ in draft.named_parameters()) if draft is not None else ()
         prepare_kernels(self.device)
         self._memory = SharedMemorySource(self.device)

@@ -18,7 +18,10 @@ import torch
 from weightcast.digest.copies import bits
 from weightcast.digest.exchange import Exchange
 from weightcast.errors import ConfigError
+from weightcast.receiver.mapped_set import MappedSet
+from weightcast.runtime.cuda_mapper import CudaMapper, can_map
 from weightcast.runtime.free_memory import free_host_bytes
+from weightcast.runtime.mapped_memory import Mapper
 from weightcast.runtime.streams import wait_for_streams
 
 Place = Literal["device", "host", "none"]
@@ -68,6 +71,12 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
     return "host" if fits["host"] else "none"
 
 
+def mapper_of(device: torch.device) -> Mapper | None:
+    """What maps a device's memory; None if nothing does."""
+    return CudaMapper(device) if can_map(device) else None
+
+
+# Over 350 lines: however a parameter is exchanged, a flip that fails half way is undone by one account of its progress.
 class Staging:
     """A second set of parameters, and its exchange with the live one."""
 
@@ -78,6 +87,7 @@ class Staging:
         *,
         keep_storage: bool = False,
         in_order: bool = False,
+        may_move: bool = False,
     ) -> None:
         """Allocates the set.
 
@@ -90,16 +100,21 @@ class Staging:
                 parameters (captured graphs, packed views).
             in_order: True if whatever reads the live set after a flip is ordered behind the stream that is current at
                 the flip.  A flip on a device then only enqueues the exchange, so that the host can prepare what comes.
+            may_move: True if nothing has noted addresses of parameters yet, and the engine frees and moves none by an
+                account of its own.  With ``keep_storage``, parameters on a GPU then move once, now, and a flip maps
+                other memory to their new addresses.
         """
         self.place: Place = place
         self._keep_storage = keep_storage
+        self._may_move = may_move and keep_storage and place == "device"
         self._waits = not in_order
         self._live = dict(residents)
         self._tensors = list(self._live.values())
         self._waiting: dict[str, torch.Tensor] = {}
         self._scratch: dict[torch.device, torch.Tensor] = {}
-        self._small = {name: tensor for name, tensor in self._live.items() if self._exchanges(tensor)}
-        self._others = {name: tensor for name, tensor in self._live.items() if name not in self._small}
+        self._mapped: MappedSet | None = None
+        self._small: dict[str, torch.Tensor] = {}
+        self._others: dict[str, torch.Tensor] = {}
         self._placing = _Placing([], [], None)
         # Progress of a flip: whether contents were exchanged, the number of other steps done, and whether the scratch
         # memory has the old contents of the next.
@@ -111,6 +126,7 @@ class Staging:
 
     def allocate(self) -> None:
         """Allocates the parts of the second set, and of a flip's scratch memory, that do not exist."""
+        self._map()
         for name, tensor in self._live.items():
             if self.place == "none" or name in self._waiting:
                 continue
@@ -127,15 +143,7 @@ class Staging:
             self._waiting[name] = waiting.copy_(tensor.detach())  # rows that no update writes are in both sets
         wait_for_streams(*(tensor.device for tensor in self._live.values()))  # an update may come on another stream
         self._placing = self._placed()
-        if not self.moves_contents or self._scratch:
-            return
-        sizes: dict[torch.device, int] = {}
-        for tensor in self._others.values():
-            size_bytes = _elements_at_once(tensor) * tensor.element_size()
-            sizes[tensor.device] = max(sizes.get(tensor.device, 0), size_bytes)
-        self._scratch = {
-            device: torch.empty(size_bytes, dtype=torch.uint8, device=device) for device, size_bytes in sizes.items()
-        }
+        self._take_scratch()
 
     def free(self) -> None:
         """Frees the set's memory on the device; call ``allocate`` before the next update."""
@@ -144,6 +152,8 @@ class Staging:
         self._scratch.clear()
         if self.place == "device":
             self._waiting.clear()
+            if self._mapped is not None:
+                self._mapped.free()
         else:
             self._waiting = {name: tensor for name, tensor in self._waiting.items() if tensor.device.type == "cpu"}
 
@@ -161,7 +171,14 @@ class Staging:
     def look(self, *, dtypes: bool = False) -> int:
         """Looks where the live parameters lie now, and at their dtypes if asked; returns ``number``."""
         now = self._placing
-        if now.live != list(map(torch.Tensor.data_ptr, self._tensors)) or (
+        if self._mapped is not None and not self._mapped.in_place():
+            # Its second copies stay, and contents are exchanged from now on.
+            self._exchanged = self._exchanged or self._mapped.exchanged
+            self._mapped, self._may_move = None, False
+            self._sort()
+            self._take_scratch()
+            self._placing = self._placed()
+        elif now.live != list(map(torch.Tensor.data_ptr, self._tensors)) or (
             dtypes and now.dtypes != list(map(_dtype_of, self._tensors))
         ):
             self._placing = self._placed()
@@ -186,6 +203,11 @@ class Staging:
         return self._live[name]
 
     @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the live parameters that a flip exchanges by mapping; as many of the second set are not torch's."""
+        return self._mapped.size_bytes if self._mapped is not None else 0
+
+    @property
     def moves_contents(self) -> bool:
         """True if a flip copies contents; False if it exchanges pointers, or does nothing."""
         return self.place == "host" or (self.place == "device" and self._keep_storage)
@@ -200,7 +222,8 @@ class Staging:
 
         A set on the device exchanges pointers of large parameters and, in one launch, contents of small ones.  The
         parameter objects stay, but the storage of the large ones changes, so a finisher must capture graphs again.
-        With ``keep_storage`` all contents are exchanged, and likewise with a set on the host, chunk by chunk.
+        With ``keep_storage`` all contents are exchanged, or other memory is mapped to the addresses of parameters that
+        were moved.  With a set on the host, contents are exchanged chunk by chunk.
 
         Raises:
             Exception: A copy failed, in torch's words.  The live set is then a mixture until ``undo``.
@@ -209,6 +232,8 @@ class Staging:
         self.look()
         self._torn = True
         before = self._placing
+        if self._mapped is not None:
+            self._mapped.exchange()
         if before.exchange is not None:
             before.exchange.run(wait=self._waits)
             self._exchanged = True
@@ -239,6 +264,9 @@ class Staging:
         """
         self.look()
         before = self._placing
+        if self._mapped is not None:
+            self._torn = True
+            self._mapped.undo()
         if self._exchanged:
             assert before.exchange is not None
             self._torn = True
@@ -257,6 +285,36 @@ class Staging:
             if whole:
                 self._turn(before)
         self._reset_progress()
+
+    def _map(self) -> None:
+        """Moves the parameters that can be moved, unless they are where an earlier call moved them to."""
+        if self._may_move and not (self._mapped is not None and self._mapped.allocate()):
+            device = self._tensors[0].device if self._tensors else torch.device("cpu")
+            mapper = mapper_of(device)
+            movable = {n: t for n, t in self._live.items() if t.device == device and _is_dense(t)}
+            self._mapped = MappedSet(movable, mapper) if mapper is not None else None
+        if self._mapped is not None:
+            self._waiting.update(self._mapped.waiting)
+        self._sort()
+
+    def _take_scratch(self) -> None:
+        """Allocates the memory through which chunks are exchanged."""
+        if not self.moves_contents or self._scratch:
+            return
+        sizes: dict[torch.device, int] = {}
+        for tensor in self._others.values():
+            size_bytes = _elements_at_once(tensor) * tensor.element_size()
+            sizes[tensor.device] = max(sizes.get(tensor.device, 0), size_bytes)
+        self._scratch = {
+            device: torch.empty(size_bytes, dtype=torch.uint8, device=device) for device, size_bytes in sizes.items()
+        }
+
+    def _sort(self) -> None:
+        """Decides how a flip exchanges each parameter."""
+        mapped = self._mapped if self._mapped is not None else ()
+        rest = {name: tensor for name, tensor in self._live.items() if name not in mapped}
+        self._small = {name: tensor for name, tensor in rest.items() if self._exchanges(tensor)}
+        self._others = {name: tensor for name, tensor in rest.items() if name not in self._small}
 
     def _exchanges(self, tensor: torch.Tensor) -> bool:
         """True if a flip exchanges a parameter's contents in the launch for all small ones."""
@@ -302,6 +360,8 @@ class Staging:
         self._waiting[name] = old
 
     def _reset_progress(self) -> None:
+        if self._mapped is not None:
+            self._mapped.begin()
         self._done = 0
         self._torn = self._in_scratch = self._exchanged = False
 

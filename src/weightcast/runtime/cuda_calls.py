@@ -14,7 +14,13 @@ from weightcast.errors import WeightcastError
 
 
 class DriverError(WeightcastError):
-    """A call of the CUDA driver failed."""
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        code: The driver's ``CUresult``; None without a driver.
+    """
+
+    code: int | None = None
 
 
 def driver_call(name: str, *types: Any) -> Callable[..., None]:
@@ -35,7 +41,9 @@ def driver_call(name: str, *types: Any) -> Callable[..., None]:
         if code:
             text = ctypes.c_char_p()
             _driver().cuGetErrorString(code, ctypes.byref(text))
-            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+            error = DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+            error.code = code
+            raise error
 
     return call
 

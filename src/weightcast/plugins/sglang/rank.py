@@ -151,6 +151,8 @@ class SglangRank(SwitchRank):
             world_size=world,
             device=self.device,
             between_steps=self.between_steps,
+            # The memory saver frees what it has allocated itself, and nothing else.
+            may_move=not getattr(runner.server_args, "enable_memory_saver", False),
             engine=self.engine,
             without=_WITHOUT,
         )

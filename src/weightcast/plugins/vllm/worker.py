@@ -345,8 +345,15 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
             why = reason or why
-            before = self._allocated_bytes()
-            loader.stage(place, keep_storage=True, in_order=reads_in_order(self.vllm_config))
+            before = self._taken_bytes()
+            in_order = reads_in_order(self.vllm_config)
+            loader.stage(
+                place,
+                keep_storage=True,
+                in_order=in_order,
+                # vLLM's sleep frees what it has allocated itself, and nothing else.
+                may_move=in_order and not getattr(self.model_config, "enable_sleep_mode", False),
+            )
         except WeightcastError as error:
             log.error("weightcast cannot stage updates: %s%s", error, f" ({error.hint})" if error.hint else "")
             raise
@@ -356,7 +363,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             where = "not staged" if place == "none" else "staged in host memory"
             self._receiver.staging_note = f"a new version is {where} before its commit: {why}"
         size_bytes = loader.staging.size_bytes
-        taken = (size_bytes if on_host else self._allocated_bytes() - before) if place != "none" else 0
+        taken = (size_bytes if on_host else self._taken_bytes() - before) if place != "none" else 0
         if place == "device":
             taken += loader.held_bytes  # taken when they arrive, until the commit
         log.info(
@@ -368,6 +375,8 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             f"; {why}" if why else "",
             f"{gib(cache_bytes)}, as set" if fixed else f"{gib(cache_bytes - taken)} of {gib(cache_bytes)}",
         )
+        if loader.staging.mapped_bytes:
+            log.info("weightcast: rank %d switches %s without a copy", self._rank, gib(loader.staging.mapped_bytes))
         if place == "none":
             log.warning(
                 "weightcast: rank %d stages nothing: an update pauses the engine from its start, "
@@ -385,5 +394,9 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         return configured
 
-    def _allocated_bytes(self) -> int:
-        return 0 if self.device.type == "cpu" else torch.cuda.memory_allocated(self.device)
+    def _taken_bytes(self) -> int:
+        """Memory of the GPU that torch and the staging set hold."""
+        if self.device.type == "cpu":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device) + 2 * self._receiver.loader.staging.mapped_bytes

@@ -1,0 +1,119 @@
+"""Flips by mapping on a GPU: captured graphs read the new contents at the old addresses, and no memory is lost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.needs import needs
+from weightcast.receiver.staging import Staging
+
+pytestmark = [pytest.mark.gpu, needs(1)]
+
+SHAPES = {f"layer.{number}": (number % 7 + 300, 257) for number in range(40)} | {"large": (8192, 8192), "one": (1,)}
+
+
+@pytest.fixture
+def live() -> Iterator[dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    yield {
+        name: torch.nn.Parameter(torch.randn(shape, device="cuda").to(torch.bfloat16), requires_grad=False)
+        for name, shape in SHAPES.items()
+    }
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def copies(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in live.items()}
+
+
+def same(live: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(live[name], tensor) for name, tensor in wanted.items())
+
+
+def write(stage: Staging, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    new = {name: torch.randn_like(tensor) for name, tensor in live.items()}
+    for name, tensor in new.items():
+        stage.target(name).copy_(tensor)
+    return new
+
+
+def test_a_captured_graph_reads_what_a_flip_maps(live):
+    view = live["layer.3"][2:5]  # stays where it is, so its contents are exchanged
+    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    assert stage.mapped_bytes > sum(tensor.nbytes for name, tensor in live.items() if name != "layer.3")
+    addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
+    read = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for name, tensor in live.items():
+            read[name].copy_(tensor * 1)
+    for version in range(6):
+        old, new = copies(live), write(stage, live)
+        graph.replay()  # runs while the flip begins
+        stage.flip()
+        assert same(read, old)
+        assert same(live, new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(read, new)
+        assert torch.equal(view, new["layer.3"][2:5])
+        if version % 2:
+            stage.undo()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert same(live, old)
+            assert same(read, old)
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
+
+
+def test_the_second_copies_take_as_much_memory_as_the_first_and_give_it_back(live):
+    size_bytes = sum(tensor.nbytes for tensor in live.values())
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    after, _ = torch.cuda.mem_get_info()
+    assert before - after < size_bytes + (64 << 20)
+    stage.free()
+    freed, _ = torch.cuda.mem_get_info()
+    assert before - freed < 64 << 20
+    stage.allocate()
+    old, new = copies(live), write(stage, live)
+    stage.flip()
+    assert same(live, new)
+    stage.undo()
+    assert same(live, old)
+    del stage, old, new
+    live.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    nothing, _ = torch.cuda.mem_get_info()
+    assert nothing > before + size_bytes - (64 << 20)
+
+
+def test_contents_that_another_stream_has_written_are_mapped_whole(live):
+    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    side = torch.cuda.Stream()
+    for value in (1.0, 2.0, 3.0):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)
+            for name in live:
+                stage.target(name).fill_(value)
+        stage.flip()
+        assert all(bool((tensor == value).all()) for tensor in live.values())
+
+
+def test_more_than_is_free_is_refused_before_anything_moves(live):
+    free_bytes, _ = torch.cuda.mem_get_info()
+    old = copies(live)
+    kept = torch.empty(free_bytes - (1 << 28), dtype=torch.uint8, device="cuda")
+    live["too large"] = kept
+    addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
+    with pytest.raises(torch.OutOfMemoryError, match="bytes of cuda:0 were asked for"):
+        Staging(live, "device", keep_storage=True, may_move=True)
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
+    assert same(live, old)

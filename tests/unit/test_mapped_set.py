@@ -1,0 +1,270 @@
+"""A flip by mapping: addresses stay, contents change places, and whatever fails or moves, no parameter is mixed up."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from tests.mapped import HostMapper
+from weightcast.receiver import staging
+from weightcast.receiver.staging import Staging
+
+
+@pytest.fixture
+def mapper(monkeypatch):
+    found = HostMapper()
+    monkeypatch.setattr(staging, "mapper_of", lambda device: found)
+    monkeypatch.setattr(staging, "_EXCHANGED_BYTES", {"cpu": 1 << 30})  # the rest in one launch, as on a GPU
+    return found
+
+
+def residents() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "matrix": torch.nn.Parameter(torch.randn(70, 50), requires_grad=False),
+        "half": torch.nn.Parameter(torch.randn(9000).to(torch.bfloat16)),
+        "transposed": torch.nn.Parameter(torch.randn(4, 6).t(), requires_grad=False),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+        "tail of a larger one": torch.randn(10)[4:8],
+        "with gaps": torch.randn(9, 8)[2:7, 1:6],
+    }
+
+
+def staged(live: dict[str, torch.Tensor]) -> Staging:
+    return Staging(live, "device", keep_storage=True, may_move=True)
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {
+        name: tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        for name, tensor in tensors.items()
+    }
+
+
+def write(stage: Staging, live: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    new = {}
+    for name, tensor in live.items():
+        new[name] = (torch.randn(tensor.shape) * 5).to(tensor.dtype)
+        stage.target(name).detach().copy_(new[name])
+    return bits(new)
+
+
+def test_contents_change_places_and_addresses_stay(mapper):
+    live = residents()
+    old = bits(live)
+    objects = {name: id(tensor) for name, tensor in live.items()}
+    stage = staged(live)
+    assert bits(live) == old
+    assert {name: id(tensor) for name, tensor in live.items()} == objects
+    assert stage.mapped_bytes >= live["matrix"].nbytes + live["half"].nbytes
+    addresses, number = {name: tensor.data_ptr() for name, tensor in live.items()}, stage.look(dtypes=True)
+    for version in range(5):
+        old = bits(live)
+        new = write(stage, live)
+        assert bits(live) == old != new
+        stage.flip()
+        assert bits(live) == new
+        if version % 2:
+            for _ in range(2):  # a second undo does nothing
+                stage.undo()
+                assert bits(live) == old
+        assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
+        assert stage.look(dtypes=True) == number
+
+
+def test_what_something_else_refers_to_stays_where_it_is(mapper):
+    live = residents()
+    view, kept = live["matrix"][3:5], live["half"].untyped_storage()
+    before = {name: tensor.data_ptr() for name, tensor in live.items()}
+    stage = staged(live)
+    moved = {name for name, tensor in live.items() if tensor.data_ptr() != before[name]}
+    assert moved == {"transposed", "scalar", "flags"}
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+    assert torch.equal(view, live["matrix"][3:5])
+    assert kept.data_ptr() == live["half"].data_ptr()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_flip_that_fails_while_it_maps_is_undone(mapper, at):
+    live = residents()
+    old = bits(live)
+    stage = staged(live)
+    write(stage, live)
+    mapper.fail_at = at
+
+    def once(address: int, size_bytes: int, memory: int) -> None:
+        if mapper.fail_at == -1:  # only one call fails
+            mapper.fail_at = None
+        HostMapper.map(mapper, address, size_bytes, memory)
+
+    mapper.map = once
+    if at < 2:
+        with pytest.raises(RuntimeError, match="the driver refuses"):
+            stage.flip()
+        assert stage.torn
+    else:
+        stage.flip()
+    mapper.fail_at = None
+    stage.undo()
+    assert not stage.torn
+    assert bits(live) == old
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+
+
+def test_an_undo_that_failed_can_be_repeated(mapper):
+    live = residents()
+    old = bits(live)
+    stage = staged(live)
+    write(stage, live)
+    mapper.fail_at = 1
+    for attempt in (stage.flip, stage.undo):  # one range has no memory, and nothing may read it
+        with pytest.raises(RuntimeError, match="the driver refuses"):
+            attempt()
+        assert stage.torn
+    mapper.fail_at = None
+    stage.undo()
+    assert not stage.torn
+    assert bits(live) == old
+
+
+def test_freed_memory_comes_back_at_the_same_addresses(mapper):
+    live = residents()
+    stage = staged(live)
+    new = write(stage, live)
+    stage.flip()
+    addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
+    stage.free()
+    assert len(mapper.live) == 1  # that of the live parameters
+    assert bits(live) == new
+    stage.allocate()
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+
+
+def test_an_engine_that_moves_its_weights_away_gets_all_memory_back(mapper):
+    live = residents()
+    stage = staged(live)
+    stage.free()
+    for tensor in live.values():  # to the host, and back to memory of torch's own
+        tensor.data = tensor.data.clone()
+    gc.collect()
+    assert not mapper.live
+    assert not mapper.places
+    stage.allocate()
+    assert len(mapper.live) == 2
+    old, new = bits(live), write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+    stage.undo()
+    assert bits(live) == old
+
+
+@pytest.mark.parametrize("when", ["before the flip", "after the flip"])
+def test_parameters_that_the_engine_moved_are_exchanged_where_they_lie_now(mapper, when):
+    live = residents()
+    stage = staged(live)
+    old, new = bits(live), write(stage, live)
+    number = stage.look()
+
+    def move() -> None:
+        for name in ("half", "flags"):
+            live[name].data = live[name].data.clone()
+
+    if when == "before the flip":
+        move()
+        assert stage.look() != number
+    stage.flip()
+    assert bits(live) == new
+    if when == "after the flip":
+        move()
+    stage.undo()
+    assert bits(live) == old
+    new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+    assert not stage.mapped_bytes
+
+
+def test_all_memory_is_freed_with_the_last_tensor(mapper):
+    live = residents()
+    stage = staged(live)
+    write(stage, live)
+    stage.flip()
+    del stage
+    gc.collect()
+    assert len(mapper.live) == 2
+    live.clear()
+    gc.collect()
+    assert not mapper.live
+    assert not mapper.places
+
+
+def test_too_little_memory_is_an_error_and_parameters_keep_their_contents(mapper, monkeypatch):
+    live = residents()
+    old = bits(live)
+    made = []
+
+    def create(size_bytes: int) -> int:
+        if made:
+            raise torch.OutOfMemoryError("there is no more")
+        made.append(HostMapper.create(mapper, size_bytes))
+        return made[0]
+
+    monkeypatch.setattr(mapper, "create", create)
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        staged(live)
+    assert bits(live) == old
+
+
+def test_elements_that_no_update_writes_keep_their_values(mapper):
+    live = {"padded": torch.arange(12.0).view(4, 3)}
+    stage = staged(live)
+    for version in range(3):
+        stage.target("padded")[:3].fill_(version)
+        stage.flip()
+        assert live["padded"].tolist() == [[version] * 3] * 3 + [[9.0, 10.0, 11.0]]
+
+
+def test_parameters_made_in_inference_mode_stay_so(mapper):
+    with torch.inference_mode():
+        live = {"made there": torch.nn.Parameter(torch.randn(5, 3), requires_grad=False)}
+    live["made here"] = torch.randn(3)
+    stage = staged(live)
+    assert [tensor.is_inference() for tensor in live.values()] == [True, False]
+    with torch.inference_mode():
+        new = write(stage, live)
+    stage.flip()
+    assert bits(live) == new
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("device", {"keep_storage": True}),
+        ("device", {"may_move": True}),
+        ("host", {"keep_storage": True, "may_move": True}),
+        ("none", {"keep_storage": True, "may_move": True}),
+    ],
+)
+def test_nothing_moves_unasked_or_where_it_is_of_no_use(mapper, place, options):
+    live = residents()
+    before = {name: tensor.data_ptr() for name, tensor in live.items()}
+    stage = Staging(live, place, **options)
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == before
+    assert not stage.mapped_bytes
+    assert not mapper.live
+
+
+def test_a_cpu_has_no_mapper():
+    live = residents()
+    assert not staged(live).mapped_bytes
