@@ -72,7 +72,7 @@ def choose_place(asked: Literal["auto", "device", "host", "none"], *, size_bytes
 
 
 def mapper_of(device: torch.device) -> Mapper | None:
-    """What maps a device's memory; None if nothing does."""
+    """Returns the mapper of a device's memory; None if there is none."""
     return CudaMapper(device) if can_map(device) else None
 
 
