@@ -9,7 +9,13 @@ import pytest
 
 from weightcast.errors import ConfigError, Refused
 from weightcast.plugins.rank_sockets import Hello, tables_of
-from weightcast.plugins.vllm.rank_protocol import check_replicas, draft_of, rank_among_replicas, reads_in_order
+from weightcast.plugins.vllm.rank_protocol import (
+    check_replicas,
+    draft_of,
+    maps_weights,
+    rank_among_replicas,
+    reads_in_order,
+)
 from weightcast.plugins.vllm.worker_extension import Extension
 from weightcast.wire.layout import TensorSpec
 
@@ -42,6 +48,20 @@ def test_weights_that_vllm_reads_on_other_streams_are_known(layers, halves, in_o
     offload = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=layers))
     config = SimpleNamespace(offload_config=offload, parallel_config=SimpleNamespace(**halves))
     assert reads_in_order(config) is in_order
+
+
+@pytest.mark.parametrize(
+    ("device", "sleeps", "layers", "maps"),
+    [("cuda", False, 0, True), ("cuda", True, 0, False), ("cuda", False, 8, False), ("cpu", False, 0, False)],
+)
+def test_memory_is_mapped_where_vllm_frees_and_fetches_no_weights_itself(device, sleeps, layers, maps):
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=layers)),
+        parallel_config=SimpleNamespace(),
+    )
+    assert maps_weights(config) is maps
 
 
 def test_older_versions_of_vllm_read_weights_in_order():

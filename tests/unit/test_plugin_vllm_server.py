@@ -309,13 +309,13 @@ class Core:
 
 
 def switching(
-    loop: asyncio.AbstractEventLoop, *kinds: str, in_order: bool = True, **more: Any
+    loop: asyncio.AbstractEventLoop, *kinds: str, in_order: bool = True, waits: bool = False, **more: Any
 ) -> tuple[Client, Core, VllmHooks]:
     """Hooks that switch in one call into each engine core, of these kinds."""
     client = Client()
     client.engine_core = core = Core(client, *kinds)
     hooks = VllmHooks(client, loop, prefix_caching=False, replicas=len(kinds), **more)
-    hooks.switch_in_calls(in_order=in_order)
+    hooks.switch_in_calls(in_order=in_order, waits=waits)
     return client, core, hooks
 
 
@@ -359,6 +359,15 @@ def test_every_engine_core_gets_the_call_and_those_in_lockstep_a_pause_around_it
     hooks.pause("in_place", 5.0)
     hooks.resume()
     assert client.said == ["pause keep False", "resume"]
+
+
+def test_tokens_in_flight_are_handed_out_before_a_switch_that_waits_for_the_device(loop):
+    client, _, hooks = switching(loop, "alone", waits=True)
+    commit(hooks, "in_place")
+    assert client.said == ["switch 0: rest"]
+    client, _, hooks = switching(loop, "lockstep", waits=True)  # such a core cannot rest by itself
+    commit(hooks, "in_place")
+    assert client.said == ["switch 0: "]
 
 
 def test_quarantined_engine_is_paused_until_the_proof_of_its_next_update(loop):

@@ -43,6 +43,18 @@ def test_a_kernel_that_keeps_a_replaced_parameter_is_named(how: str) -> None:
         outside.check()
 
 
+def test_parameters_that_moved_as_they_are_take_their_references_along() -> None:
+    model = nn.ModuleDict({"experts": Experts("object")})
+    outside = OutsideReferences(model)
+    model["experts"].bias.data = torch.randn(4)
+    outside.check()
+    view = nn.ModuleDict({"experts": Experts("view")})
+    outside = OutsideReferences(view)
+    view["experts"].bias.data = torch.randn(4)
+    with pytest.raises(EngineFailure, match=r"QuantConfig still computes with the old experts\.bias"):
+        outside.check()
+
+
 def test_parameter_without_outside_references_may_be_replaced() -> None:
     model = nn.ModuleDict({"experts": Experts("nobody")})
     outside = OutsideReferences(model)

@@ -122,12 +122,14 @@ def compile_all(device: torch.device) -> None:
     Exchange([(one, other)]).run()
 
 
-def launch(plan: Plan, out: torch.Tensor) -> None:
+def launch(plan: Plan, out: torch.Tensor, programs: int | None = None) -> None:
     """Add the plan's sums to `out`, int64, on the current stream of the current device."""
-    _sum_tiles[(len(plan.tiles),)](
+    count = len(plan.tiles)
+    _sum_tiles[(min(count, programs or count),)](
         plan.jobs,
         plan.tiles,
         out,
+        count,
         WORD=tl.int8 if plan.word_bytes == 1 else tl.int16,
         COLS=COLS,
         COPIES=plan.copies,
@@ -283,11 +285,18 @@ def _sum_narrow(
     return tl.sum(sums)
 
 
+@triton.jit(do_not_specialize=["num_tiles"])
+def _sum_tiles(
+    jobs, tiles, out, num_tiles, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr
+):
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        _sum_tile(jobs, tiles + 2 * tile, out, WORD, COLS, COPIES, FUSED)
+
+
 @triton.jit
-def _sum_tiles(jobs, tiles, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
-    program = tl.program_id(0)
-    tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
-    job = jobs + tl.load(tiles + 2 * program) * _FIELDS
+def _sum_tile(jobs, which, out, WORD: tl.constexpr, COLS: tl.constexpr, COPIES: tl.constexpr, FUSED: tl.constexpr):
+    tile = tl.load(which + 1).to(tl.int64)
+    job = jobs + tl.load(which) * _FIELDS
     address = tl.load(job)  # the fields of Job, in order
     rows = tl.load(job + 1)
     cols = tl.load(job + 2)

@@ -171,16 +171,16 @@ class Staging:
     def look(self, *, dtypes: bool = False) -> int:
         """Looks where the live parameters lie now, and at their dtypes if asked; returns ``number``."""
         now = self._placing
-        if self._mapped is not None and not self._mapped.in_place():
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  its calls take longer
+            moved = now.live != list(map(torch.Tensor.data_ptr, self._tensors))
+        if moved and self._mapped is not None and not self._mapped.in_place():
             # Its second copies stay, and contents are exchanged from now on.
             self._exchanged = self._exchanged or self._mapped.exchanged
             self._mapped, self._may_move = None, False
             self._sort()
             self._take_scratch()
             self._placing = self._placed()
-        elif now.live != list(map(torch.Tensor.data_ptr, self._tensors)) or (
-            dtypes and now.dtypes != list(map(_dtype_of, self._tensors))
-        ):
+        elif moved or (dtypes and now.dtypes != list(map(_dtype_of, self._tensors))):
             self._placing = self._placed()
         return self._placing.number
 

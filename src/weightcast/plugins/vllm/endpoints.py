@@ -23,7 +23,7 @@ from weightcast.plugins.sleeping import with_sleep
 from weightcast.plugins.vllm.engine_hooks import VllmHooks
 from weightcast.plugins.vllm.hazards import cache_outside, hazards_of
 from weightcast.plugins.vllm.lora_server import Adapters, why_no_adapters
-from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy, on_several_hosts
+from weightcast.plugins.vllm.rank_protocol import check_replicas, is_dummy, maps_weights, on_several_hosts
 from weightcast.plugins.vllm.rank_sockets import VllmExecutor
 from weightcast.plugins.vllm.settings import keeps_draft, settings_of
 from weightcast.plugins.vllm.sleep import guard_sleep
@@ -152,7 +152,10 @@ class Endpoints:
         name = names if isinstance(names, str) else names[0]
         staging = executor.staging()
         if staging != "none":
-            hooks.switch_in_calls(in_order=parallel.distributed_executor_backend in _IN_ORDER)
+            hooks.switch_in_calls(
+                in_order=parallel.distributed_executor_backend in _IN_ORDER,
+                waits=staging == "device" and maps_weights(config),
+            )
         specs, optional = tables_of(executor.hellos)
         notes = notes_of(executor.hellos, optional)
         if replicas > 1:

@@ -82,7 +82,7 @@ class VllmHooks:
         self._draining: Future[Any] | None = None
         self._cores = ""  # how engine cores step, if a switch is a call into them
         self._in_switch: tuple[PauseMode, ...] = ()  # modes whose pause is a part of that call
-        self._in_order = False
+        self._in_order = self._waits = False
         self._goes_on = False
         self._ends = False
 
@@ -210,17 +210,18 @@ class VllmHooks:
         text = msgspec.json.encode(invitation).decode()
         self.rpc("init_weight_transfer_engine", _SHORT_S, init_info={"invitation": text})
 
-    def switch_in_calls(self, *, in_order: bool) -> None:
+    def switch_in_calls(self, *, in_order: bool, waits: bool = False) -> None:
         """From now on a switch is one call into each engine core, if this vLLM's cores know that call.
 
-        If workers take calls and steps from one queue (``in_order``), the switch need not wait for steps.
+        If workers take calls and steps from one queue (``in_order``), the switch need not wait for steps.  If it waits
+        for the device all the same (``waits``), a core that steps alone hands out the tokens in flight before it.
         """
         try:
             (self._cores,) = set(self.wait(self._on_cores(ASK), _SHORT_S, "engine cores to answer"))
         except EngineFailure as error:
             log.warning("weightcast pauses vLLM for each commit, as this version has another engine core: %s", error)
             return
-        self._in_order = in_order
+        self._in_order, self._waits = in_order, waits
         if self._cores == ALONE:
             self._in_switch = ("in_place", "retract")
         elif in_order and not self._encoders:
@@ -237,7 +238,7 @@ class VllmHooks:
             return
         ours = self._cores == ALONE and not self._asleep  # otherwise a pause, or sleep, has dropped the caches
         drop_cache, drop_encoders = ours and self._mode != "in_place", ours and self._encoders
-        rest = drop_cache or drop_encoders or not self._in_order
+        rest = drop_cache or drop_encoders or not self._in_order or (ours and self._waits)
         calls = self._on_cores(SWITCH_BETWEEN, rest, drop_cache, drop_encoders, self._goes_on, timeout_s)
         was_ours, self._paused = self._paused, True  # if the call fails, nobody knows more
         said = self.wait(calls, timeout_s, "all ranks to switch")

@@ -55,6 +55,16 @@ def reads_in_order(vllm_config: Any) -> bool:
     return not overlaps and int(getattr(prefetch, "offload_group_size", 0)) == 0
 
 
+def maps_weights(vllm_config: Any) -> bool:
+    """Returns True if a commit may map memory to the addresses of parameters, which move once at the start for that.
+
+    vLLM's sleep frees what it has allocated itself, and nothing else.
+    """
+    on_gpu = getattr(vllm_config.device_config, "device_type", "") == "cuda"
+    sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
+    return on_gpu and not sleeps and reads_in_order(vllm_config)
+
+
 def rank_among_replicas(parallel: Any) -> int:
     """Returns the number of a worker's rank among all ranks behind one API server."""
     # An engine of a dense model forgets the number of data-parallel engines, but keeps its own index.

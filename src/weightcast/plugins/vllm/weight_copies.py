@@ -4,6 +4,8 @@ A kernel or an attention backend may keep a parameter object that it was given o
 New weights must reach those too, so this module finds them, renews them, and checks that they are renewed.
 """
 
+# vLLM is not installed where this is checked.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import gc
@@ -25,9 +27,10 @@ class OutsideReferences:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         tensors = _tensors_of(model)
         names = {_storage_of(tensor): name for name, tensor in tensors.items() if tensor.numel()}
+        # The model's own tensors where they are now, so that a check walks through no modules: it is part of a commit.
+        self._places = {name: _place_of(model, name) for name in names.values()}
         self._found: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         for candidate in gc.get_objects():
             # isinstance would ask proxies for their class, and lazy modules would be imported.
@@ -41,15 +44,20 @@ class OutsideReferences:
 
     def check(self) -> None:
         """Raises ``EngineFailure`` if something holds memory that a parameter had at start and has no longer."""
-        now = _tensors_of(self._model)
-        stale: list[tuple[str, str]] = []
-        for name, reference in self._found:
-            tensor = reference()
-            if tensor is None or not tensor.numel():
-                continue
-            current = now.get(name)
-            if current is None or _storage_of(current) != _storage_of(tensor):
-                stale.append((name, _holder(tensor)))
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are a subclass, whose every call takes longer
+            now = {
+                name: current.untyped_storage().data_ptr()
+                for name, (tensors, leaf) in self._places.items()
+                if (current := tensors.get(leaf)) is not None
+            }
+            gone = [
+                (name, tensor)
+                for name, reference in self._found
+                if (tensor := reference()) is not None
+                and tensor.numel()
+                and tensor.untyped_storage().data_ptr() != now.get(name)
+            ]
+        stale = [(name, _holder(tensor)) for name, tensor in gone]
         if stale:
             name, holder = next((found for found in stale if found[1]), stale[0])
             raise EngineFailure(
@@ -146,6 +154,14 @@ def _check_mla(name: str, layer: nn.Module) -> None:
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+    """The module's own dictionary that holds a parameter or buffer, and its key there."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensors: Any = module._parameters if leaf in module._parameters else module._buffers
+    return tensors, leaf
 
 
 def _storage_of(tensor: torch.Tensor) -> tuple[str, int]:

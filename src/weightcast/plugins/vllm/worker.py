@@ -43,6 +43,7 @@ from weightcast.plugins.vllm.rank_protocol import (
     EPLB_HINT,
     EPLB_REFUSED,
     check_replicas,
+    maps_weights,
     on_several_hosts,
     rank_among_replicas,
     reads_in_order,
@@ -346,13 +347,11 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             place, why = budget.place(asked, loader.size_bytes + loader.held_bytes)
             why = reason or why
             before = self._taken_bytes()
-            in_order = reads_in_order(self.vllm_config)
             loader.stage(
                 place,
                 keep_storage=True,
-                in_order=in_order,
-                # vLLM's sleep frees what it has allocated itself, and nothing else.
-                may_move=in_order and not getattr(self.model_config, "enable_sleep_mode", False),
+                in_order=reads_in_order(self.vllm_config),
+                may_move=maps_weights(self.vllm_config),
             )
         except WeightcastError as error:
             log.error("weightcast cannot stage updates: %s%s", error, f" ({error.hint})" if error.hint else "")
