@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
-from weightcast.digest import far_copies
+from weightcast.digest import far_copies, kernel
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, prepare_kernels
+from weightcast.runtime.pace import paced
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -139,3 +140,23 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
             ]
             RepeatedTransfers().run("here", 1, DEVICE, len(copies), lambda copies=copies: copies)
     assert variants() == prepared
+
+
+def test_slices_copy_and_sum_what_one_launch_does(monkeypatch):
+    monkeypatch.setattr(kernel, "_PACED_TILES", 3)
+    source = torch.randn(2500, 1027, device="cuda").to(torch.bfloat16)
+    target = torch.zeros_like(source)
+    piece = Piece(tensor=source, full_shape=tuple(source.shape))
+    transfers = [Transfer(piece=piece, target=target, total=0)]
+    wanted = partial_sums([piece])
+    launches = kernel.Launches(transfers, 1, source.device)
+    turns: list[bool] = []
+
+    def turn() -> None:
+        turns.append(torch.cuda.current_stream().query())  # the slice is over
+
+    with paced(turn):
+        assert torch.equal(launches.launch(), wanted)
+    assert torch.equal(source, target)
+    assert len(turns) > 10
+    assert all(turns)

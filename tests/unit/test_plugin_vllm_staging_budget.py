@@ -72,6 +72,9 @@ class Backend:
         self.told.append(("room", cache_bytes))
         return cache_bytes - 30
 
+    def stepped(self) -> None:
+        self.told.append(("step", None))
+
     def fall_asleep(self, level: int) -> None:
         self.told.append(("sleep", level))
 
@@ -96,6 +99,10 @@ def worker_class(said: list[str]) -> type[Any]:
         def wake_up(self, tags: list[str] | None = None) -> None:
             said.append(f"woke {tags}")
 
+        def execute_model(self, scheduled: str) -> str:
+            said.append(f"executes {scheduled}")
+            return "tokens"
+
     return Worker
 
 
@@ -111,12 +118,15 @@ def test_a_worker_tells_our_backend_and_no_other():
     worker.sleep(level=2)
     worker.wake_up(tags=["weights"])
     worker.wake_up()
-    assert backend.told == [("room", 100), ("sleep", 1), ("sleep", 2), ("wake", ["weights"]), ("wake", None)]
-    assert said == ["measured", "slept 1", "slept 2", "woke ['weights']", "woke None"]
+    assert worker.execute_model("a batch") == "tokens"
+    calls = [("room", 100), ("sleep", 1), ("sleep", 2), ("wake", ["weights"]), ("wake", None), ("step", None)]
+    assert backend.told == calls
+    assert said == ["measured", "slept 1", "slept 2", "woke ['weights']", "woke None", "executes a batch"]
     other = kind(object())
     assert other.determine_available_memory() == 100
     other.sleep(2)
-    assert len(backend.told) == 5
+    assert other.execute_model("another") == "tokens"
+    assert len(backend.told) == 6
 
 
 def test_a_refusal_of_ours_leaves_the_weights_where_they_are():

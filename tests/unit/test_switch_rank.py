@@ -105,3 +105,28 @@ def test_update_without_room_for_staging_after_sleep_is_refused_and_the_next_one
     assert ack.error.endswith("since an engine that polls woke up: Tried to allocate 2 GiB.")
     receiver.room = True
     assert rank.apply(OPEN).ok
+
+
+def test_a_launch_waits_for_the_next_step_of_an_engine_that_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = PolledRank()
+    clock = [100.0]
+    monkeypatch.setattr("weightcast.plugins.switch_rank.time.monotonic", lambda: clock[0])
+    steps_at = [100.004]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        while steps_at and steps_at[0] <= clock[0]:
+            steps_at.pop(0)
+            rank.stepped()
+
+    monkeypatch.setattr("weightcast.plugins.switch_rank.time.sleep", sleep)
+    rank._let_a_step_begin()  # it has generated nothing yet
+    assert clock[0] == 100
+    rank.stepped()
+    rank._let_a_step_begin()
+    assert clock[0] == pytest.approx(100.004, abs=0.0005)
+    rank._let_a_step_begin()  # no step comes
+    assert clock[0] == pytest.approx(100.024, abs=0.001)
+    clock[0] += 1
+    rank._let_a_step_begin()  # it has stopped
+    assert clock[0] == pytest.approx(101.024, abs=0.001)

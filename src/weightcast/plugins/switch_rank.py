@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Listener
 from typing import ClassVar
 
@@ -33,6 +33,7 @@ from weightcast.plugins.rank_sockets import (
 from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
+from weightcast.runtime.pace import paced
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
 
@@ -44,6 +45,12 @@ _AGREE_S = 60.0  # the other ranks and the API server need this long at most to 
 # step of another thread.  On one H200, SGLang took 6 s for an update of 16 GB that way.
 _SWITCH_INTERVAL_S = 5e-5
 _YIELD_S = 5e-5
+
+# An engine whose last step began so long ago generates nothing.
+_IDLE_S = 0.05
+# A launch waits so long at most for the next step, and looks for it so often.
+_STEP_S = 0.02
+_LOOK_S = 2e-4
 
 
 class BoundaryTask:
@@ -95,6 +102,7 @@ class SwitchRank(ABC):
         self._open: Open | None = None
         self._switching: Message | None = None
         self.in_session = False  # an update is under way
+        self._steps, self._stepped_at = 0, float("-inf")
         self._no_room = ""
 
     # -- for subclasses
@@ -113,6 +121,14 @@ class SwitchRank(ABC):
         if self._no_room:
             return f"no room for new weights beside those that serve since {self.engine} woke up: {self._no_room}"
         return ""
+
+    def steps_begun(self) -> int:
+        """How many steps the engine has begun; an engine that does not count them calls ``stepped``."""
+        return self._steps
+
+    def generates(self) -> bool:
+        """True if another step is likely to come at once."""
+        return time.monotonic() - self._stepped_at < _IDLE_S
 
     def far_api_server_gone(self) -> None:  # noqa: B027  only some engines have ranks on several hosts
         """Called when the API server on another host has closed its connection, or is gone."""
@@ -151,6 +167,11 @@ class SwitchRank(ABC):
         except torch.OutOfMemoryError as error:  # a colocated trainer may still be there
             self._no_room = str(error).splitlines()[0]
             log.warning("weightcast: %s", self._no_room)
+
+    def stepped(self) -> None:
+        """Called once for each step of the engine, on any thread, when it begins."""
+        self._steps += 1
+        self._stepped_at = time.monotonic()
 
     def yield_interpreter(self) -> None:
         """Called once in each pass of the engine's loop: leaves the interpreter to an update for a moment."""
@@ -237,11 +258,18 @@ class SwitchRank(ABC):
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
-        if not isinstance(message, Announce):
+        takes = isinstance(message, Announce)
+        if not takes:
             # Whoever else writes weights does so on the default stream, and what it wrote is read now.
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), paced(self._let_a_step_begin) if takes else nullcontext():
             yield
+
+    def _let_a_step_begin(self) -> None:
+        """Waits until the engine begins its next step, if it generates."""
+        begun, until = self.steps_begun(), time.monotonic() + _STEP_S
+        while self.generates() and self.steps_begun() == begun and time.monotonic() < until:
+            time.sleep(_LOOK_S)
 
     def _serve(self, listener: Listener | None, connection: Connection | None) -> None:
         """Starts the thread that serves, which the interpreter then lets run in time."""

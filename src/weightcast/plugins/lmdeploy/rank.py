@@ -149,6 +149,8 @@ def install(folder: str) -> None:
     async def _async_step(self: Any, *arguments: Any, **inputs: Any) -> None:
         mark = inputs.pop(MARK, None)
         if mark is None:
+            if _rank is not None:
+                _rank.stepped()
             return await run_step(self, *arguments, **inputs)
         if mark == RESET:
             self.reset_runtime_state()

@@ -100,6 +100,14 @@ class SglangRank(SwitchRank):
             )
         return ""
 
+    def steps_begun(self) -> int:
+        """Implements ``SwitchRank.steps_begun``."""
+        return self._requests.steps_begun if self._requests is not None else 0
+
+    def generates(self) -> bool:
+        """Implements ``SwitchRank.generates``."""
+        return self._requests is not None and self._requests.running
+
     def memory_released(self, tags: frozenset[str]) -> None:
         """Frees the staging set if the weights sleep.
 

@@ -190,6 +190,10 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         switched, failure = self._rank_server.step_unless(why_not)
         return switched, adapter or failure
 
+    def stepped(self) -> None:
+        """Notes that a step begins."""
+        self._rank_server.stepped()
+
     def adapters_dropped(self) -> None:
         """Puts weightcast's adapters back after vLLM has dropped all of them."""
         self._adapters.keep()

@@ -26,6 +26,10 @@ class Resident(Protocol):
         """
         ...
 
+    def stepped(self) -> None:
+        """Called when a step begins."""
+        ...
+
     def adapters_dropped(self) -> None:
         """Called after vLLM has dropped all LoRA adapters."""
         ...
@@ -48,11 +52,11 @@ class Resident(Protocol):
 
 
 def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
-    """Wraps ``determine_available_memory``, ``sleep`` and ``wake_up`` of a worker's class; safe to call twice."""
+    """Wraps some methods of a worker's class; safe to call twice."""
     if _DONE in vars(worker_class):
         return
-    measure, sleep, wake_up = (
-        getattr(worker_class, name) for name in ("determine_available_memory", "sleep", "wake_up")
+    measure, sleep, wake_up, execute = (
+        getattr(worker_class, name) for name in ("determine_available_memory", "sleep", "wake_up", "execute_model")
     )
 
     def ours(worker: Any) -> Resident | None:
@@ -80,6 +84,13 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
             backend.wake(tags)
         return answer
 
+    @functools.wraps(execute)
+    def execute_model(self: Any, *arguments: Any, **named: Any) -> Any:
+        backend = ours(self)
+        if backend is not None:
+            backend.stepped()
+        return execute(self, *arguments, **named)
+
     def switch(self: Any, why_not: str = "") -> str:
         backend = ours(self)
         assert backend is not None
@@ -99,6 +110,7 @@ def wrap_worker(worker_class: type[Any], kind: type[Any]) -> None:
     worker_class.determine_available_memory = determine_available_memory
     worker_class.sleep = fall_asleep
     worker_class.wake_up = wake
+    worker_class.execute_model = execute_model
     setattr(worker_class, SWITCH, switch)
     setattr(worker_class, ADAPTER, adapter)
     setattr(worker_class, _DONE, True)
