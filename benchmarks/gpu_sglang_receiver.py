@@ -157,20 +157,25 @@ class Case:
         if not held:
             self.wrong.append(words)
 
-    def push(self, pause: str, *, proof: str, rounds: int = 1, **options: Any) -> list[dict[str, Any]]:
-        """Pushes other weights each time; the reports, and what each rank did in the last of them."""
+    def push(
+        self, pause: str, *, proof: str, rounds: int = 1, rest_s: float = 0.0, transport: str = "ipc", **options: Any
+    ) -> list[dict[str, Any]]:
+        """Pushes other weights each time, with a rest between; the reports, and what each rank did in the last."""
         found: list[dict[str, Any]] = self.found.setdefault("pushes", [])
         began = time.monotonic()
         with WeightUpdater.connect(
             self.trainer.model,
             [self.server.url],
-            transport="ipc",
+            transport=transport,  # pyright: ignore[reportArgumentType]
+            keep_mapped=transport == "direct",
             pause=pause,  # pyright: ignore[reportArgumentType]
             timeout_s=120.0,
             **options,
         ) as updater:
             connected = time.monotonic() - began
-            for _ in range(rounds):
+            for number in range(rounds):
+                if number:
+                    time.sleep(rest_s)
                 self.trainer.step()
                 self._sync()
                 at = time.monotonic()
@@ -226,22 +231,22 @@ class Case:
         self.push("in_place" if self.server.receiver else "abort", proof=proof, rounds=self.args.rounds, **options)
         self.found |= self.compare()
 
-    def streamed(self, pause: str) -> None:
-        """One push while streams run."""
+    def streamed(self, pause: str, **options: Any) -> None:
+        """Pushes while streams run."""
         with load(self.server.url, streams=self.args.streams, tokens=self.args.stream_tokens) as streams:
             streams.wait_steady(120)
             time.sleep(self.args.usual)
-            [push] = self.push(pause, proof="resident")
+            pushes = self.push(pause, proof="resident", rounds=self.args.loaded_rounds, rest_s=SETTLE_S, **options)
             time.sleep(SETTLE_S)
             streams.stop()
-        begin, end = push["span"]
-        self.found["clients"] = gaps(streams.requests, begin, end + SETTLE_S)
-        ended = self.found["clients"]["ended"]
-        self.must(set(ended) <= ({"length", "abort"} if pause == "abort" else {"length"}), f"requests ended: {ended}")
+        self.found["clients"] = [gaps(streams.requests, at, until + SETTLE_S / 2) for at, until in spans(pushes)]
+        begin, _ = pushes[0]["span"]
+        ended = {how for around in self.found["clients"] for how in around["ended"]}
+        self.must(ended <= ({"length", "abort"} if pause == "abort" else {"length"}), f"requests ended: {ended}")
         full = [request for request in streams.requests if request.finish == "length"]
         self.must(all(request.tokens == self.args.stream_tokens for request in full), "a full answer lacks tokens")
         self.must(any(request.sent < begin and request.times[-1:] > [begin] for request in streams.requests), "no load")
-        self.found["switches"] = re.findall(r"weightcast: (version .* ms)", self.server.text())[-1:]
+        self.found["switches"] = re.findall(r"weightcast: (version .* ms)", self.server.text())[-len(pushes) :]
         self.found |= self.compare()
 
     def sleep(self) -> None:
@@ -285,6 +290,11 @@ class Case:
     def _sync(self) -> None:
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def spans(pushes: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Beginning and end of each push."""
+    return [push["span"] for push in pushes]
 
 
 def steps_of(timeline: Timeline) -> dict[str, dict[str, float]]:
@@ -380,9 +390,18 @@ def play(args: argparse.Namespace, name: str, result: dict[str, Any], deadline: 
                     for mib in filter(None, args.more_buckets.split(",")):
                         what = f"receiver, idle, buckets of {mib} MiB"
                         one(what, servers["receiver"], "idle", "resident", bucket_bytes=int(mib) << 20)
+                    one("receiver, direct, idle", servers["receiver"], "idle", "resident", transport="direct")
                     one("receiver, idle, without proof", servers["receiver"], "idle", "none", verify="none")
                     for mode in filter(None, args.modes.split(",")):
                         one(f"receiver, {mode}, streams", servers["receiver"], "streamed", mode)
+                    for mode in args.modes.split(",")[:1]:
+                        one(
+                            f"receiver, direct, {mode}, streams",
+                            servers["receiver"],
+                            "streamed",
+                            mode,
+                            transport="direct",
+                        )
                     if args.sleep:
                         one("receiver, sleep and wake-up", servers["receiver"], "sleep")
                 if "stock" in group and "stock" in servers:
@@ -406,6 +425,7 @@ def main() -> int:
     parser.add_argument("--stream-tokens", type=int, default=256)
     parser.add_argument("--usual", type=float, default=2.0, help="seconds of streams before an update")
     parser.add_argument("--rounds", type=int, default=4, help="pushes of an idle server")
+    parser.add_argument("--loaded-rounds", type=int, default=3, help="pushes while streams run, in each mode")
     parser.add_argument("--more-buckets", default="2048", help="further sizes of buckets for an idle server, in MiB")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, SGLang on this CPU")
     parser.add_argument("--version", default="0.5.23", help="of SGLang, with --tiny")
