@@ -9,7 +9,8 @@ SITE is a folder that holds SGLang; PYTHON belongs to an environment with SGLang
 
 For each model, with random weights of the real shapes, this process is the trainer.  Two servers start side by side:
 one with ``SGLANG_PLUGINS=weightcast``, one as it ships.  The weights are others before each push.  Measured are updates
-of an idle server, updates under ``--streams`` streams in each pause mode with what the clients saw, and on the server
+of an idle server by ``ipc`` and by ``direct`` (which keeps the trainer's weights mapped), updates under ``--streams``
+streams in each pause mode by ``ipc`` and in the first one by ``direct``, with what the clients saw, and on the server
 as it ships our own adapter and SGLang's own sender (``sglang_sender``).  After each push the greedy tokens must be
 others than before, must be those of the same server once more after ``/flush_cache``, and must be near the best ones of
 transformers' forward pass over the trainer's weights, far nearer than the tokens from before.

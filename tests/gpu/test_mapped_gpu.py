@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from tests.gpu.needs import needs
+from weightcast.digest.definition import partial_sums
+from weightcast.digest.kernel import Launches
+from weightcast.digest.pieces import Piece, Transfer
 from weightcast.receiver.staging import Staging
 
 pytestmark = [pytest.mark.gpu, needs(1)]
@@ -117,3 +120,29 @@ def test_more_than_is_free_is_refused_before_anything_moves(live):
         Staging(live, "device", keep_storage=True, may_move=True)
     assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
     assert same(live, old)
+
+
+@needs(2)
+@pytest.mark.parametrize("far", [True, False])
+def test_what_comes_from_another_gpu_is_mapped_whole(live, far):
+    for one, other in ((0, 1), (1, 0)):  # torch lets the GPUs reach each other's memory from then on
+        torch.zeros(1, device=f"cuda:{one}").copy_(torch.zeros(1, device=f"cuda:{other}"))
+    stage = Staging(live, "device", keep_storage=True, may_move=True)
+    sources = {name: torch.randn_like(tensor, device="cuda:1") for name, tensor in live.items()}
+    pieces = [Piece(tensor=tensor, full_shape=tuple(tensor.shape)) for tensor in sources.values()]
+    transfers = [
+        Transfer(piece=piece, target=stage.target(name), total=number, far=far)
+        for number, (name, piece) in enumerate(zip(sources, pieces, strict=True))
+    ]
+    torch.cuda.synchronize(1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        launches = Launches(transfers, len(transfers), torch.device("cuda", 0))
+        for _ in range(3):
+            for tensor in sources.values():
+                tensor.normal_()
+            torch.cuda.synchronize(1)
+            sums = launches.launch()
+            torch.cuda.current_stream().synchronize()
+            stage.flip()
+            assert all(torch.equal(live[name].cpu(), tensor.cpu()) for name, tensor in sources.items())
+            assert torch.equal(sums.cpu(), partial_sums(pieces).cpu())
