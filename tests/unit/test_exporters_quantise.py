@@ -1,4 +1,4 @@
-"""Block-quantised exports equal an independent reference bit for bit; with real gloo ranks."""
+"""Quantised exports equal an independent reference bit for bit, in every format; with real gloo ranks."""
 
 import math
 
@@ -17,7 +17,7 @@ from tests.unit.ranks import Ranks
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.module import ModuleExporter
-from weightcast.exporters.quantise import Fp8Blocks
+from weightcast.exporters.quantise import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
 
 
 def reference(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +41,122 @@ def quantised(name: str, x: torch.Tensor, block: int) -> dict[str, bytes]:
     parts = [reference(matrix, block) for matrix in matrices]
     q, scales = (torch.stack(found) if x.dim() > 2 else found[0] for found in zip(*parts, strict=True))
     return {name: raw(q), f"{name}_scale_inv": raw(scales)}
+
+
+def one_scale(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises values that share a scale."""
+    most = max(abs(float(x.min())), abs(float(x.max())))
+    scale = torch.tensor(most) / 448 if most else torch.tensor(2.0**-23)
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def power_of_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises 32 values as MXFP8, by way of Python's own floats."""
+    mantissa, exponent = math.frexp(max(abs(value) for value in x.double().tolist()))  # mantissa in [0.5, 1)
+    byte = max(0, exponent - 1 + (mantissa >= 0.875) - 8 + 127) if mantissa else 0
+    return (x.double() * 2.0 ** (127 - byte)).float().to(torch.float8_e4m3fn), torch.tensor(byte, dtype=torch.uint8)
+
+
+def in_format(form: Fp8Format, name: str, x: torch.Tensor) -> dict[str, bytes]:
+    """A matrix in a format, and its scales."""
+    if isinstance(form, Fp8Blocks):
+        return quantised(name, x, form.block)
+    if isinstance(form, Fp8Tensors):
+        q, scale = one_scale(x)
+        return {name: raw(q), f"{name}_scale": raw(scale)}
+    size = 32 if isinstance(form, Mxfp8) else x.shape[1]
+    groups = x.reshape(-1, size)
+    parts = [power_of_two(group) if isinstance(form, Mxfp8) else one_scale(group) for group in groups]
+    q, scales = (torch.stack(found) for found in zip(*parts, strict=True))
+    return {name: raw(q), f"{name}_scale": raw(scales)}
+
+
+FORMATS = [Fp8Blocks(), Fp8Tensors(), Fp8Tensors(scalar=True), Fp8Channels(), Mxfp8()]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize("bucket_bytes", [11_000, 1 << 20])
+def test_dense_layers_and_experts_are_quantised_in_every_format(tmp_path, form, bucket_bytes):
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 96, "intermediate_size": 96, "head_dim": 32}
+    model = families.make("qwen3_moe", **sizes).to(torch.bfloat16)
+    assert model.model.layers[0].mlp.experts.gate_up_proj.dim() == 3, "the trainer stacks experts"
+    want: dict[str, bytes] = {}
+    for name, tensor in families.written(model, tmp_path).items():
+        want |= in_format(form, name, tensor) if "_proj" in name else {name: raw(tensor)}
+    exporter = ModuleExporter(model, quantise=form)
+    got = export(exporter, ALONE, bucket_bytes=bucket_bytes)
+    assert set(got) == set(want)
+    assert [name for name in got if got[name] != want[name]] == []
+    shapes = {spec.name: (spec.dtype, spec.shape) for spec in exporter.specs()}
+    scales = {
+        "Fp8Blocks": ("float32", (1, 2)),
+        "Fp8Tensors": ("float32", () if getattr(form, "scalar", False) else (1,)),
+        "Fp8Channels": ("float32", (96, 1)),
+        "Mxfp8": ("uint8", (96, 5)),
+    }
+    assert shapes[f"model.layers.0.mlp.experts.0.up_proj.weight{form.suffix}"] == scales[type(form).__name__]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_values_at_the_edges_are_quantised_in_every_format(form, dtype):
+    torch.manual_seed(2)
+    x = torch.randn(40, 64, dtype=torch.float64)
+    x[0] = 0
+    x[1, :32] = 0
+    x[2, 0] = -1000
+    x[3] = torch.logspace(-14, 1, 64, 2, dtype=torch.float64)
+    for row, most in enumerate([1.75, 1.7421875, 1.7578125, 448.0, 2.0, 1.0, 2.0**-14]):  # near MXFP8's limit
+        x[4 + row] = x[4 + row].clamp(-most, most)
+        x[4 + row, 0] = most
+        x[4 + row, 32] = -most
+    model = nn.Module()
+    model.up_proj = nn.Linear(64, 40, bias=False, dtype=dtype)
+    model.up_proj.weight.data.copy_(x)
+    got = export(ModuleExporter(model, quantise=form), bucket_bytes=600)
+    assert got == in_format(form, "up_proj.weight", model.up_proj.weight.data)
+
+
+@pytest.mark.parametrize("form", [Fp8Tensors(), Fp8Channels(), Mxfp8()], ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_stay_visible_in_every_format(form, value):
+    model = nn.Module()
+    model.up_proj = nn.Linear(64, 3, bias=False)
+    with torch.no_grad():
+        model.up_proj.weight[1, 40] = value
+    got = export(ModuleExporter(model, quantise=form))
+    q = torch.frombuffer(bytearray(got["up_proj.weight"]), dtype=torch.float8_e4m3fn).view(3, 64)
+    assert q[1, 40].isnan()
+    scales = got["up_proj.weight_scale"]
+    if isinstance(form, Mxfp8):
+        assert [byte == 255 for byte in scales] == [False, False, False, True, False, False]
+    else:
+        found = torch.frombuffer(bytearray(scales), dtype=torch.float32)
+        assert (~found.isfinite()).nonzero().flatten().tolist() == ([1] if len(found) == 3 else [0])
+
+
+@pytest.mark.parametrize("form", [Fp8Tensors(), Fp8Channels(), Mxfp8()], ids=lambda form: type(form).__name__)
+def test_matrices_that_are_stacked_on_the_wire_are_refused_by_name(form):
+    model = nn.Module()
+    model.mlp = nn.Module()
+    model.mlp.experts = nn.Module()
+    model.mlp.experts.gate_up_proj = nn.Parameter(torch.randn(2, 64, 96))
+    with pytest.raises(ConfigError, match=r"experts\.\w+ stacks the matrices .*, and \w+ has scales for single matrices"):
+        ModuleExporter(model, family="plain", quantise=form)
+
+
+def test_rows_that_mxfp8_cannot_group_are_refused_by_name():
+    model = nn.Module()
+    model.up_proj = nn.Linear(48, 2, bias=False)
+    with pytest.raises(ConfigError, match=r"up_proj\.weight has rows of 48 elements, and MXFP8 needs a multiple of 32"):
+        ModuleExporter(model, quantise=Mxfp8())
+
+
+def test_a_configuration_lists_the_modules_that_stay_wide():
+    specs = ModuleExporter(families.make("qwen3_moe"), quantise=Fp8Tensors()).specs()
+    wide = ["lm_head", "model.embed_tokens", *(f"model.layers.{n}.mlp.gate" for n in range(2))]
+    assert sorted(Fp8Tensors().quantization_config(specs)["modules_to_not_convert"]) == wide
+    assert sorted(Fp8Channels().quantization_config(specs)["ignore"]) == wide
 
 
 def test_a_model_is_quantised_as_the_reference_does(tmp_path):
@@ -158,9 +274,8 @@ def export_case(case: dict) -> list[str]:
             whole, _meshes[mesh], [Replicate() if d is None else Shard(d) for d in dims], src_data_rank=None
         )
         model.register_parameter(f"t{number}", nn.Parameter(placed, requires_grad=False))
-        want |= quantised(f"t{number}", whole.to(case["wire_dtype"] or case["dtype"]), case["block"])
-    quantise = Fp8Blocks(match=".*", block=case["block"])
-    exporter = ModuleExporter(model, wire_dtype=case["wire_dtype"], quantise=quantise)
+        want |= in_format(case["form"], f"t{number}", whole.to(case["wire_dtype"] or case["dtype"]))
+    exporter = ModuleExporter(model, wire_dtype=case["wire_dtype"], quantise=case["form"])
     wrong: list[str] = []
     for _ in range(2):
         got = export(exporter, group, bucket_bytes=case["bucket_bytes"])
@@ -172,15 +287,19 @@ def export_case(case: dict) -> list[str]:
 @st.composite
 def cases(draw, mesh_shapes) -> dict:
     mesh = draw(st.sampled_from(mesh_shapes))
+    forms: list[Fp8Format] = [Fp8Blocks(match=".*", block=block) for block in (1, 3, 4)]
+    form = draw(st.sampled_from([*forms, Fp8Tensors(match=".*"), Fp8Channels(match=".*"), Mxfp8(match=".*")]))
     tensors = []
     for _ in range(draw(st.integers(1, 4))):
-        shape = tuple(draw(st.lists(st.integers(1, 11), min_size=2, max_size=3)))
+        shape = tuple(draw(st.lists(st.integers(1, 11), min_size=2, max_size=3 if form.stacks else 2)))
+        if isinstance(form, Mxfp8):
+            shape = (shape[0], 32 * (1 + shape[1] % 3))
         dims = st.one_of(st.none(), st.integers(0, len(shape) - 1))
         tensors.append((shape, tuple(draw(st.lists(dims, min_size=len(mesh), max_size=len(mesh))))))
     return {
         "mesh": mesh,
         "tensors": tensors,
-        "block": draw(st.sampled_from([1, 3, 4])),
+        "form": form,
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
         "wire_dtype": draw(st.sampled_from([None, torch.bfloat16])),
         "receivers": tuple(sorted(draw(st.sets(st.integers(0, math.prod(mesh) - 1), min_size=1)))),
@@ -200,7 +319,7 @@ def four():
     ranks.close()
 
 
-@settings(max_examples=15, deadline=None, database=None, derandomize=True, phases=ONCE)
+@settings(max_examples=30, deadline=None, database=None, derandomize=True, phases=ONCE)
 @given(case=cases([(4,), (2, 2)]))
 def test_shards_that_cut_through_blocks_change_nothing(four, case):
     assert four.run(export_case, case) == [[]] * 4

@@ -31,7 +31,7 @@ from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.exporters.names import check_names, is_wrapper
 from weightcast.exporters.own_parts import OwnMemory
 from weightcast.exporters.ownership import SharedParts
-from weightcast.exporters.quantise import Fp8Blocks, Quantiser, quantised_specs
+from weightcast.exporters.quantise import Fp8Format, Quantiser, quantised_specs
 from weightcast.protocols import Shard
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
@@ -57,7 +57,7 @@ class WeightsExporter:
         wire_dtype: torch.dtype | None = None,
         names: Callable[[str], str] | None = None,
         family: Family | str | None = None,
-        quantise: Fp8Blocks | None = None,
+        quantise: Fp8Format | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self._model = model
@@ -287,7 +287,7 @@ class ModuleExporter(WeightsExporter):
         names: Callable[[str], str] | None = None,
         family: Family | str | None = None,
         shard_of: ShardOf | None = None,
-        quantise: Fp8Blocks | None = None,
+        quantise: Fp8Format | None = None,
     ) -> None:
         tensors = PlacedTensors(model, shard_of=shard_of, name_of=lora.names_without_adapters(model))
         super().__init__(model, tensors, wire_dtype=wire_dtype, names=names, family=family, quantise=quantise)

@@ -1,120 +1,191 @@
-"""Quantises weights block by block to 8-bit floats, on the trainer's device, before they are sent.
+"""Quantises weights to 8-bit floats, on the trainer's device, before they are sent.
 
-The format is that of DeepSeek-V3's checkpoints: a weight in float8_e4m3fn and ``<name>_scale_inv`` in float32.  There
-is one scale for each block of 128 x 128 of the last two dimensions, with smaller blocks at the ends.
-
-    scale = max |x| of the block / 448, 1 if that is 0        q = x / scale, rounded to nearest even
-
-With ``reciprocal`` it is what vLLM computes when it quantises a bfloat16 model in blocks by itself:
-
-    scale = max(max |x| of the block, 1e-4) / 448             q = x * (1 / scale)
-
-In some blocks a few elements differ between the two.  All arithmetic is in float32; x has the dtype that it would
-otherwise travel in.  A block has one scale, independent of shards and buckets: where shards cut through blocks, the
-ranks first exchange the maxima, a few bytes for each block.  The result is therefore the same on every mesh, and half
-the size of bfloat16.
+``fp8_formats`` has the formats and their arithmetic.  A scale belongs to a *block* of a matrix, which may also be a
+row, a part of one, or the matrix.  A block has one scale, independent of shards and buckets: where shards cut through
+blocks, the ranks first exchange the maxima, a few bytes for each block.  The result is therefore the same on every
+mesh, and about half the size of bfloat16.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
+from weightcast.exporters.fp8_formats import FP8, Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
 from weightcast.exporters.held_parts import Held, Local, slices
 from weightcast.exporters.lora import CHUNK_ELEMENTS, rows_of
 from weightcast.exporters.ownership import Shared, SharedPart
 from weightcast.wire.box import Box, intersection
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
-FP8 = torch.float8_e4m3fn
-SCALE_SUFFIX = "_scale_inv"
+__all__ = ["Fp8Blocks", "Fp8Channels", "Fp8Format", "Fp8Tensors", "Mxfp8", "Quantiser", "quantised_specs"]
 
 # Elements of one chunk where values are read in place: 8 MiB of float32.
 _CHUNK_IN_PLACE = 1 << 21
-_LEAST = 1e-4
+_MOST = torch.finfo(FP8).max
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Blocks:
-    """Selects the weights that are quantised.
+def quantised_specs(specs: Sequence[TensorSpec], form: Fp8Format) -> list[TensorSpec]:
+    """The travelling tensors: each quantised weight is followed by its scales.
 
-    Attributes:
-        match: Regular expression for names that engines know.  The default matches the projections of attention, MLPs
-            and experts, not embeddings, norms, routers and the output head.
-        skip: Regular expression for exceptions from ``match``.
-        block: Rows and columns of a block.
-        reciprocal: Multiply by the reciprocal of the scale, as vLLM does when it quantises by itself.
+    Raises:
+        ConfigError: The format has no scales for a weight that it is to quantise.
     """
-
-    match: str = r".*(_proj(_with_mqa)?|\.experts\.\d+\.w[123])\.weight|.*\.experts\.(gate_up|down)_proj"
-    skip: str = r".*(visual|vision|audio)\b.*"
-    block: int = 128
-    reciprocal: bool = False
-
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ConfigError(f"a block cannot have {self.block} x {self.block} elements")
-
-    def wants(self, spec: TensorSpec) -> bool:
-        """True for a weight that is quantised."""
-        wide = spec.torch_dtype.is_floating_point and spec.torch_dtype.itemsize >= 2
-        named = re.fullmatch(self.match, spec.name) is not None and re.fullmatch(self.skip, spec.name) is None
-        return wide and named and len(spec.shape) in (2, 3) and spec.numel > 0
-
-    def quantization_config(self) -> dict[str, Any]:
-        """The ``quantization_config`` that an engine's ``config.json`` needs to read these weights."""
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [self.block, self.block],
-        }
-
-
-def quantised_specs(specs: Sequence[TensorSpec], blocks: Fp8Blocks) -> list[TensorSpec]:
-    """The travelling tensors: each quantised weight is followed by its scales."""
-    return [spec for spec, _, _ in _expanded(specs, blocks)]
+    return [spec for spec, _, _ in _expanded(specs, form)]
 
 
 _WEIGHT, _SCALES, _AS_IT_IS = "weight", "scales", "as it is"
 
 
-def _expanded(specs: Sequence[TensorSpec], blocks: Fp8Blocks) -> list[tuple[TensorSpec, int, str]]:
+def _expanded(specs: Sequence[TensorSpec], form: Fp8Format) -> list[tuple[TensorSpec, int, str]]:
     """Each travelling tensor, the number of its source, and its kind: weight, scales or unchanged."""
     found: list[tuple[TensorSpec, int, str]] = []
     for number, spec in enumerate(specs):
-        if not blocks.wants(spec):
+        if not form.wants(spec):
             found.append((spec, number, _AS_IT_IS))
             continue
-        grid = _grid_shape(spec.shape, blocks.block)
         found.append((TensorSpec(name=spec.name, dtype=dtype_name(FP8), shape=spec.shape), number, _WEIGHT))
-        scales = TensorSpec(name=f"{spec.name}{SCALE_SUFFIX}", dtype="float32", shape=grid)
+        scales = TensorSpec(
+            name=spec.name + form.suffix, dtype=dtype_name(form.scale_dtype), shape=form.scale_shape(spec.shape)
+        )
         found.append((scales, number, _SCALES))
     return found
 
 
-def _grid_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
-    return (*shape[:-2], -(-shape[-2] // block), -(-shape[-1] // block))
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """How a weight is divided into blocks: the *grid* has an element for each block of each of its matrices.
+
+    Attributes:
+        shape: Shape of the weight.
+        rows: Rows of a block.
+        columns: Columns of a block.
+        scales: Shape in which the scales travel.  It has no rows and columns if a matrix has one scale.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    scales: tuple[int, ...]
+
+    @staticmethod
+    def of(shape: tuple[int, ...], form: Fp8Format) -> _Blocks:
+        """The blocks of a weight."""
+        return _Blocks(shape, *form.block_of(shape), form.scale_shape(shape))
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        """Shape of the grid."""
+        return (*self.shape[:-2], -(-self.shape[-2] // self.rows), -(-self.shape[-1] // self.columns))
+
+    def touched(self, box: Box) -> Box:
+        """The box of the grid whose blocks a box of elements touches."""
+        steps = (*(1 for _ in self.shape[:-2]), self.rows, self.columns)
+        starts = tuple(start // step for start, step in zip(box.offset, steps, strict=True))
+        ends = [
+            -(-(start + extent) // step) for start, extent, step in zip(box.offset, box.shape, steps, strict=True)
+        ]
+        return Box(offset=starts, shape=tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+    def scales_of(self, box: Box) -> Box:
+        """The box, of the travelling scales, that belongs to a box of elements."""
+        return self.touched(box) if len(self.scales) == len(self.shape) else _whole(self.scales)
+
+    def cut_by(self, box: Box) -> bool:
+        """True if a box of elements has a part of a block."""
+        return any(
+            start % step or (end % step and end != extent)
+            for start, end, step, extent in (
+                (box.offset[dim], box.offset[dim] + box.shape[dim], step, self.shape[dim])
+                for dim, step in ((-2, self.rows), (-1, self.columns))
+            )
+        )
+
+    def grid_rows(self, kind: str, first: int, last: int) -> tuple[int, int]:
+        """First and end index, in the grid's dimension 0, of the scales for some rows of a travelling tensor."""
+        if len(self.shape) > 2:
+            return first, last
+        if kind == _SCALES:
+            return (first, last) if len(self.scales) > 1 else (0, 1)
+        return first // self.rows, -(-last // self.rows)
+
+    def pieces(self, box: Box, held: Held) -> list[Box]:
+        """Cuts a box into boxes of whole rows of one matrix, each small enough for one chunk.
+
+        Rows are cut within a block only if the block is as wide as the matrix.
+        """
+        elements = CHUNK_ELEMENTS if held.memory is None else _CHUNK_IN_PLACE
+        multiple = self.rows if self.columns < self.shape[-1] else 1
+        if len(box.shape) == 2:
+            return list(rows_of(box, elements, multiple=multiple))
+        return [
+            Box(offset=(index, *piece.offset), shape=(1, *piece.shape))
+            for index in range(box.offset[0], box.offset[0] + box.shape[0])
+            for piece in rows_of(Box(offset=box.offset[1:], shape=box.shape[1:]), elements, multiple=multiple)
+        ]
+
+    def maxima(self, x: torch.Tensor, piece: Box) -> torch.Tensor:
+        """Largest magnitude in each block that a piece touches: float32, of the shape of ``touched(piece)``."""
+        touched = self.touched(piece).shape
+        # Magnitudes and their maximum are exact in any dtype.
+        if _spreads(touched, piece.shape):
+            for dim in (-1, -2):
+                if touched[dim] < x.shape[dim]:
+                    x = _amax(x, dim)
+            return x.abs().float()
+        blocks = self.in_blocks(x, piece)
+        most = self._padded_maxima(x, piece) if blocks is None else blocks.abs().amax(dim=(-3, -1))
+        return most.float().view(touched)
+
+    def in_blocks(self, tensor: torch.Tensor, box: Box) -> torch.Tensor | None:
+        """A view ``(..., rows of blocks, rows, columns of blocks, columns)``; None if the box cuts through a block."""
+        steps = (self.rows, self.columns)
+        if any(
+            start % step or extent % step
+            for start, extent, step in zip(box.offset[-2:], box.shape[-2:], steps, strict=True)
+        ):
+            return None
+        return tensor.unflatten(-1, (-1, self.columns)).unflatten(-3, (-1, self.rows))
+
+    def _padded_maxima(self, x: torch.Tensor, piece: Box) -> torch.Tensor:
+        (top, left), (rows, columns) = (piece.offset[-2] % self.rows, piece.offset[-1] % self.columns), piece.shape[-2:]
+        high, wide = -(-(top + rows) // self.rows), -(-(left + columns) // self.columns)
+        padded = torch.zeros(high * self.rows, wide * self.columns, dtype=x.dtype, device=x.device)
+        padded[top : top + rows, left : left + columns] = x.reshape(rows, columns)
+        return padded.abs_().view(high, self.rows, wide, self.columns).amax(dim=(1, 3))
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box(offset=(0,) * len(shape), shape=shape)
+
+
+def _spreads(touched: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """True if a part of a grid can be broadcast to the elements of the piece that touches it."""
+    return all(blocks in (1, extent) for blocks, extent in zip(touched[-2:], shape[-2:], strict=True))
+
+
+def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Largest magnitude along a dimension, which is kept; NaN if there is one.  Makes no copy of ``x``."""
+    least, most = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    return torch.maximum(least.neg(), most)
 
 
 class Quantiser:
     """Quantises parts of tensors as a gatherer asks for them; ``self.specs`` are the travelling tensors."""
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, blocks: Fp8Blocks) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, shared: Shared, form: Fp8Format) -> None:
         self._wide = tuple(specs)
         self._local = local
-        self._block = blocks.block
-        self._reciprocal = blocks.reciprocal
-        expanded = _expanded(specs, blocks)
+        self._form = form
+        expanded = _expanded(specs, form)
         self.specs = tuple(spec for spec, _, _ in expanded)
         self._kinds = [(number, kind) for _, number, kind in expanded]
+        self._blocks = {number: _Blocks.of(specs[number].shape, form) for number, kind in self._kinds if kind == _WEIGHT}
         self._number = {spec.name: number for number, spec in enumerate(self.specs)}
         self._shared = shared
         self._group: TrainerGroup | None = None
@@ -139,7 +210,7 @@ class Quantiser:
                 parts = self._shared.parts(source)
                 key = id(parts), self._wide[source].shape  # layers that are held alike share their list
                 if key not in known:
-                    known[key] = any(self._cuts_a_block(source, part.box) for part in parts)
+                    known[key] = any(self._blocks[source].cut_by(part.box) for part in parts)
                 if known[key]:
                     self._split.add(source)
         self._group = group
@@ -153,11 +224,11 @@ class Quantiser:
         if kind == _WEIGHT:
             return [replace(part, ready=False, computed=True) for part in parts]
         if source not in self._split:
-            return [replace(part, box=_grid_box(part.box, self._block), ready=False, computed=True) for part in parts]
+            blocks = self._blocks[source]
+            return [replace(part, box=blocks.scales_of(part.box), ready=False, computed=True) for part in parts]
         assert self._group is not None
-        shape = self.specs[number].shape
-        whole = Box(offset=(0,) * len(shape), shape=shape)
-        return [SharedPart(whole, tuple(range(self._group.world_size)), ready=False, computed=True)]
+        everyone = tuple(range(self._group.world_size))
+        return [SharedPart(_whole(self.specs[number].shape), everyone, ready=False, computed=True)]
 
     def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
         """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them."""
@@ -169,9 +240,9 @@ class Quantiser:
             source, kind = self._kinds[number]
             if kind != _AS_IT_IS and slot.num_rows:
                 wanted.setdefault(source, []).append(
-                    self._grid_rows(source, kind, slot.first_row, slot.first_row + slot.num_rows)
+                    self._blocks[source].grid_rows(kind, slot.first_row, slot.first_row + slot.num_rows)
                 )
-        shapes = {source: _grid_shape(self._wide[source].shape, self._block) for source in wanted}
+        shapes = {source: self._blocks[source].grid_shape for source in wanted}
         scales = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float32, device=group.device)
         parts = scales.split([math.prod(shape) for shape in shapes.values()])
         self._parts = {source: self._local(source) for source in wanted}
@@ -185,10 +256,7 @@ class Quantiser:
                 shared.append(grid[first:last])
         if shared and group.world_size > 1:
             _share_maxima(shared, group, f"the scales of bucket {layout.index}")
-        if self._reciprocal:
-            scales.clamp_(min=_LEAST)
-        scales.div_(torch.finfo(FP8).max)
-        scales.masked_fill_(scales == 0, 1.0)
+        self._form.finish(scales)
 
     def end(self) -> None:
         """Frees the scales."""
@@ -200,14 +268,15 @@ class Quantiser:
         source, kind = self._kinds[number]
         if kind == _AS_IT_IS:
             return self._local(source)
+        blocks = self._blocks[source]
         if kind == _SCALES:
-            shape = _grid_shape(self._wide[source].shape, self._block)
-            if source in self._split:  # every rank has all of these scales
-                return [_Scales(Box(offset=(0,) * len(shape), shape=shape), self._grid_of, source)]
-            return [_Scales(_grid_box(held.box, self._block), self._grid_of, source) for held in self._held(source)]
+            # Every rank has all scales of a split weight.
+            whole = [_whole(blocks.scales)]
+            boxes = whole if source in self._split else [blocks.scales_of(held.box) for held in self._held(source)]
+            return [_Scales(box, self._grid_of, source, blocks, self._form) for box in boxes]
         wide = self._wide[source].torch_dtype
         return [
-            _Quantised(held.box, held, wide, self._grid_of, source, self._block, self._reciprocal)
+            _Quantised(held.box, held, wide, self._grid_of, source, blocks, self._form.multiplies)
             for held in self._held(source)
         ]
 
@@ -218,36 +287,18 @@ class Quantiser:
     def _grid_of(self, source: int) -> torch.Tensor:
         return self._grids[source]
 
-    def _grid_rows(self, source: int, kind: str, first: int, last: int) -> tuple[int, int]:
-        """First and end index, in the grid's dimension 0, of the scales for some rows of a travelling tensor."""
-        if kind == _SCALES or len(self._wide[source].shape) > 2:
-            return first, last
-        return first // self._block, -(-last // self._block)
-
-    def _cuts_a_block(self, source: int, box: Box) -> bool:
-        return any(
-            start % self._block or (end % self._block and end != extent)
-            for start, end, extent in (
-                (box.offset[dim], box.offset[dim] + box.shape[dim], self._wide[source].shape[dim]) for dim in (-2, -1)
-            )
-        )
-
     def _measure(self, source: int, grid: torch.Tensor, first: int, last: int) -> None:
         """Writes the maxima of this rank's parts into some rows of a grid."""
-        shape = self._wide[source].shape
-        stacked = len(shape) > 2
-        rows = (first, last) if stacked else (first * self._block, min(last * self._block, self._wide[source].num_rows))
-        needed = Box(offset=(rows[0], *(0 for _ in shape[1:])), shape=(rows[1] - rows[0], *shape[1:]))
-        dtype = self._wide[source].torch_dtype
+        blocks, spec = self._blocks[source], self._wide[source]
+        step = blocks.rows if len(spec.shape) == 2 else 1
+        rows = first * step, min(last * step, spec.num_rows)
+        needed = Box(offset=(rows[0], *(0 for _ in spec.shape[1:])), shape=(rows[1] - rows[0], *spec.shape[1:]))
         for held in self._parts[source]:
             common = intersection(held.box, needed)
-            for piece in _matrices(common, held, self._block) if common is not None else ():
-                x = _values(held, piece, dtype, grid.device)
-                blocks = _in_blocks(x, piece, self._block)
-                # Magnitudes and their maximum are exact in any dtype.
-                most = _maxima(x, piece, self._block) if blocks is None else blocks.abs().amax(dim=(-3, -1))
-                found = grid[slices(_grid_box(piece, self._block), (0,) * len(shape))]
-                torch.maximum(found, most.float().view_as(found), out=found)
+            for piece in blocks.pieces(common, held) if common is not None else ():
+                x = _values(held, piece, spec.torch_dtype, grid.device)
+                found = grid[slices(blocks.touched(piece), (0,) * grid.dim())]
+                torch.maximum(found, blocks.maxima(x, piece), out=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +308,8 @@ class _Scales:
     box: Box
     grid: Callable[[int], torch.Tensor]
     source: int
+    blocks: _Blocks
+    form: Fp8Format
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -264,10 +317,13 @@ class _Scales:
 
     @property
     def origin(self) -> torch.Tensor:
-        return self.grid(self.source)[slices(self.box, (0,) * len(self.box.shape))]
+        return self._part(self.box)
 
     def write(self, box: Box, out: torch.Tensor) -> None:
-        out.copy_(self.grid(self.source)[slices(box, (0,) * len(box.shape))])
+        out.copy_(self.form.stored(self._part(box)))
+
+    def _part(self, box: Box) -> torch.Tensor:
+        return self.grid(self.source).view(self.blocks.scales)[slices(box, (0,) * len(box.shape))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +335,8 @@ class _Quantised:
     dtype: torch.dtype
     grid: Callable[[int], torch.Tensor]
     source: int
-    block: int
-    reciprocal: bool
+    blocks: _Blocks
+    multiplies: bool
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -292,40 +348,30 @@ class _Quantised:
 
     def write(self, box: Box, out: torch.Tensor) -> None:
         grid = self.grid(self.source)
-        most = torch.finfo(FP8).max
-        for piece in _matrices(box, self.held, self.block):
+        for piece in self.blocks.pieces(box, self.held):
             x = _values(self.held, piece, self.dtype, grid.device)
             target = out[slices(piece, box.offset)]
-            blocks, into = _in_blocks(x, piece, self.block), _in_blocks(target, piece, self.block)
-            if blocks is not None and into is not None and x.dtype.itemsize <= 4:
-                scales = grid[slices(_grid_box(piece, self.block), (0,) * len(box.shape))]
-                scales = scales[..., :, None, :, None]
-                # The arithmetic is in float32 because the scales are.
-                q = torch.mul(blocks, 1.0 / scales) if self.reciprocal else torch.div(blocks, scales)
-                into.copy_(q.clamp_(-most, most))
+            touched = self.blocks.touched(piece)
+            scales = grid[slices(touched, (0,) * len(box.shape))]
+            if _spreads(touched.shape, piece.shape):
+                target.copy_(self._divided(x, scales))
                 continue
-            rows, columns = (
-                torch.arange(start, start + extent, device=grid.device) // self.block
-                for start, extent in zip(piece.offset[-2:], piece.shape[-2:], strict=True)
-            )
-            scales = grid[piece.offset[0]] if len(box.shape) > 2 else grid
-            # Indexing both dimensions at once would need eight bytes of index for each element.
-            scales = scales.index_select(0, rows).index_select(1, columns).view_as(x)
-            x = x.to(torch.float32, copy=True)
-            x = x.mul_(1.0 / scales) if self.reciprocal else x.div_(scales)
-            target.copy_(x.clamp_(-most, most))
+            blocks, into = self.blocks.in_blocks(x, piece), self.blocks.in_blocks(target, piece)
+            if blocks is not None and into is not None:
+                into.copy_(self._divided(blocks, scales[..., :, None, :, None]))
+                continue
+            for dim, step in ((-2, self.blocks.rows), (-1, self.blocks.columns)):
+                start = piece.offset[dim]
+                index = torch.arange(start, start + piece.shape[dim], device=grid.device) // step - touched.offset[dim]
+                # Indexing both dimensions at once would need eight bytes of index for each element.
+                scales = scales.index_select(dim, index)
+            target.copy_(self._divided(x, scales))
 
-
-def _matrices(box: Box, held: Held, block: int) -> list[Box]:
-    """Cuts a box into boxes of whole rows of one matrix, none cut within a block, each small enough for one chunk."""
-    elements = CHUNK_ELEMENTS if held.memory is None else _CHUNK_IN_PLACE
-    if len(box.shape) == 2:
-        return list(rows_of(box, elements, multiple=block))
-    return [
-        Box(offset=(index, *piece.offset), shape=(1, *piece.shape))
-        for index in range(box.offset[0], box.offset[0] + box.shape[0])
-        for piece in rows_of(Box(offset=box.offset[1:], shape=box.shape[1:]), elements, multiple=block)
-    ]
+    def _divided(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        # The arithmetic is in float32 because the scales are.
+        x = x.float() if x.dtype.itemsize > 4 else x
+        q = torch.mul(x, 1.0 / scales) if self.multiplies else torch.div(x, scales)
+        return q.clamp_(-_MOST, _MOST)
 
 
 def _values(held: Held, box: Box, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -336,30 +382,6 @@ def _values(held: Held, box: Box, dtype: torch.dtype, device: torch.device) -> t
     x = torch.empty(box.shape, dtype=dtype, device=device)
     held.write(box, x)
     return x
-
-
-def _grid_box(box: Box, block: int) -> Box:
-    """The box of blocks that a box of elements touches."""
-    starts = (*box.offset[:-2], *(start // block for start in box.offset[-2:]))
-    ends = [start + extent for start, extent in zip(box.offset, box.shape, strict=True)]
-    ends = [*ends[:-2], *(-(-end // block) for end in ends[-2:])]
-    return Box(offset=starts, shape=tuple(end - start for start, end in zip(starts, ends, strict=True)))
-
-
-def _in_blocks(tensor: torch.Tensor, box: Box, block: int) -> torch.Tensor | None:
-    """A view as ``(..., rows of blocks, block, columns of blocks, block)``; None if the box cuts through a block."""
-    if any(start % block or extent % block for start, extent in zip(box.offset[-2:], box.shape[-2:], strict=True)):
-        return None
-    return tensor.unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
-
-
-def _maxima(x: torch.Tensor, box: Box, block: int) -> torch.Tensor:
-    """Largest magnitude in each block that a box touches, as a matrix."""
-    (top, left), (rows, columns) = (start % block for start in box.offset[-2:]), box.shape[-2:]
-    high, wide = -(-(top + rows) // block), -(-(left + columns) // block)
-    padded = torch.zeros(high * block, wide * block, dtype=x.dtype, device=x.device)
-    padded[top : top + rows, left : left + columns] = x.reshape(rows, columns)
-    return padded.abs_().view(high, block, wide, block).amax(dim=(1, 3))
 
 
 def _share_maxima(grids: Sequence[torch.Tensor], group: TrainerGroup, what: str) -> None:

@@ -18,7 +18,7 @@ from weightcast.exporters.local_shard import ShardOf
 from weightcast.exporters.mapping import Family
 from weightcast.exporters.module import WeightsExporter
 from weightcast.exporters.module_tensors import PlacedTensors, check_tensor, places_of
-from weightcast.exporters.quantise import Fp8Blocks
+from weightcast.exporters.quantise import Fp8Format
 from weightcast.wire.box import Box
 
 
@@ -51,7 +51,7 @@ class StagesExporter(WeightsExporter):
         names: Callable[[str], str] | None = None,
         family: Family | str | None = None,
         shard_of: ShardOf | None = None,
-        quantise: Fp8Blocks | None = None,
+        quantise: Fp8Format | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         listed = [stages] if isinstance(stages, nn.Module) else list(stages)

@@ -209,9 +209,9 @@ def _direct(
 
 def _quantised(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     """Names of the 8-bit tensors, and of the scales beside them."""
-    from weightcast.exporters.quantise import SCALE_SUFFIX
+    from weightcast.exporters.fp8_formats import SCALE_SUFFIXES
 
-    return tuple(spec.name for spec in specs if "float8" in spec.dtype or spec.name.endswith(SCALE_SUFFIX))
+    return tuple(spec.name for spec in specs if "float8" in spec.dtype or spec.name.endswith(SCALE_SUFFIXES))
 
 
 def _engine_plan(kind: str, packing: Packing, specs: Sequence[TensorSpec], bucket_bytes: int) -> EnginePlan:
