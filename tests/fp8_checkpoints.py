@@ -1,4 +1,4 @@
-"""Checkpoints in fp8, made from bfloat16 or float32 ones: plain arithmetic, by which others are judged."""
+"""Checkpoints in fp8, made from wider ones: by plain arithmetic, by which others are judged, or by our exporters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.exports import export
+from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.quantise import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
+
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
 BLOCK = 128
 QUANTISED = re.compile(r".*_proj\.weight")
 Kind = Literal["blocks", "tensors", "static"]
+EXPORTED: dict[str, Fp8Format] = {
+    "exported-blocks": Fp8Blocks(),
+    "exported-tensors": Fp8Tensors(),
+    "exported-scalars": Fp8Tensors(scalar=True),
+    "exported-channels": Fp8Channels(),
+    "exported-mxfp8": Mxfp8(),
+}
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,6 +57,27 @@ def config_of(kind: Kind, wide: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static" if kind == "static" else "dynamic"}
     found["modules_to_not_convert"] = wide
     return found | ({"weight_block_size": [BLOCK, BLOCK]} if kind == "blocks" else {})
+
+
+def exported_checkpoint(source: Path, target: Path, form: Fp8Format) -> None:
+    """Writes the checkpoint ``source`` as our exporter sends the model, with the configuration that it gives."""
+    from transformers import AutoModelForCausalLM
+
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
+            shutil.copy2(file, target / file.name)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    exporter = ModuleExporter(model, quantise=form)
+    got = export(exporter)
+    tensors = {
+        spec.name: torch.frombuffer(bytearray(got[spec.name]), dtype=spec.torch_dtype).view(spec.shape)
+        for spec in exporter.specs()
+    }
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = form.quantization_config(exporter.specs())
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def fp8_checkpoint(source: Path, target: Path, kind: Kind, *, device: str = "cpu") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engines.environment import ROOT, engine_python, package_path
-from tests.fp8_checkpoints import fp8_checkpoint
+from tests.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
 from tests.tiny import in_bfloat16, tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.engine]
@@ -42,6 +42,18 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "tensors": ("tensors", "qwen3", "tensors", "Fp8LinearMethod"),
     "tensors, experts": ("tensors", "qwen3_moe", "tensors", "Fp8MoEMethod"),
     "static activations": ("static", "qwen3", "static", "Fp8LinearMethod"),
+    "exported blocks": ("blocks", "qwen3", "exported-blocks", "Fp8LinearMethod"),
+    "exported blocks, experts": ("blocks", "qwen3_moe", "exported-blocks", "Fp8MoEMethod"),
+    "exported tensors": ("tensors", "qwen3", "exported-tensors", "Fp8LinearMethod"),
+    "exported scalars, experts": ("tensors", "qwen3_moe", "exported-scalars", "Fp8MoEMethod"),
+    "exported tensors, experts": ("tensors", "qwen3_moe", "exported-tensors", "Fp8MoEMethod"),
+    "exported channels": ("channels", "qwen3", "exported-channels", "CompressedTensorsLinearMethod"),
+    "exported channels, experts": (
+        "channels",
+        "qwen3_moe",
+        "exported-channels",
+        "CompressedTensorsW8A8Fp8MoEMethod",
+    ),
     "dummy": ("dummy", "qwen3", "tensors", "Fp8LinearMethod"),
     "online": ("online", "qwen3", "", "Fp8PerTensorOnlineLinearMethod"),
     "online, experts": ("online", "qwen3_moe", "", "Fp8PerTensorOnlineMoEMethod"),
@@ -51,6 +63,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
 }
 REFUSED: dict[str, tuple[str, str, str, str]] = {
     "mxfp8": ("mxfp8", "qwen3", "", "Mxfp8OnlineLinearMethod"),
+    "exported mxfp8": ("mxfp8-stored", "qwen3", "exported-mxfp8", "CompressedTensorsW8A8Mxfp8"),
     "nvfp4": ("nvfp4", "qwen3", "", "ModelOptNvFp4FusedMoE"),
     "static activations, experts": ("static", "qwen3_moe", "static", "experts with static scales of activations"),
 }
@@ -66,6 +79,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         if (family, kind) not in made:
             made[family, kind] = [checkpoint(folder, family, kind, seed) for seed in (0, 1)]
         asked.append([case, *map(str, made[family, kind])])
+    said = run(folder, "tests.engines.vllm_fp8_rig", json.dumps(asked))
+    return dict(zip(CASES | REFUSED, said, strict=True))
+
+
+def run(folder: Path, *words: str) -> Any:
+    """The last line that a module prints in vLLM's environment, as JSON."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
         "PYTHONPATH": os.pathsep.join([package_path(folder / "metadata"), str(ROOT / "src"), str(ROOT)]),
@@ -77,7 +96,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         "TORCHDYNAMO_DISABLE": "1",
     }
     done = subprocess.run(
-        [str(engine_python("vllm-0.32.0-cpu")), "-m", "tests.engines.vllm_fp8_rig", json.dumps(asked)],
+        [str(engine_python("vllm-0.32.0-cpu")), "-m", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -85,7 +104,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         cwd=ROOT,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return dict(zip(CASES | REFUSED, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def checkpoint(folder: Path, family: str, kind: Any, seed: int) -> Path:
@@ -96,8 +115,12 @@ def checkpoint(folder: Path, family: str, kind: Any, seed: int) -> Path:
         in_bfloat16(wide)
     if not kind:
         return wide
-    fp8_checkpoint(wide, folder / f"{family}-{kind}-{seed}", kind)
-    return folder / f"{family}-{kind}-{seed}"
+    target = folder / f"{family}-{kind}-{seed}"
+    if kind in EXPORTED:
+        exported_checkpoint(wide, target, EXPORTED[kind])
+    else:
+        fp8_checkpoint(wide, target, kind)
+    return target
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -130,3 +153,10 @@ def test_what_is_not_proven_is_refused_by_name(outcomes: dict[str, dict[str, Any
     said = outcomes[name]["refused"]
     assert "in a way that weightcast does not support" in said
     assert REFUSED[name][3] in said
+
+
+def test_exports_are_bit_for_bit_those_of_vllm_and_compressed_tensors(tmp_path: Path) -> None:
+    said = run(tmp_path, "tests.engines.fp8_formats_rig")
+    different = {"channels that divide, vllm", "mxfp8 with ties, vllm"}
+    assert {name for name, wrong in said.items() if wrong} == different
+    assert len(said) == 8

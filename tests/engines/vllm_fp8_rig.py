@@ -27,6 +27,12 @@ from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKern
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8 as compressed_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w8a8_mxfp8 as compressed_mxfp8,
+)
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
 from vllm.model_executor.layers.quantization.online import fp8 as online
 from vllm.model_executor.layers.quantization.online import mxfp8
@@ -49,6 +55,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "swizzled": {},
     "tensors": {},
     "static": {},
+    "channels": {},
+    "mxfp8-stored": {},
     "dummy": {"load_format": "dummy"},
     "online": {"quantization": "fp8"},
     "online-blocks": {"quantization": "fp8_per_block"},
@@ -102,8 +110,11 @@ def on_this_cpu(kernel: type[Blocks]) -> None:
         table = getattr(linear, name)
         if name.startswith("_POSSIBLE") and "BLOCK" in name and isinstance(table, dict):
             table[PlatformEnum.CPU] = [kernel]
-    mxfp8.init_mxfp8_linear_kernel = lambda *_, **__: SimpleNamespace(process_weights_after_loading=lambda layer: None)
-    for module in (fp8, online):
+    for module in (mxfp8, compressed_mxfp8):
+        module.init_mxfp8_linear_kernel = lambda *_, **__: SimpleNamespace(
+            process_weights_after_loading=lambda layer: None
+        )
+    for module in (fp8, online, compressed_experts):
         module.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.fp8_checkpoints import fp8_checkpoint
+from tests.fp8_checkpoints import EXPORTED, exported_checkpoint, fp8_checkpoint
 from tests.gpu.servers import Record, Server
 from tests.gpu.test_updates_gpu import PYTHONPATH
 from tests.gpu.test_vllm_gpu import SITE, Vllm, vllm
@@ -45,6 +45,10 @@ CASES = [
     pytest.param("qwen3", DENSE, "tensors", [], id="tensors"),
     pytest.param("qwen3", DENSE, "static", [], id="tensors, static activations"),
     pytest.param("qwen3_moe", EXPERTS, "tensors", [], id="tensors, experts"),
+    pytest.param("qwen3", DENSE, "exported-tensors", [], id="exported tensors"),
+    pytest.param("qwen3_moe", EXPERTS, "exported-tensors", [], id="exported tensors, experts"),
+    pytest.param("qwen3", DENSE, "exported-channels", [], id="exported channels"),
+    pytest.param("qwen3_moe", EXPERTS, "exported-channels", [], id="exported channels, experts"),
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8"], id="online"),
     pytest.param("qwen3_moe", EXPERTS, "", ["--quantization=fp8"], id="online, experts"),
     pytest.param("qwen3", DENSE, "", ["--quantization=fp8_per_block"], id="online blocks"),
@@ -61,7 +65,9 @@ def checkpoints(folder: Path, family: str, settings: dict[str, Any], kind: Any) 
         tiny_model(wide, family=family, seed=seed, **settings)
         tiny_tokenizer(wide)
         in_bfloat16(wide)
-        if kind:
+        if kind in EXPORTED:
+            exported_checkpoint(wide, folder / name, EXPORTED[kind])
+        elif kind:
             fp8_checkpoint(wide, folder / name, kind)
         found.append(folder / name if kind else wide)
     return found

@@ -205,11 +205,29 @@ def test_experts_with_static_activations_are_refused() -> None:
     module = "vllm.model_executor.layers.quantization.fp8"
     method = type("Fp8MoEMethod", (), {"__module__": module})()
     method.quant_config = SimpleNamespace(activation_scheme="static")
-    assert "experts with static scales" in why_refused(method)
+    assert "experts with static scales" in why_refused(method, nn.Module())
     method.quant_config = SimpleNamespace(activation_scheme="dynamic")
-    assert why_refused(method) == ""
+    assert why_refused(method, nn.Module()) == ""
     method.is_scale_e8m0 = True
-    assert "powers of two" in why_refused(method)
+    assert "powers of two" in why_refused(method, nn.Module())
+
+
+def test_only_one_scheme_of_compressed_tensors_is_known() -> None:
+    package = "vllm.model_executor.layers.quantization.compressed_tensors"
+    method = type("CompressedTensorsLinearMethod", (), {"__module__": f"{package}.compressed_tensors"})()
+    assert is_quantised(method)
+    for name, module, said in (
+        ("CompressedTensorsW8A8Fp8", f"{package}.schemes.compressed_tensors_w8a8_fp8", ""),
+        ("CompressedTensorsW8A8Fp8", "somebody", "the scheme CompressedTensorsW8A8Fp8"),
+        ("CompressedTensorsW8A8Mxfp8", f"{package}.schemes.x", "the scheme CompressedTensorsW8A8Mxfp8"),
+    ):
+        layer = SimpleNamespace(scheme=type(name, (), {"__module__": module})())
+        assert why_refused(method, layer) == said
+    static = type("CompressedTensorsW8A8Fp8", (), {"__module__": f"{package}.schemes.compressed_tensors_w8a8_fp8"})()
+    static.is_static_input_scheme = True
+    assert "static scales of activations" in why_refused(method, SimpleNamespace(scheme=static))
+    experts = SimpleNamespace(static_input_scales=True)
+    assert "experts with static scales" in why_refused(experts, nn.Module())
 
 
 @pytest.mark.parametrize(

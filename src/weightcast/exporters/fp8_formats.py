@@ -149,22 +149,22 @@ class Fp8Blocks(Fp8Format):
 
     @property
     def multiplies(self) -> bool:
-        """As the base's."""
+        """Implements the base's method."""
         return self.reciprocal
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """As the base's."""
+        """Implements the base's method."""
         return self.block, self.block
 
     def finish(self, maxima: torch.Tensor) -> None:
-        """As the base's."""
+        """Implements the base's method."""
         if self.reciprocal:
             maxima.clamp_(min=_LEAST_IN_BLOCKS)
         maxima.div_(_MOST)
         maxima.masked_fill_(maxima == 0, 1.0)
 
     def quantization_config(self, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
-        """As the base's."""
+        """Implements the base's method."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -185,11 +185,11 @@ class _Coarse(Fp8Format):
 
     @property
     def multiplies(self) -> bool:
-        """As the base's."""
+        """Implements the base's method."""
         return self.reciprocal
 
     def finish(self, maxima: torch.Tensor) -> None:
-        """As the base's."""
+        """Implements the base's method."""
         maxima.div_(_MOST)
         if self.reciprocal:
             maxima.clamp_(min=_LEAST_SCALE)
@@ -208,15 +208,15 @@ class Fp8Tensors(_Coarse):
     scalar: bool = False
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """As the base's."""
+        """Implements the base's method."""
         return shape[-2], shape[-1]
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """As the base's."""
+        """Implements the base's method."""
         return () if self.scalar else (1,)
 
     def quantization_config(self, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
-        """As the base's."""
+        """Implements the base's method."""
         return {"quant_method": "fp8", "activation_scheme": "dynamic"} | _listed("modules_to_not_convert", specs)
 
 
@@ -225,11 +225,11 @@ class Fp8Channels(_Coarse):
     """One scale for each row of a matrix, as in compressed-tensors' checkpoints for scales of each token (``W8A8``)."""
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """As the base's."""
+        """Implements the base's method."""
         return 1, shape[-1]
 
     def quantization_config(self, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
-        """As the base's."""
+        """Implements the base's method."""
         float8 = {"num_bits": 8, "type": "float", "symmetric": True}
         return _compressed(
             "float-quantized",
@@ -246,7 +246,7 @@ class Mxfp8(Fp8Format):
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def check(self, spec: TensorSpec) -> None:
-        """As the base's."""
+        """Implements the base's method."""
         Fp8Format.check(self, spec)
         if spec.shape[-1] % _GROUP:
             raise ConfigError(
@@ -255,11 +255,11 @@ class Mxfp8(Fp8Format):
             )
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """As the base's."""
+        """Implements the base's method."""
         return 1, _GROUP
 
     def finish(self, maxima: torch.Tensor) -> None:
-        """As the base's."""
+        """Implements the base's method."""
         bits = maxima.view(torch.int32)
         infinite = bits >= 0x7F800000
         exponents = ((bits + 0x200000) >> 23).sub_(8).clamp_(0, 254)
@@ -268,11 +268,11 @@ class Mxfp8(Fp8Format):
         bits.masked_fill_(infinite, 0x7FC00000)
 
     def stored(self, scales: torch.Tensor) -> torch.Tensor:
-        """As the base's."""
+        """Implements the base's method."""
         return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
     def quantization_config(self, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
-        """As the base's."""
+        """Implements the base's method."""
         group = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": _GROUP}
         group |= {"scale_dtype": "torch.uint8"}
         return _compressed(

@@ -87,9 +87,7 @@ class _Blocks:
         """The box of the grid whose blocks a box of elements touches."""
         steps = (*(1 for _ in self.shape[:-2]), self.rows, self.columns)
         starts = tuple(start // step for start, step in zip(box.offset, steps, strict=True))
-        ends = [
-            -(-(start + extent) // step) for start, extent, step in zip(box.offset, box.shape, steps, strict=True)
-        ]
+        ends = [-(-(start + extent) // step) for start, extent, step in zip(box.offset, box.shape, steps, strict=True)]
         return Box(offset=starts, shape=tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def scales_of(self, box: Box) -> Box:
@@ -185,7 +183,7 @@ class Quantiser:
         expanded = _expanded(specs, form)
         self.specs = tuple(spec for spec, _, _ in expanded)
         self._kinds = [(number, kind) for _, number, kind in expanded]
-        self._blocks = {number: _Blocks.of(specs[number].shape, form) for number, kind in self._kinds if kind == _WEIGHT}
+        self._blocks = {n: _Blocks.of(specs[n].shape, form) for n, kind in self._kinds if kind == _WEIGHT}
         self._number = {spec.name: number for number, spec in enumerate(self.specs)}
         self._shared = shared
         self._group: TrainerGroup | None = None

@@ -224,7 +224,7 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     on_cpu = device.type == "cpu"
-    why = why_refused(method)
+    why = why_refused(method, layer)
     if is_quantised(method) and not why:
         return "quantised"
     if type(method) is UnquantizedEmbeddingMethod:
@@ -245,7 +245,7 @@ def _kind(name: str, layer: Any, method: Any, device: torch.device) -> str:
             return "experts in place"
     raise ConfigError(
         f"{name} transforms its weights in a way that weightcast does not support: {why or type(method).__name__}",
-        hint="use a model in bfloat16 or in vLLM's fp8 (block, tensor or online), or vLLM's own weight transfer",
+        hint="use a model in bfloat16 or in fp8 (blocks, tensors, channels or online), or vLLM's own weight transfer",
     )
 
 

@@ -35,13 +35,17 @@ _LINEAR = (
     "online.fp8.Fp8PerTensorOnlineLinearMethod",
     "online.fp8.Fp8PerBlockOnlineLinearMethod",
     "online.fp8.Fp8PtpcOnlineLinearMethod",
+    "compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod",
 )
 _EXPERTS = (
     "fp8.Fp8MoEMethod",
     "online.fp8.Fp8PerTensorOnlineMoEMethod",
     "online.fp8.Fp8PerBlockOnlineMoEMethod",
     "online.fp8.Fp8PtpcOnlineMoEMethod",
+    "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod",
 )
+# Of compressed-tensors, whose method for linear layers hands everything to the layer's scheme.
+_SCHEME = "compressed_tensors.schemes.compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8"
 _DONE = "_already_called_process_weights_after_loading"
 _KERNELS = {"moe_kernel", "moe_quant_config"}  # None until a method has processed weights
 _DEEPEST = 8
@@ -54,8 +58,16 @@ def is_quantised(method: object) -> bool:
     return _name_of(method) in {_PACKAGE + name for name in (*_LINEAR, *_EXPERTS)}
 
 
-def why_refused(method: object) -> str:
+def why_refused(method: object, layer: object) -> str:
     """The reason why a layer with this method cannot be updated; empty if it can."""
+    scheme = getattr(layer, "scheme", None)
+    if type(method).__name__ == "CompressedTensorsLinearMethod":
+        if _name_of(scheme) != _PACKAGE + _SCHEME:
+            return f"the scheme {type(scheme).__name__}"
+        if getattr(scheme, "is_static_input_scheme", False):
+            return f"static scales of activations in {type(scheme).__name__}"
+    if getattr(method, "static_input_scales", False):
+        return f"experts with static scales of activations in {type(method).__name__}"
     if _name_of(method) == f"{_PACKAGE}fp8.Fp8MoEMethod":
         scheme = getattr(getattr(method, "quant_config", None), "activation_scheme", "dynamic")
         if scheme != "dynamic":
@@ -230,6 +242,8 @@ class QuantisedLayer:
         for key in (_DONE, *loaded, *made):
             inside.pop(key, None)
         twin.quant_method = method = _own_method(self._layer.quant_method)
+        if "scheme" in inside:
+            twin.scheme = _own_method(inside["scheme"])
         with torch.no_grad(), self._device:
             method.process_weights_after_loading(twin)
         return reach(twin)
