@@ -77,6 +77,20 @@ def paths(asked: list[EngineRequest]) -> list[str]:
     return [request.path for request in asked]
 
 
+def test_fp8_that_sglang_changes_after_loading_is_refused_and_blocks_are_not() -> None:
+    def specs(suffix: str) -> list[TensorSpec]:
+        weight = TensorSpec(name="l.o_proj.weight", dtype="float8_e4m3fn", shape=(4, 4))
+        return [SPEC, weight, TensorSpec(name=weight.name + suffix, dtype="float32", shape=(1, 1))]
+
+    adapter = SglangAdapter(recognised())
+    for delivery in ("memory", "folder"):
+        adapter.check(specs("_scale_inv"), delivery=delivery, bucket_bytes=1 << 20)
+        with pytest.raises(
+            ConfigError, match=r"one scale for a tensor, channel or group .*: l\.o_proj\.weight; nothing"
+        ):
+            adapter.check(specs("_scale"), delivery=delivery, bucket_bytes=1 << 20)
+
+
 class TestRecognising:
     def test_server_is_described_by_its_answers(self) -> None:
         info = recognised()

@@ -75,13 +75,23 @@ class SglangAdapter:
         return ()
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
-        """As ``Adapter.check``: refuses empty tensors and an NCCL environment that differs from SGLang's."""
+        """As ``Adapter.check``: refuses empty tensors, fp8 that SGLang would spoil, and another NCCL environment."""
         self._delivery = delivery
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
                 f"{self._info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
                 hint="leave them out of the export",
+            )
+        # After loading, SGLang transposes such weights and joins the scales of fused ones.  It does not undo that for an
+        # update, so a square matrix would be served transposed.
+        offered = {spec.name for spec in specs}
+        spoiled = [spec.name for spec in specs if "float8" in spec.dtype and f"{spec.name}_scale" in offered]
+        if spoiled:
+            raise ConfigError(
+                f"{self._info.engine} changes fp8 weights with one scale for a tensor, channel or group after loading, "
+                f"and cannot load them again: {', '.join(spoiled[:6])}; nothing was sent",
+                hint="serve and send fp8 in blocks (Fp8Blocks), or bfloat16",
             )
         on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
         if delivery == "group" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
