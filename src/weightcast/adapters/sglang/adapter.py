@@ -83,8 +83,8 @@ class SglangAdapter:
                 f"{self._info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
                 hint="leave them out of the export",
             )
-        # After loading, SGLang transposes such weights and joins the scales of fused ones.  It does not undo that for an
-        # update, so a square matrix would be served transposed.
+        # After loading, SGLang transposes such weights and joins the scales of fused ones.  No update undoes that, so a
+        # square matrix would be served transposed.
         offered = {spec.name for spec in specs}
         spoiled = [spec.name for spec in specs if "float8" in spec.dtype and f"{spec.name}_scale" in offered]
         if spoiled:
