@@ -1,4 +1,4 @@
-"""Two checkpoints of a Qwen3-VL that differ in their vision towers only, and what an engine says about an image."""
+"""Checkpoints of a Qwen3-VL that differ in vision tower or language model, and what an engine says about an image."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ TEXT: dict[str, Any] = {
 
 
 def made(root: Path, dtype: torch.dtype = torch.float32) -> dict[str, Path]:
-    """Returns the folders of the two checkpoints, ``A`` and ``B``."""
-    folders = {name: root / name for name in "AB"}
+    """Returns the folders: ``B`` has another vision tower than ``A``, and ``C`` another language model."""
+    folders = {name: root / name for name in "ABC"}
     for folder in folders.values():
         tiny_tokenizer(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -67,11 +67,16 @@ def made(root: Path, dtype: torch.dtype = torch.float32) -> dict[str, Path]:
     )
     torch.manual_seed(0)
     model: Any = AutoModelForImageTextToText.from_config(config).to(dtype).eval()
+    first: dict[str, torch.Tensor] = {}
     for name, folder in folders.items():
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                if (".visual." in parameter_name or name == "A") and parameter.ndim > 1:
+                of_vision = ".visual." in parameter_name
+                if (name == "A" or of_vision == (name == "B")) and parameter.ndim > 1:
                     parameter.copy_(torch.randn_like(parameter) * 0.3)
+                elif name == "C" and of_vision:
+                    parameter.copy_(first[parameter_name])
+            first = first or {key: tensor.clone() for key, tensor in model.named_parameters()}
         model.save_pretrained(folder)
         both: dict[str, Any] = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
         both |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,11 @@ PLAYED = ("0.5.23", *(pytest.param(version, marks=pytest.mark.engine_full) for v
 
 @contextmanager
 def sglang(
-    logs: Path, *settings: tuple[Path, int, Sequence[str]], receiver: bool = False, version: str = "0.5.23"
+    logs: Path,
+    *settings: tuple[Path, int, Sequence[str]],
+    receiver: bool = False,
+    version: str = "0.5.23",
+    extra: Mapping[str, str] | None = None,
 ) -> Iterator[list[Engine]]:
     """Several servers on the CPU in fp32, started side by side; ended on the way out.
 
@@ -49,12 +53,13 @@ def sglang(
         settings: For each a model's folder, tensor-parallel ranks, and options.
         receiver: With our receiver in it.
         version: Version of SGLang.
+        extra: More of its environment.
     """
     with ExitStack() as stack:
         found: list[tuple[Engine, Path]] = []
         for number, (model, tp, options) in enumerate(settings):
             log = logs / f"sglang-{number}.log"
-            engine = _start(model, tp, options, log, receiver=receiver, version=version)
+            engine = _start(model, tp, options, log, extra or {}, receiver=receiver, version=version)
             stack.callback(engine.stop, within_s=10)
             found.append((engine, log))
         for engine, log in found:
@@ -111,12 +116,19 @@ def sglang_command(
 
 
 def _start(
-    model: Path, tp: int, options: Sequence[str], log: Path, *, receiver: bool = False, version: str = "0.5.23"
+    model: Path,
+    tp: int,
+    options: Sequence[str],
+    log: Path,
+    extra: Mapping[str, str],
+    *,
+    receiver: bool = False,
+    version: str = "0.5.23",
 ) -> Engine:
     port = quiet_port()
     (python, *argv), environment = sglang_command(model, tp, options, port, receiver=receiver, version=version)
     with log.open("w") as output:
-        process = start(Path(python), argv, modules=IMPORTED, env=environment, output=output)
+        process = start(Path(python), argv, modules=IMPORTED, env=environment | dict(extra), output=output)
     client = httpx.Client(timeout=300.0, trust_env=False, limits=NO_KEEP_ALIVE)
     return Engine(process=process, url=f"http://127.0.0.1:{port}", folder=model, tp=tp, client=client)
 

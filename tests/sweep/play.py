@@ -33,6 +33,8 @@ OPTIONS: dict[str, Any] = {"bucket_bytes": 1 << 20, "timeout_s": 300.0, "min_pro
 
 Answers = list[tuple[list[int], list[float]]]
 
+_IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -110,7 +112,9 @@ def _served(engine: str, folder: Path, logs: Path, tp: int, options: Sequence[st
         with vllm(folder, logs, *options, tp=tp, extra={"PYTHONPATH": path}) as server:
             yield server
     else:
-        with sglang(logs, (folder, tp, ("--disable-radix-cache", *options))) as [server]:
+        os.environ[_IMAGE_CACHE] = "0"  # says so to the adapter
+        setting = (folder, tp, ("--disable-radix-cache", "--mm-attention-backend=sdpa", *options))
+        with sglang(logs, setting, extra={_IMAGE_CACHE: "0"}) as [server]:
             yield server
 
 

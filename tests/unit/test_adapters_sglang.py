@@ -91,6 +91,36 @@ def test_fp8_that_sglang_changes_after_loading_is_refused_and_blocks_are_not() -
             adapter.check(specs("_scale"), delivery=delivery, bucket_bytes=1 << 20)
 
 
+def test_a_language_model_without_the_vision_tower_is_refused_by_a_server_that_encodes_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "0")
+    info = recognised(model={"has_image_understanding": True})
+    tower = TensorSpec(name="model.visual.blocks.0.attn.proj.weight", dtype="bfloat16", shape=(4, 4))
+    adapter = SglangAdapter(info)
+    adapter.check([SPEC, tower], delivery="memory", bucket_bytes=1 << 20)
+    with pytest.raises(ConfigError, match=r"no tensor of the update belongs to a vision tower") as caught:
+        adapter.check([SPEC], delivery="memory", bucket_bytes=1 << 20)
+    assert "match=REGEX" in str(caught.value.hint)
+    SglangAdapter(recognised()).check([SPEC], delivery="memory", bucket_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("value", [None, "100", ""])
+def test_a_cache_of_encoded_images_that_no_flush_reaches_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("SGLANG_VLM_CACHE_SIZE_MB", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", value)
+    tower = TensorSpec(name="model.visual.blocks.0.attn.proj.weight", dtype="bfloat16", shape=(4, 4))
+    with pytest.raises(ConfigError, match="no flush reaches that cache") as caught:
+        SglangAdapter(recognised(model={"has_image_understanding": True})).check(
+            [SPEC, tower], delivery="memory", bucket_bytes=1 << 20
+        )
+    assert "SGLANG_VLM_CACHE_SIZE_MB=0" in str(caught.value.hint)
+    SglangAdapter(recognised()).check([SPEC, tower], delivery="memory", bucket_bytes=1 << 20)
+
+
 class TestRecognising:
     def test_server_is_described_by_its_answers(self) -> None:
         info = recognised()

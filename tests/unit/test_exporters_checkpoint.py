@@ -118,6 +118,14 @@ def test_any_tensor_is_read_whole_through_any_chunk(tmp_path, monkeypatch, shape
     assert got["t"] == raw(want)
 
 
+def test_one_part_of_a_checkpoint_is_sent_by_the_names_of_its_tensors(single):
+    with CheckpointExporter(single, match=r"model\..*norm\.weight|fp8") as exporter:
+        assert [spec.name for spec in exporter.specs()] == ["model.norm.weight", "fp8"]
+        assert export(exporter) == {name: expected()[name] for name in ("fp8", "model.norm.weight")}
+    with pytest.raises(ConfigError, match=r"has no tensors that match 'model'"):
+        CheckpointExporter(single, match="model")
+
+
 def test_shards_are_read_one_by_one_in_the_dtype_of_the_file(single):
     with CheckpointExporter(single, wire_dtype=torch.bfloat16) as exporter:
         shards = {shard.spec.name: shard for shard in exporter.shards()}

@@ -54,6 +54,7 @@ def test_a_plain_server_has_none():
         ({}, {"computed": ["a", "b", "c", "d", "e"]}, "so no rank can prove them: a, b, c, d and 1 more"),
         ({"lora_config": object()}, {}, "adapters that vLLM loads from folders"),
         ({"cache_config": SimpleNamespace(calculate_kv_scales=True)}, {}, "scales of its KV cache"),
+        ({}, {"not_updated": "visual.*"}, "keeps the tensors that match 'visual.*'"),
     ],
 )
 def test_the_plug_in_names_each(changes, options, words):
@@ -76,6 +77,7 @@ def test_a_cache_outside_of_vllm_forbids_in_place():
     ("changes", "words"),
     [
         ({"speculative_config": {"method": "eagle"}}, "its draft model is not updated"),
+        ({"model_config": {"multimodal_config": {"limit_per_prompt": {}}}}, "it encodes images"),
         ({"model_config": {"quantization": "fp8"}}, "its weights are quantised (fp8)"),
         (
             {

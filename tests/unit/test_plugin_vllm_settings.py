@@ -30,6 +30,7 @@ def test_settings_are_read_from_vllms_own_config(config, staging, draft):
         ({"weightcast": {"stagin": "host"}}, "'stagin'"),
         ({"weightcast": {"draft": "yes"}}, "'yes'.*draft"),
         ({"weightcast": "host"}, "is 'host'"),
+        ({"weightcast": {"not_updated": "visual("}}, r"visual\(.*unterminated"),
     ],
 )
 def test_a_setting_that_is_not_understood_is_named(config, words):

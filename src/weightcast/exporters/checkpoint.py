@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -45,9 +46,11 @@ class CheckpointExporter:
             ``model.safetensors.index.json``.
         wire_dtype: Floating-point tensors of 16 bits or more travel in this dtype; None keeps each tensor's own.
         device: Device for the buckets of these weights.
+        match: Regular expression for the names of the tensors to send, for one part of a composed model, such as a
+            vision tower that is not trained; None sends all.
 
     Attributes:
-        skipped: Names of tensors on disk that are left out, in order.
+        skipped: Names of tensors on disk that are left out, in order; not those that ``match`` leaves out.
 
     Raises:
         ConfigError: There is no whole and valid checkpoint at this path; the message says what is wrong.
@@ -59,6 +62,7 @@ class CheckpointExporter:
         *,
         wire_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        match: str | None = None,
     ) -> None:
         casting.check_wire_dtype(wire_dtype)
         self.path = Path(path)
@@ -72,8 +76,10 @@ class CheckpointExporter:
             if tied is not None:
                 del self._entries[tied]
                 skipped.append(tied)
+            if match is not None:
+                self._entries = {name: entry for name, entry in self._entries.items() if re.fullmatch(match, name)}
             if not self._entries:
-                raise ConfigError(f"{self.path} has no tensors")
+                raise ConfigError(f"{self.path} has no tensors" + (f" that match {match!r}" if match else ""))
             check_names(self._entries)
         except ConfigError:
             self.close()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from weightcast.adapters.encoders import TAKES_IMAGES, check_encoders
 from weightcast.adapters.sglang.payload import bucket_payload
 from weightcast.comm.pickle_writer import listing, pickled_base64
 from weightcast.comm.run_steps import EngineRequest, Steps
@@ -29,6 +30,8 @@ from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import Close, Commit, Open
 
 _ABSENT = (404, 405)
+# SGLang's cache of encoded images, in MB, which it tells nobody.
+_IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 # After an abort the scheduler finishes one more batch before it is idle.
 _SETTLE_S = 5.0
 # An empty list of tensors; loading it changes nothing.
@@ -75,13 +78,20 @@ class SglangAdapter:
         return ()
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
-        """As ``Adapter.check``: refuses empty tensors, fp8 that SGLang would spoil, and another NCCL environment."""
+        """As ``Adapter.check``: refuses what SGLang would not take, or take without a word and serve wrongly."""
         self._delivery = delivery
         empty = [spec.name for spec in specs if spec.size_bytes == 0]
         if empty:
             raise ConfigError(
                 f"{self._info.engine} takes no empty tensors: {', '.join(empty[:6])}; nothing was sent",
                 hint="leave them out of the export",
+            )
+        check_encoders(self._info, specs)
+        if TAKES_IMAGES in self._info.hazards and os.environ.get(_IMAGE_CACHE) != "0":
+            raise ConfigError(
+                f"{self._info.engine} encodes images and may cache what its old vision tower made of them, and no "
+                "flush reaches that cache; nothing was sent",
+                hint=f"start SGLang with {_IMAGE_CACHE}=0, and set the same variable in the trainer to say so",
             )
         # After loading, SGLang transposes such weights and joins the scales of fused ones.  No update undoes that, so a
         # square matrix would be served transposed.

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from weightcast.adapters.encoders import TAKES_IMAGES
 from weightcast.adapters.sglang.adapter import SglangAdapter
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.comm.same_host import host_id_of
@@ -84,6 +85,7 @@ def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> Engine
         instance=_instance(server),
         tells_version=bool(weight_version),
         no_pause=_no_pause(server),
+        hazards=(TAKES_IMAGES,) if model.get("has_image_understanding") is True else (),
     )
 
 

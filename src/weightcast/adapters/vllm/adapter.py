@@ -11,6 +11,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from weightcast.adapters.encoders import check_encoders
 from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
 from weightcast.adapters.vllm.payload import ID_KEY, ipc_handles, stored_id
 from weightcast.adapters.vllm.requests import if_there, post, succeeds
@@ -48,7 +49,8 @@ class VllmAdapter(BaseVllmAdapter):
         self._update_fields: Mapping[str, Any] = {}  # fields that this version wants in every update
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
-        """Accepts everything and keeps the delivery for ``open``."""
+        """As ``Adapter.check``; keeps the delivery for ``open``."""
+        check_encoders(self._info, specs)
         self._delivery = delivery
 
     def join(self, invitation: Invitation) -> Steps:

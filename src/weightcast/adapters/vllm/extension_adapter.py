@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+from weightcast.adapters.encoders import check_encoders
 from weightcast.adapters.receiver_messages import announce_of, join_of
 from weightcast.adapters.vllm.base_adapter import BaseVllmAdapter
 from weightcast.adapters.vllm.requests import post, succeeds
@@ -28,7 +29,8 @@ class ExtensionAdapter(BaseVllmAdapter):
     meeting: Meeting = "weightcast"
 
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
-        """Accepts everything: the extension reads what our receiver reads, in whole tensors."""
+        """As ``Adapter.check``: the extension reads what our receiver reads, in whole tensors."""
+        check_encoders(self._info, specs)
 
     def join(self, invitation: Invitation) -> Steps:
         """Joins the group as our receiver does."""

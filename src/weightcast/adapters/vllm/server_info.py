@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weightcast.adapters.encoders import TAKES_IMAGES
 from weightcast.adapters.vllm.requests import decoded
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.config import PauseMode
@@ -42,6 +43,7 @@ class Facts:
         draft: True if it has a speculative draft model.
         experts_apart: True if experts are spread over all of its ranks.
         moves_experts: True if it moves experts between ranks while it serves.
+        takes_images: True if its model has an encoder beside the language model.
         quantised: vLLM's name of the quantisation of its weights; empty for none.
         instance: Id that changes with every start; empty if it does not tell.
     """
@@ -56,6 +58,7 @@ class Facts:
     dp_size: int = 1
     experts_apart: bool = False
     moves_experts: bool = False
+    takes_images: bool = False
     quantised: str = ""
     instance: str = ""
 
@@ -95,6 +98,7 @@ class Facts:
             prefix_caching=None if caching is None else bool(caching),
             draft=_has_draft(config.get("speculative_config")),
             moves_experts=parallel.get("enable_eplb") is True,
+            takes_images=bool(_table(_table(config.get("model_config")).get("multimodal_config"))),
             quantised=str(_table(config.get("model_config")).get("quantization") or ""),
             dp_size=replicas if isinstance(replicas, int) and replicas > 0 else 1,
             experts_apart=parallel.get("enable_expert_parallel") is True,
@@ -120,6 +124,8 @@ class Facts:
         found: list[str] = []
         if self.draft:
             found.append("its draft model is not updated: answers stay right, and fewer of its tokens are accepted")
+        if self.takes_images:
+            found.append(TAKES_IMAGES)
         if self.quantised:
             found.append(
                 f"its weights are quantised ({self.quantised}): vLLM computes them from what is sent, without a proof"

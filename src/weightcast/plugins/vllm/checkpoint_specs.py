@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,17 +23,21 @@ class CheckpointSpecs:
     """The tensors of the checkpoint, known once ``weights`` has been read to its end.
 
     Attributes:
-        specs: All tensors, in the order of the checkpoint.
+        specs: The tensors of a full update, in the order of the checkpoint.
+        left_out: Names of the tensors that no update contains.
         heads: Digests of tensors with a row for each word, by name, if vLLM may drop one that equals another.
         dummy: True if vLLM was started with random weights, so that the checkpoint's values are not in the model.
     """
 
-    def __init__(self, vllm_config: Any, model: nn.Module) -> None:
+    def __init__(self, vllm_config: Any, model: nn.Module, *, not_updated: str = "") -> None:
+        """Reads nothing yet.  ``not_updated`` is the setting of this name."""
         self._config = vllm_config.model_config
         self._load_config = vllm_config.load_config
         self._model = model
         self.dummy = is_dummy(vllm_config)
+        self._not_updated = not_updated
         self.specs: list[TensorSpec] = []
+        self.left_out: list[str] = []
         self.heads: dict[str, str] = {}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -48,6 +53,10 @@ class CheckpointSpecs:
             raise ConfigError(f"load format {self._load_config.load_format} has no checkpoint to read")
         try:
             for name, tensor in loader.get_all_weights(self._config, self._model):
+                if self._not_updated and re.fullmatch(self._not_updated, name):
+                    self.left_out.append(name)
+                    yield name, tensor
+                    continue
                 self.specs.append(TensorSpec.of(name, tensor))
                 if tensor.ndim == 2 and tensor.shape[0] == words:
                     self.heads[name] = tensor_digest(tensor)
@@ -56,8 +65,22 @@ class CheckpointSpecs:
             if not self.dummy:
                 raise
             raise _no_names(f"{self._config.model} has no readable checkpoint: {error}") from error
-        if not self.specs:
+        if not self.specs and not self.left_out:
             raise _no_names("vLLM was started without a checkpoint")
+        self._check_left_out()
+
+    def _check_left_out(self) -> None:
+        if not self._not_updated:
+            return
+        setting = f"the setting not_updated, {self._not_updated!r},"
+        hint = "it is a regular expression for whole names of the checkpoint's tensors"
+        if not self.left_out or not self.specs:
+            raise ConfigError(f"{setting} matches {'every' if self.left_out else 'no'} tensor", hint=hint)
+        if self.dummy:
+            raise ConfigError(
+                f"{setting} would leave random weights in {self.left_out[0]} (--load-format dummy)",
+                hint="start vLLM with the checkpoint's weights",
+            )
 
     def read_specs(self) -> None:
         """Reads names, dtypes and shapes only."""

@@ -175,7 +175,12 @@ class Endpoints:
             optional=optional,
             note="; ".join(notes),
             no_pause=hooks.no_pause,
-            hazards=hazards_of(config, keeps_draft=keeps_draft(config), computed=computed_by(executor.hellos)),
+            hazards=hazards_of(
+                config,
+                keeps_draft=keeps_draft(config),
+                computed=computed_by(executor.hellos),
+                not_updated=settings_of(config.additional_config).not_updated,
+            ),
         )
         self._hooks = hooks
         self._engine = SessionHandler(

@@ -11,9 +11,19 @@ from typing import Any
 _SHOWN = 4
 
 
-def hazards_of(vllm_config: Any, *, keeps_draft: bool, computed: Sequence[str]) -> tuple[str, ...]:
-    """The hazards, one sentence each; ``computed`` names tensors that some rank's loader computes with."""
+def hazards_of(
+    vllm_config: Any, *, keeps_draft: bool, computed: Sequence[str], not_updated: str = ""
+) -> tuple[str, ...]:
+    """The hazards, one sentence each.
+
+    Args:
+        keeps_draft: True if a draft model keeps its weights.
+        computed: Names of tensors that some rank's loader computes with.
+        not_updated: The setting of this name.
+    """
     found: list[str] = []
+    if not_updated:
+        found.append(f"by its setting not_updated it keeps the tensors that match {not_updated!r}")
     if keeps_draft:
         found.append(
             "the draft model keeps the weights that it was started with: answers stay right, and fewer of its tokens "

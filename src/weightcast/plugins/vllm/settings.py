@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, cast
 
 import msgspec
@@ -13,7 +14,8 @@ from weightcast.receiver.rank import StagingChoice
 _SECTION = "weightcast"
 _HINT = (
     '--additional-config \'{"weightcast": {"staging": "auto|device|host|none", "draft": "keep|update", '
-    '"secret_file": "PATH"}}\''
+    '"secret_file": "PATH", '
+    '"not_updated": "REGEX"}}\''
 )
 
 
@@ -24,11 +26,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         staging: Place in which a new version waits for its commit.
         draft: ``update`` makes the draft model's weights a part of every update; ``keep`` leaves them as they are, and
             reports name the draft as not updated.
+        not_updated: Regular expression for names of the checkpoint's tensors that no update contains, such as those of
+            a vision tower that is not trained.  They keep the checkpoint's values, and reports name them.  Empty for
+            none.
         secret_file: File with the secret of an engine on several hosts; empty for ``WEIGHTCAST_ENGINE_SECRET``.
     """
 
     staging: StagingChoice = "auto"
     draft: Literal["keep", "update"] = "keep"
+    not_updated: str = ""
     secret_file: str = ""
 
 
@@ -41,8 +47,10 @@ def settings_of(additional_config: object) -> Settings:
     everything = cast("dict[str, Any]", additional_config) if isinstance(additional_config, dict) else {}
     section = everything.get(_SECTION, {})
     try:
-        return msgspec.convert(section, Settings)
-    except msgspec.ValidationError as error:
+        settings = msgspec.convert(section, Settings)
+        re.compile(settings.not_updated)
+        return settings
+    except (msgspec.ValidationError, re.error) as error:
         raise ConfigError(f"additional_config: {_SECTION} is {section!r}: {error}", hint=_HINT) from None
 
 

@@ -276,7 +276,7 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._rank,
                 gib(self._beside_bytes),
             )
-        checkpoint = CheckpointSpecs(self.vllm_config, self.model)
+        checkpoint = CheckpointSpecs(self.vllm_config, self.model, not_updated=self._settings.not_updated)
         if checkpoint.dummy:
             checkpoint.read_specs()
             unpacked.fill_randomly()

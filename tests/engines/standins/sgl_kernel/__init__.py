@@ -15,3 +15,22 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise RuntimeError(f"sgl_kernel.{name} has no CPU build; something wants it all the same")
 
     return absent
+
+
+def _name_operators() -> None:
+    """Names operators that models of SGLang look up when they are imported; a call of one fails as above."""
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in (
+        "fused_sigmoid_mul_cpu",
+        "fused_qk_gemma_rmsnorm_cpu",
+        "fused_qk_gemma_rmsnorm_with_gate_cpu",
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    ):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    _libraries.append(library)  # its operators end with it
+
+
+_libraries: list[Any] = []
+_name_operators()

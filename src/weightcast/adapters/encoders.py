@@ -1,0 +1,31 @@
+"""Refuses an update of a language model alone for a stock engine that also encodes images.
+
+Stock engines do not list their tensors, so a report could not name the vision tower as not updated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from weightcast.errors import ConfigError
+from weightcast.wire.engine_info import EngineInfo
+from weightcast.wire.layout import TensorSpec
+
+TAKES_IMAGES = (
+    "it encodes images, and does not tell which of its tensors an update leaves as they are: an update must contain "
+    "its vision tower"
+)
+_OF_VISION = re.compile(r"visual|vision|image|img|\bvit\b|\bvpm\b|siglip|clip|patch_embed|pixtral", re.IGNORECASE)
+
+
+def check_encoders(info: EngineInfo, specs: Sequence[TensorSpec]) -> None:
+    """Raises ``ConfigError`` if the engine encodes images and no tensor's name has a word of vision towers."""
+    if TAKES_IMAGES not in info.hazards or any(_OF_VISION.search(spec.name) for spec in specs):
+        return
+    raise ConfigError(
+        f"{info.engine} encodes images, and no tensor of the update belongs to a vision tower, which would silently "
+        "stay as it is; nothing was sent",
+        hint="send the vision tower too: ComposedExporter({'language': ..., 'vision': CheckpointExporter(FOLDER, "
+        "match=REGEX)})",
+    )
