@@ -87,22 +87,8 @@ class SglangAdapter:
                 hint="leave them out of the export",
             )
         check_encoders(self._info, specs)
-        if TAKES_IMAGES in self._info.hazards and os.environ.get(_IMAGE_CACHE) != "0":
-            raise ConfigError(
-                f"{self._info.engine} encodes images and may cache what its old vision tower made of them, and no "
-                "flush reaches that cache; nothing was sent",
-                hint=f"start SGLang with {_IMAGE_CACHE}=0, and set the same variable in the trainer to say so",
-            )
-        # After loading, SGLang transposes such weights and joins the scales of fused ones.  No update undoes that, so a
-        # square matrix would be served transposed.
-        offered = {spec.name for spec in specs}
-        spoiled = [spec.name for spec in specs if "float8" in spec.dtype and f"{spec.name}_scale" in offered]
-        if spoiled:
-            raise ConfigError(
-                f"{self._info.engine} changes fp8 weights with one scale for a tensor, channel or group after loading, "
-                f"and cannot load them again: {', '.join(spoiled[:6])}; nothing was sent",
-                hint="serve and send fp8 in blocks (Fp8Blocks), or bfloat16",
-            )
+        _check_image_cache(self._info)
+        _check_fp8(self._info, specs)
         on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
         if delivery == "group" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
             raise ConfigError(
@@ -406,3 +392,25 @@ def _describe_checksums(before: str, after: str, ranks: int) -> str:
     if before == after:
         return f"its own checksum over {of} is {after[:16]}, as before: the weights are the same, or it took none"
     return f"its own checksum over {of} went from {before[:16]} to {after[:16]}"
+
+
+def _check_image_cache(info: EngineInfo) -> None:
+    if TAKES_IMAGES in info.hazards and os.environ.get(_IMAGE_CACHE) != "0":
+        raise ConfigError(
+            f"{info.engine} encodes images and may cache what its old vision tower made of them, and no flush reaches "
+            "that cache; nothing was sent",
+            hint=f"start SGLang with {_IMAGE_CACHE}=0, and set the same variable in the trainer to say so",
+        )
+
+
+def _check_fp8(info: EngineInfo, specs: Sequence[TensorSpec]) -> None:
+    # After loading, SGLang transposes weights with such scales and joins the scales of fused ones.  No update undoes
+    # that, so a square matrix would be served transposed.
+    offered = {spec.name for spec in specs}
+    spoiled = [spec.name for spec in specs if "float8" in spec.dtype and f"{spec.name}_scale" in offered]
+    if spoiled:
+        raise ConfigError(
+            f"{info.engine} changes fp8 weights with one scale for a tensor, channel or group after loading, and cannot "
+            f"load them again: {', '.join(spoiled[:6])}; nothing was sent",
+            hint="serve and send fp8 in blocks (Fp8Blocks), or bfloat16",
+        )
