@@ -410,7 +410,7 @@ def _check_fp8(info: EngineInfo, specs: Sequence[TensorSpec]) -> None:
     spoiled = [spec.name for spec in specs if "float8" in spec.dtype and f"{spec.name}_scale" in offered]
     if spoiled:
         raise ConfigError(
-            f"{info.engine} changes fp8 weights with one scale for a tensor, channel or group after loading, and cannot "
-            f"load them again: {', '.join(spoiled[:6])}; nothing was sent",
+            f"{info.engine} changes fp8 weights with one scale for a tensor, channel or group after loading, and "
+            f"cannot load them again: {', '.join(spoiled[:6])}; nothing was sent",
             hint="serve and send fp8 in blocks (Fp8Blocks), or bfloat16",
         )
