@@ -1,13 +1,15 @@
 """The model of one vLLM worker, and its draft model if an update writes that too, as one set of tensors.
 
-The draft's tensors have the prefix ``draft.``.  vLLM's loaders see their own names.
+The tensors of a draft model with a checkpoint of its own have the prefix ``draft.``.  vLLM's loaders see their own
+names.  MTP layers (multi-token prediction) are tensors of the model's checkpoint, which the model's loader leaves out
+and the draft's loader picks; they keep their names.
 """
 
 # vLLM is not installed where this is checked.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,9 +22,10 @@ from weightcast.errors import ConfigError
 from weightcast.plugins.vllm.checkpoint_specs import CheckpointSpecs
 from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.receiver.loader import Finisher
+from weightcast.receiver.recorder import record_routes
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 
-_METHODS = ("draft_model", "eagle")
+_METHODS = ("draft_model", "eagle", "mtp")
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -33,6 +36,8 @@ class LoadedModels:
     def __init__(self, unpacked: UnpackedModel, checkpoint: CheckpointSpecs) -> None:
         """Holds the model; ``add_draft`` adds the other one."""
         self._parts: dict[str, tuple[UnpackedModel, CheckpointSpecs]] = {"": (unpacked, checkpoint)}
+        # Tensors of the model's checkpoint that the draft's loader gets too.
+        self._of_both: frozenset[str] = frozenset()
 
     def add_draft(self, draft: nn.Module, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         """Loads the draft's checkpoint once more, as it was done for the model; the draft may share layers with it.
@@ -44,6 +49,12 @@ class LoadedModels:
 
         speculative = vllm_config.speculative_config
         check_draft(speculative)
+        in_checkpoint = speculative.method == "mtp"
+        if in_checkpoint and speculative.draft_model_config.model != vllm_config.model_config.model:
+            raise ConfigError(
+                "the draft has a checkpoint of its own, and weightcast updates MTP layers of the model's only",
+                hint='leave "draft" out of --additional-config',
+            )
         checkpoint = CheckpointSpecs(
             _DraftConfig(speculative.draft_model_config, get_draft_load_config(vllm_config)), draft
         )
@@ -56,7 +67,7 @@ class LoadedModels:
         own = {name for name, layer in draft.named_modules() if id(layer) not in shared}
         checkpoint.read_specs()
         lent = [name for name, layer in draft.named_modules() if id(layer) in shared and name]
-        for spec in checkpoint.specs:
+        for spec in () if in_checkpoint else checkpoint.specs:
             for layer in lent:
                 if layer.rpartition(".")[2] in spec.name.split("."):
                     raise ConfigError(
@@ -69,8 +80,16 @@ class LoadedModels:
                 "the draft model is quantised, and vLLM's memory has no room for the form that an update loads",
                 hint='use a draft in bfloat16, or leave "draft" out of --additional-config',
             )
+        if in_checkpoint:
+            self._of_both = _picked(draft, unpacked, checkpoint.specs, device)
         checkpoint.specs.clear()
-        unpacked.load_weights(checkpoint.weights())
+        weights = checkpoint.weights()
+        if in_checkpoint:
+            unpacked.load_weights((name, tensor) for name, tensor in weights if name in self._of_both)
+            checkpoint.specs.clear()  # they are the model's
+            checkpoint.heads.clear()
+        else:
+            unpacked.load_weights(weights)
         unpacked.check_layouts()
         unpacked.spot_check()
         self._parts[DRAFT_PREFIX] = unpacked, checkpoint
@@ -121,6 +140,13 @@ class LoadedModels:
 
     def load_weights(self, weights: Weights) -> None:
         """Gives each model's loader its own tensors, in their order; those of the draft come after the model's."""
+        if self._of_both:
+            pairs = list(weights)
+            self._parts[""][0].load_weights(pairs)
+            picked = [(name, tensor) for name, tensor in pairs if name in self._of_both]
+            if picked:
+                self._parts[DRAFT_PREFIX][0].load_weights(picked)
+            return
         rest = iter(weights)
         of_draft: list[tuple[str, torch.Tensor]] = []
 
@@ -137,6 +163,38 @@ class LoadedModels:
         if of_draft:
             named = ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in chain(of_draft, rest))
             self._parts[DRAFT_PREFIX][0].load_weights(named)
+
+
+def _picked(
+    draft: nn.Module, unpacked: UnpackedModel, specs: Sequence[TensorSpec], device: torch.device
+) -> frozenset[str]:
+    """Names of the tensors that the draft's loader puts into the draft's own parameters, and nowhere else.
+
+    It would put others, such as a head of an MTP layer, into layers that vLLM lends from the model.  Those are the
+    model's to load.
+
+    Raises:
+        ConfigError: The loader computes weights, so that it does not show where they go.
+    """
+    everything = UnpackedModel(draft, device=device)
+    recording = record_routes(everything.load_weights, specs, everything.residents)
+    if recording.why:
+        name, why = next(iter(recording.why.items()))
+        raise ConfigError(
+            f"the loader of the MTP layers computes with {name}: {why}",
+            hint='leave "draft" out of --additional-config',
+        )
+    places = {name: {route.parameter for route in routes} for name, routes in recording.routes.items() if routes}
+    own = unpacked.residents.keys()
+    found = frozenset(name for name, parameters in places.items() if parameters <= own)
+    mixed = [name for name, parameters in places.items() if parameters & own and not parameters <= own]
+    missing = sorted(own - {parameter for name in found for parameter in places[name]} - unpacked.constants)
+    if mixed or missing:
+        what = f"{mixed[0]} goes into layers of both" if mixed else f"no tensor is loaded into {missing[0]} alone"
+        raise ConfigError(
+            f"the MTP layers cannot be told from the model's: {what}", hint='leave "draft" out of --additional-config'
+        )
+    return found
 
 
 def check_draft(speculative: Any) -> None:
