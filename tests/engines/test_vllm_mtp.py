@@ -1,4 +1,4 @@
-"""Real vLLM on this CPU with MTP layers of the model's own checkpoint, which an update writes together with the model."""
+"""Real vLLM on this CPU with MTP layers of the model's own checkpoint, which an update writes with the model."""
 
 from __future__ import annotations
 
@@ -45,17 +45,27 @@ SETTINGS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "norm_topk_prob": True,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+}
+FAMILIES = {"glm4_moe": SETTINGS, "deepseek_v3": SETTINGS | LATENT | {"topk_method": "noaux_tc"}}
 SPECULATIVE = ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1})]
 
 
-def checkpoint(folder: Path, seed: int, *, useful: bool) -> list[list[int]]:
-    """Writes a GLM-4-MoE with an MTP layer; returns what transformers answers with the model.
+def checkpoint(folder: Path, seed: int, *, useful: bool, family: str = "glm4_moe") -> list[list[int]]:
+    """Writes a model with an MTP layer; returns what transformers answers with the model.
 
     In the model and in a useful MTP layer, a token depends on the one before it alone, so that the layer foresees it.
     """
     torch.manual_seed(seed)
     # The last layer of the checkpoint is the MTP's; transformers loads the others.
-    config = AutoConfig.for_model("glm4_moe", **SETTINGS, num_hidden_layers=LAYERS + 1)
+    config = AutoConfig.for_model(family, **FAMILIES[family], num_hidden_layers=LAYERS + 1)
     model: Any = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -86,10 +96,17 @@ def checkpoint(folder: Path, seed: int, *, useful: bool) -> list[list[int]]:
     return [greedy(model, prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.engine_full)])
-def test_mtp_layers_are_updated_with_the_model(tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        ("glm4_moe", 1),
+        pytest.param("glm4_moe", 2, marks=pytest.mark.engine_full),
+        pytest.param("deepseek_v3", 1, marks=pytest.mark.engine_full),
+    ],
+)
+def test_mtp_layers_are_updated_with_the_model(tmp_path: Path, family: str, tp: int) -> None:
     said = {
-        name: checkpoint(tmp_path / name, seed, useful=useful)
+        name: checkpoint(tmp_path / name, seed, useful=useful, family=family)
         for seed, (name, useful) in enumerate({"A": False, "B": True, "C": False}.items())
     }
     with vllm(tmp_path / "A", tmp_path, *SPECULATIVE, *UPDATE, tp=tp) as engine:
@@ -98,11 +115,10 @@ def test_mtp_layers_are_updated_with_the_model(tmp_path: Path, tp: int) -> None:
         lent = {f"{MTP}shared_head.head.weight", f"{MTP}embed_tokens.weight"}
         assert {spec["name"] for spec in info["optional"]} == lent
         assert not any("draft" in hazard for hazard in info["hazards"])
+        tensors = load_file(tmp_path / "B" / "model.safetensors")
+        without = {name: tensor for name, tensor in tensors.items() if not name.startswith(MTP)}
         with pytest.raises(ConfigError, match=rf"missing {MTP}"):
-            tensors = load_file(tmp_path / "B" / "model.safetensors")
-            WeightUpdater.connect(
-                {name: tensor for name, tensor in tensors.items() if not name.startswith(MTP)}, [Target(engine.url)]
-            )
+            WeightUpdater.connect(without, [Target(engine.url)])
         assert share(engine, said["A"]) < 0.3
         for version, (name, via) in enumerate((("B", "ipc"), ("C", "broadcast"), ("B", "broadcast")), 1):
             [row] = push(tmp_path / name, [engine], version, "--via", via, "--bucket-bytes", "128KiB")["targets"]

@@ -188,9 +188,8 @@ def _picked(
     own = unpacked.residents.keys()
     found = frozenset(name for name, parameters in places.items() if parameters <= own)
     mixed = [name for name, parameters in places.items() if parameters & own and not parameters <= own]
-    missing = sorted(own - {parameter for name in found for parameter in places[name]} - unpacked.constants)
-    if mixed or missing:
-        what = f"{mixed[0]} goes into layers of both" if mixed else f"no tensor is loaded into {missing[0]} alone"
+    if mixed or not found:
+        what = f"{mixed[0]} goes into layers of both" if mixed else "no tensor of the checkpoint is theirs alone"
         raise ConfigError(
             f"the MTP layers cannot be told from the model's: {what}", hint='leave "draft" out of --additional-config'
         )
