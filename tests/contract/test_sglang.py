@@ -238,6 +238,18 @@ def test_refused_bucket_leaves_the_engine_paused_and_the_next_update_works(rig: 
     assert not after["paused"]
 
 
+def test_a_session_says_which_of_the_models_it_is_for(rig: Rig) -> None:
+    def begin(selector: str) -> int:
+        return rig.client.post(f"{rig.url}/begin_weight_update", json={"selector": selector}).status_code
+
+    if not rig.has_sessions:
+        assert begin("target") == 404
+        return
+    assert begin("target") == 200
+    assert rig.client.post(f"{rig.url}/end_weight_update", json={}).status_code == 200
+    assert begin("neither") >= 400
+
+
 def test_empty_tensors_are_refused_before_anything_is_sent(rig: Rig) -> None:
     model = Mixed(seed=6)
     model.register_buffer("nothing", torch.zeros(0, 4))

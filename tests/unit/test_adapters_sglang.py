@@ -121,6 +121,47 @@ def test_a_cache_of_encoded_images_that_no_flush_reaches_is_refused(
     SglangAdapter(recognised()).check([SPEC, tower], delivery="memory", bucket_bytes=1 << 20)
 
 
+DRAFT = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/models/draft", "model_path": "/models/a"}
+
+
+def test_a_draft_model_is_kept_and_named() -> None:
+    info = recognised(DRAFT)
+    assert info.transports == ("ipc", "broadcast"), "the others would load the model's weights into the draft"
+    assert any("its draft model is not updated" in hazard for hazard in info.hazards)
+    adapter = SglangAdapter(info)
+    asked, _ = talk(adapter.open(opening(verify="resident")), {})
+    asked += talk(adapter.bucket("a" * 32, LAYOUT, group="g", shared=()), {})[0]
+    chosen = {request.path: json.loads(request.body or b"{}").get("selector") for request in asked}
+    wanted = ("/weights_checker", "/begin_weight_update", "/update_weights_from_distributed")
+    assert {path: chosen[path] for path in wanted} == dict.fromkeys(wanted, "target")
+    _, ack = talk(adapter.commit(Commit(session="a" * 32)), {})
+    assert ack.not_updated == ("the draft model",)
+
+
+def test_a_version_that_loads_updates_into_its_draft_takes_none() -> None:
+    info = recognised(DRAFT | {"version": "0.5.17"})
+    assert info.transports == ()
+    assert "would load an update into its draft model too" in info.message
+
+
+@pytest.mark.parametrize(
+    ("server", "hazards"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, 0),
+        ({"speculative_algorithm": None}, 0),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/a", "model_path": "/a"}, 1),
+        ({"speculative_algorithm": "NEXTN", "speculative_draft_model_path": None}, 1),
+    ],
+)
+def test_mtp_layers_get_what_the_checkpoint_has(server: Answers, hazards: int) -> None:
+    info = recognised(server)
+    assert len(info.hazards) == hazards
+    assert all("does not tell whether an update has written them" in hazard for hazard in info.hazards)
+    asked, ack = talk(SglangAdapter(info).open(opening()), {})
+    assert not any("selector" in json.loads(request.body or b"{}") for request in asked)
+    assert ack.not_updated == ()
+
+
 class TestRecognising:
     def test_server_is_described_by_its_answers(self) -> None:
         info = recognised()

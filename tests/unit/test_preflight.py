@@ -36,6 +36,14 @@ def test_update_may_contain_or_omit_an_optional_tensor() -> None:
             check_fits([engine], wrong)
 
 
+def test_a_draft_is_refused_for_an_engine_that_would_skip_it() -> None:
+    stock = link([], [])
+    stock.info.engine = "sglang 0.5.23"
+    check_fits([stock], [spec("w", 2)])
+    with pytest.raises(ConfigError, match=r"takes no draft model, and would skip draft\.w without a word"):
+        check_fits([stock], [spec("w", 2), spec("draft.w", 2)])
+
+
 class Table(tuple[TensorSpec, ...]):
     """A table that counts how often it is read."""
 

@@ -47,6 +47,7 @@ def _check_tables(
 ) -> None:
     theirs = {spec.name: spec for spec in required}
     if not theirs:
+        _check_no_draft(link, ours)
         return
     problems = [f"missing {name}" for name in theirs if name not in ours]
     theirs |= {spec.name: spec for spec in optional}
@@ -64,6 +65,16 @@ def _check_tables(
             hint="this engine updates its draft model too: connect(model, ..., draft=draft_model)"
             if any(name.startswith(DRAFT_PREFIX) and name not in ours for name in theirs)
             else "is it a checkpoint of the model that this engine serves?",
+        )
+
+
+def _check_no_draft(link: Link, ours: Mapping[str, TensorSpec]) -> None:
+    """Refuses a draft's tensors for an engine that does not list its own: it would skip these names without a word."""
+    draft = next((name for name in ours if name.startswith(DRAFT_PREFIX)), None)
+    if draft is not None:
+        raise ConfigError(
+            f"{link.url} ({link.info.engine}) takes no draft model, and would skip {draft} without a word",
+            hint="leave draft= out; vLLM with weightcast's plug-in updates draft models",
         )
 
 

@@ -30,6 +30,7 @@ from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
 from weightcast.wire.messages import Close, Commit, Open
 
 _ABSENT = (404, 405)
+KEEPS_DRAFT = "its draft model is not updated: answers stay right, and fewer of its tokens are accepted"
 # SGLang's cache of encoded images, in MB, which it tells nobody.
 _IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 # After an abort the scheduler finishes one more batch before it is idle.
@@ -54,6 +55,8 @@ class SglangAdapter:
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
+        # By default SGLang loads an update into its draft model too, which is another model.
+        self._selector = {"selector": "target"} if KEEPS_DRAFT in info.hazards else {}
         self._has_sessions: bool | None = None  # None until the server was asked
         self._has_checker: bool | None = None
         self._groups: set[str] = set()
@@ -146,6 +149,7 @@ class SglangAdapter:
                 group_name=group,
                 load_format=_BUCKET,
                 flush_cache=False,
+                **self._selector,
             )
         else:
             yield _post(
@@ -153,6 +157,7 @@ class SglangAdapter:
                 serialized_named_tensors=[bucket_payload(layout, memory) for memory in self._memory_of_ranks(shared)],
                 load_format=_BUCKET,
                 flush_cache=False,
+                **self._selector,
             )
         return self._ack()
 
@@ -305,7 +310,7 @@ class SglangAdapter:
         if self._has_sessions is False:
             return
         try:
-            yield _post("/begin_weight_update")
+            yield _post("/begin_weight_update", **self._selector)
         except TargetRejected as error:
             if error.status in _ABSENT:
                 self._has_sessions = False
@@ -314,7 +319,7 @@ class SglangAdapter:
                 raise
             # A dead trainer has left a session open; this update overwrites all of its weights.
             yield _post("/end_weight_update")
-            yield _post("/begin_weight_update")
+            yield _post("/begin_weight_update", **self._selector)
         self._has_sessions = True
         self._session_open = True
 
@@ -323,7 +328,7 @@ class SglangAdapter:
         if self._has_checker is False:
             return ""
         try:
-            reply = yield _post("/weights_checker", action="checksum")
+            reply = yield _post("/weights_checker", action="checksum", **self._selector)
         except TargetRejected as error:
             if error.status in _ABSENT:
                 self._has_checker = False
@@ -378,6 +383,7 @@ class SglangAdapter:
             stall_s=stall_s,
             message=message,
             checksum=checksum,
+            not_updated=("the draft model",) if self._selector else (),
         )
 
 

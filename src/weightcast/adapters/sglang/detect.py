@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from weightcast.adapters.encoders import TAKES_IMAGES
-from weightcast.adapters.sglang.adapter import SglangAdapter
+from weightcast.adapters.sglang.adapter import KEEPS_DRAFT, SglangAdapter
 from weightcast.comm.run_steps import EngineRequest
 from weightcast.comm.same_host import host_id_of
 from weightcast.config import PauseMode
@@ -26,6 +26,9 @@ from weightcast.wire.messages import PROTOCOL
 _ONLINE = frozenset({"fp8", "w8a8_int8", "w8a8_fp8", "mxfp4"})
 # From this version on a paused SGLang flushes while requests wait; before, it flushes only without requests.
 _FLUSHES_WITH_REQUESTS_WAITING = (0, 5, 21)
+# From this version on a request says which of the models it is for: the model or its draft.
+_SELECTS_MODELS = (0, 5, 23)
+_WITHOUT_DRAFT = frozenset({"NGRAM"})
 # Each of these keeps cache of the old weights outside of the server, where no flush reaches it.
 _OUTSIDE = {
     "hicache_storage_backend": "--hicache-storage-backend",
@@ -85,8 +88,29 @@ def describe(url: str, server: Answer, model: Answer, *, paused: bool) -> Engine
         instance=_instance(server),
         tells_version=bool(weight_version),
         no_pause=_no_pause(server),
-        hazards=(TAKES_IMAGES,) if model.get("has_image_understanding") is True else (),
+        hazards=_hazards(server, model),
     )
+
+
+def _has_own_draft(server: Answer) -> bool:
+    """Returns True for a draft model with a checkpoint of its own, and not for the model's own MTP layers."""
+    algorithm = str(server.get("speculative_algorithm") or "")
+    path = server.get("speculative_draft_model_path")
+    return bool(algorithm) and algorithm.upper() not in _WITHOUT_DRAFT and path not in (None, server.get("model_path"))
+
+
+def _hazards(server: Answer, model: Answer) -> tuple[str, ...]:
+    found: list[str] = []
+    if _has_own_draft(server):
+        found.append(KEEPS_DRAFT)
+    elif server.get("speculative_algorithm") and str(server["speculative_algorithm"]).upper() not in _WITHOUT_DRAFT:
+        found.append(
+            "its MTP layers are tensors of the model's checkpoint, and it does not tell whether an update has written "
+            "them: answers stay right, and fewer of their tokens are accepted if not"
+        )
+    if model.get("has_image_understanding") is True:
+        found.append(TAKES_IMAGES)
+    return tuple(found)
 
 
 def _instance(server: Answer) -> str:
@@ -137,6 +161,16 @@ def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
         messages.append("dp_size must be 1 (one server for each replica; --enable-dp-attention is fine)")
     if int(server.get("pp_size") or 1) > 1:
         messages.append("pp_size must be 1: pipeline stages would take the same ranks of a group")
+    if _has_own_draft(server):
+        if _release(str(server.get("version") or "")) < _SELECTS_MODELS:
+            messages.append(
+                "this version would load an update into its draft model too: use SGLang 0.5.23 or later, or start it "
+                "without --speculative-draft-model-path"
+            )
+            return (), messages
+        if not messages:
+            # The other transports load into every model of the server.
+            return ("ipc", "broadcast"), messages
     online = messages[:]
     if (server.get("weight_cache_mode") or "off") != "off":
         messages.append("--weight-cache-mode must be off: it shares the weights with other servers")
