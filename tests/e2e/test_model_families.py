@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -48,10 +49,21 @@ def update(folder: str, urls: list[str], version: int) -> str:
         return updater.update(version=version).to_json()
 
 
+def update_fsdp1(folder: str, urls: list[str], version: int) -> str:
+    """Runs one rank of a trainer under FSDP1."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu)
+    with WeightUpdater.connect(model, urls, bucket_bytes=96 << 10, timeout_s=60.0) as updater:
+        return updater.update(version=version).to_json()
+
+
+@pytest.mark.parametrize("trainer", [update, update_fsdp1], ids=["fsdp2", "fsdp1"])
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.wide) for name in ("qwen2", "qwen3"))]
 )
-def test_engines_answer_as_transformers_after_a_sharded_update(family: str, tmp_path: Path) -> None:
+def test_engines_answer_as_transformers_after_a_sharded_update(family: str, trainer: Any, tmp_path: Path) -> None:
     a, b = (tiny_model(tmp_path / name, family=family, seed=seed, **FAMILIES[family]) for seed, name in enumerate("ab"))
     tiny_tokenizer(tmp_path / "a")
     before, after = ([greedy(model, prompt, COUNT) for prompt in PROMPTS] for model in (a, b))
@@ -60,7 +72,7 @@ def test_engines_answer_as_transformers_after_a_sharded_update(family: str, tmp_
         assert [engine.greedy(PROMPTS, COUNT) for engine in targets] == [before, before]
         ranks = Ranks(2)
         try:
-            answers = ranks.run(update, str(tmp_path / "b"), [engine.url for engine in targets], 3)
+            answers = ranks.run(trainer, str(tmp_path / "b"), [engine.url for engine in targets], 3)
         finally:
             ranks.close()
         report = json.loads(answers[0])

@@ -9,13 +9,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from tests.unit import library
 from tests.unit.exports import CPU, export, raw
 from tests.unit.ranks import Ranks
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.errors import ConfigError
 from weightcast.exporters.module import ModuleExporter
 
 CLASSES = ["Qwen3MoeForCausalLM", "LlavaForConditionalGeneration"]
@@ -68,14 +67,6 @@ def wrapped(class_name: str, folder: str, kinds: list[str]) -> dict[str, list[st
     return found
 
 
-def fsdp1() -> str:
-    """The refusal of FSDP1."""
-    model = FullyShardedDataParallel(library.make(CLASSES[0]), use_orig_params=True, device_id=CPU)
-    with pytest.raises(ConfigError) as caught:
-        ModuleExporter(model)
-    return f"{caught.value} {caught.value.hint}"
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("class_name", [CLASSES[0], pytest.param(CLASSES[1], marks=pytest.mark.wide)])
 def test_wrappers_of_trainers_change_nothing(class_name, tmp_path):
@@ -92,13 +83,3 @@ def test_wrappers_of_trainers_change_nothing(class_name, tmp_path):
 def imported(class_name: str) -> None:
     """Imports the model's modules before a deadline starts to count."""
     library.make(class_name)
-
-
-def test_fsdp1_is_refused_by_name():
-    ranks = Ranks(2)
-    try:
-        for words in ranks.run(fsdp1):
-            assert "sharded with FSDP1" in words
-            assert "fully_shard" in words
-    finally:
-        ranks.close()

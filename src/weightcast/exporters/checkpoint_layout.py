@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from weightcast.errors import ConfigError
 from weightcast.exporters.families import KEEPS_DTYPE, family_of, table_for
 from weightcast.exporters.mapping import Family, arrange, as_published
+from weightcast.exporters.module_tensors import own_tensors
 from weightcast.exporters.names import strip_wrappers
 from weightcast.exporters.pretrained import (
     float32_names,
@@ -126,7 +128,7 @@ def _as_saved(model: nn.Module, stored: Sequence[Stored], numbers: Mapping[int, 
     recorder = Recorder()
     made: dict[int, torch.Tensor] = {}
     stand_ins: dict[str, torch.Tensor] = {}
-    for path, tensor in model.state_dict(keep_vars=True).items():
+    for path, tensor in _named_tensors(model):
         number = numbers.get(id(tensor))
         if number is None:  # an adapter's tensor, which is merged on the way
             continue
@@ -148,6 +150,18 @@ def _as_saved(model: nn.Module, stored: Sequence[Stored], numbers: Mapping[int, 
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
     check_used_once([(tensor.name, tensor.shape) for tensor in stored], arranged, left_out=left_out)
     return sorted(arranged, key=lambda tensor: tensor.segments[0].source)
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """The model's own tensors under all names that its ``state_dict`` has."""
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return model.state_dict(keep_vars=True).items()
+    # FSDP1 would gather the whole model, and give copies.
+    return (
+        (f"{path}.{name}" if path else name, tensor)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in own_tensors(module)
+    )
 
 
 def _family(model: nn.Module, stored: Sequence[Stored], arranged: Sequence[Arranged], table: Family | None) -> Family:

@@ -178,17 +178,23 @@ def places_of(
     *,
     shard_of: ShardOf | None = None,
     name_of: Callable[[nn.Module, str, str], str | None] | None = None,
+    fsdp1: bool = False,
 ) -> Iterator[tuple[Place, torch.Tensor]]:
     """Every tensor of a module, once for each of its names, in the order of the ``state_dict``.
+
+    With ``fsdp1``, modules that FSDP1 has wrapped are taken as they are.
 
     Raises:
         ConfigError: The module is sharded in a way that cannot be sent, or has a parameter without a shape.
     """
     for path, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ConfigError("the model is sharded with FSDP1", hint="shard it with torch's fully_shard (FSDP2)")
+        if isinstance(module, FullyShardedDataParallel) and not fsdp1:
+            raise ConfigError(
+                "the model is sharded with FSDP1",
+                hint="use Fsdp1Exporter, as connect(model) does, or shard it with torch's fully_shard (FSDP2)",
+            )
         prefix = strip_wrappers(model, path)
-        for attribute, tensor in _own_tensors(module):
+        for attribute, tensor in own_tensors(module):
             name = f"{prefix}.{attribute}" if prefix else attribute
             if name_of is not None:
                 name = name_of(module, prefix, attribute)
@@ -199,8 +205,8 @@ def places_of(
                 yield Place(module=module, attribute=attribute, name=name, shape=shape, dtype=tensor.dtype), tensor
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's parameters and persistent buffers, without those of its children."""
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's parameters and persistent buffers by attribute, without those of its children."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     # torch's only public list of persistent buffers is the whole state dict.
     hidden: set[str] = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]

@@ -12,7 +12,7 @@ from weightcast.errors import ConfigError
 
 _TRAVELS = re.compile(r"[\x21-\x7e]{1,512}")
 # Path segments that only wrappers have.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def strip_wrappers(model: nn.Module, path: str) -> str:

@@ -26,12 +26,12 @@ _LIBRARY = "transformers."
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``torch.compile``, DDP and PEFT."""
+    """The model inside ``torch.compile``, DDP, FSDP1 and PEFT."""
     module: Any = model
     while True:
         if hasattr(module, "_orig_mod"):
             module = module._orig_mod
-        elif is_wrapper(module):
+        elif is_wrapper(module) or hasattr(module, "_fsdp_wrapped_module"):
             module = module.module
         elif hasattr(module, "peft_config") and hasattr(module, "base_model") and hasattr(module, "get_base_model"):
             module = module.get_base_model()

@@ -15,6 +15,7 @@ from torch import nn
 from weightcast.config import Target, parse_size
 from weightcast.errors import ConfigError
 from weightcast.exporters.checkpoint import CheckpointExporter
+from weightcast.exporters.fsdp1 import Fsdp1Exporter, is_sharded_by_fsdp1
 from weightcast.exporters.lora_adapter import AdapterExporter, adapters_of
 from weightcast.exporters.module import ModuleExporter
 from weightcast.exporters.multi_module import ComposedExporter, Part
@@ -92,7 +93,11 @@ def exporter_of(model: Model, wire_dtype: str | None) -> tuple[Exporter, Callabl
     """
     dtype = DTYPES[wire_dtype] if wire_dtype is not None else None
     if isinstance(model, nn.Module):
-        kind = Zero3Exporter if is_partitioned(model) else ModuleExporter
+        kind = ModuleExporter
+        if is_partitioned(model):
+            kind = Zero3Exporter
+        elif is_sharded_by_fsdp1(model):
+            kind = Fsdp1Exporter
         return kind(model, wire_dtype=dtype), _nothing
     if isinstance(model, str | os.PathLike):
         checkpoint = CheckpointExporter(os.fspath(model), wire_dtype=dtype)

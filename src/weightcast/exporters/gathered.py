@@ -1,0 +1,134 @@
+"""Exports a model whose trainer keeps flat partitions of its parameters, in general no boxes of the tensors.
+
+The trainer's framework gathers the parameters of one bucket at a time, on every rank, and the bucket is filled from
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import Folded, SourceSums
+from weightcast.errors import ConfigError
+from weightcast.exporters import casting
+from weightcast.exporters.mapping import Family
+from weightcast.exporters.module import WeightsExporter
+from weightcast.exporters.module_tensors import PlacedTensors
+from weightcast.exporters.peft_layers import adapter_tensors
+from weightcast.protocols import Shard
+from weightcast.wire.box import Box
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, TensorSpec
+
+
+class GatheredTensors(PlacedTensors):
+    """Tensors that are whole while they are gathered.  ``places`` has their whole shapes."""
+
+    def gathered(self, numbers: Sequence[int]) -> AbstractContextManager[object]:
+        """A block in which these tensors are whole on every rank.  Collective."""
+        raise NotImplementedError
+
+    def part(self, number: int) -> tuple[Box, torch.Tensor] | None:
+        """The whole tensor, without memory unless it is gathered."""
+        place, tensor = self.places[number], self.tensor(number)
+        whole = Box(offset=(0,) * len(place.shape), shape=place.shape)
+        if tuple(tensor.shape) == place.shape:
+            return whole, tensor.detach()
+        return whole, torch.empty(place.shape, dtype=place.dtype, device="meta")
+
+
+class GatheredExporter:
+    """Base of the exporters of such models.
+
+    Every rank gathers the parameters of a bucket while it is filled.  Ranks sum what they have gathered, so a rank that
+    got other values is found; a partition that its owner lost is not.
+
+    Args:
+        model: The whole module.
+        tensors: Its tensors.
+        wire_dtype: The same as for ``ModuleExporter``.
+        names: The same as for ``ModuleExporter``.
+        family: The same as for ``ModuleExporter``.
+
+    Raises:
+        ConfigError: The model has tensors that cannot be sent; nothing has moved.
+    """
+
+    framework: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: GatheredTensors,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        names: Callable[[str], str] | None = None,
+        family: Family | str | None = None,
+    ) -> None:
+        casting.check_wire_dtype(wire_dtype)
+        self._tensors = tensors
+        self._weights = WeightsExporter(model, tensors, wire_dtype=wire_dtype, names=names, family=family)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's partitions."""
+        return self._weights.device
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor, in the order of the model's ``state_dict``."""
+        return self._weights.specs()
+
+    def shards(self) -> Iterator[Shard]:
+        """Raises an error: partitions are no boxes of tensors.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"{self.framework} keeps flat partitions, which are no boxes of the model's tensors")
+
+    def prepare(self, group: TrainerGroup) -> None:
+        """Compares the models of all ranks.  Collective.
+
+        Raises:
+            ConfigError: The ranks hold different models; raised on every rank alike.
+            TrainerRankFailed: A rank is gone or did not take part in time.
+        """
+        self._weights.prepare(group)
+
+    def fill(
+        self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
+    ) -> torch.Tensor | None:
+        """Gathers the bucket's parameters, fills the bucket, and partitions them again.  Collective.
+
+        Raises:
+            The same as ``ModuleExporter.fill``.
+        """
+        with self._tensors.gathered(self._weights.sources(layout)):
+            return self._weights.fill(bucket, layout, group, sources)
+
+    def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
+        """Implements ``Summing.source_counts``."""
+        return self._weights.source_counts(layout, group)
+
+    def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
+        """Implements ``Summing.fold``."""
+        return self._weights.fold(layout, group, answers)
+
+    def unsummed(self) -> Collection[str]:
+        """Implements ``Summing.unsummed``."""
+        return self._weights.unsummed()
+
+
+def refuse_adapters(model: nn.Module, framework: str) -> None:
+    """Raises ``ConfigError`` if the model has adapters, which cannot be merged on the way."""
+    if adapter_tensors(model):
+        raise ConfigError(
+            f"the model has adapters, and {framework} has partitioned them, so they cannot be merged on the way",
+            hint="merge the adapters into a copy of the model, or train with FSDP2 or ZeRO stage 2",
+        )
