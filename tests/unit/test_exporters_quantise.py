@@ -1,15 +1,18 @@
 """Quantised exports equal an independent reference bit for bit, in every format; with real gloo ranks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.unit import families
 from tests.unit.exports import ALONE, CPU, export, raw
@@ -71,14 +74,14 @@ def in_format(form: Fp8Format, name: str, x: torch.Tensor) -> dict[str, bytes]:
     return {name: raw(q), f"{name}_scale": raw(scales)}
 
 
+SIZES = {"hidden_size": 160, "moe_intermediate_size": 96, "intermediate_size": 96, "head_dim": 32}
 FORMATS = [Fp8Blocks(), Fp8Tensors(), Fp8Tensors(scalar=True), Fp8Channels(), Mxfp8()]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
 @pytest.mark.parametrize("bucket_bytes", [11_000, 1 << 20])
 def test_dense_layers_and_experts_are_quantised_in_every_format(tmp_path, form, bucket_bytes):
-    sizes = {"hidden_size": 160, "moe_intermediate_size": 96, "intermediate_size": 96, "head_dim": 32}
-    model = families.make("qwen3_moe", **sizes).to(torch.bfloat16)
+    model = families.make("qwen3_moe", **SIZES).to(torch.bfloat16)
     assert model.model.layers[0].mlp.experts.gate_up_proj.dim() == 3, "the trainer stacks experts"
     want: dict[str, bytes] = {}
     for name, tensor in families.written(model, tmp_path).items():
@@ -323,6 +326,33 @@ def four():
 @given(case=cases([(4,), (2, 2)]))
 def test_shards_that_cut_through_blocks_change_nothing(four, case):
     assert four.run(export_case, case) == [[]] * 4
+
+
+def export_model(form: Fp8Format, folder: str, *, experts_by: int) -> list[str]:
+    """Names that a sharded export has otherwise than the reference: FSDP2, and experts over another dimension."""
+    mesh = init_device_mesh("cpu", (4,))
+    group = TrainerGroup.connect(CPU, timeout_s=30)
+    group.receivers = (0, 2)
+    model = families.make("qwen3_moe", **SIZES).to(torch.bfloat16)
+    for layer in model.model.layers:
+        for name, tensor in list(layer.mlp.experts.named_parameters()):
+            placed = distribute_tensor(tensor.detach(), mesh, [Shard(experts_by)], src_data_rank=None)
+            layer.mlp.experts.register_parameter(name, nn.Parameter(placed))
+        fully_shard(layer, mesh=mesh, ignored_params=set(layer.mlp.experts.parameters()))
+    fully_shard(model, mesh=mesh, ignored_params={p for p in model.parameters() if isinstance(p, DTensor)})
+    want: dict[str, bytes] = {}
+    for name, tensor in load_file(f"{folder}/model.safetensors").items():
+        want |= in_format(form, name, tensor) if "_proj" in name else {name: raw(tensor)}
+    got = export(ModuleExporter(model, quantise=form), group, bucket_bytes=20_000)
+    group.close()
+    return sorted(set(got) ^ set(want)) + [n for n in got if n in want and got[n] != want[n]] if got else []
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: type(form).__name__)
+@pytest.mark.parametrize("experts_by", [0, 1, 2])
+def test_sharded_experts_have_the_same_scales_as_whole_ones(four, form, experts_by, tmp_path):
+    families.make("qwen3_moe", **SIZES).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert four.run(partial(export_model, form, str(tmp_path), experts_by=experts_by)) == [[]] * 4
 
 
 @pytest.mark.wide

@@ -43,6 +43,7 @@ _EXPERTS = (
     "online.fp8.Fp8PerBlockOnlineMoEMethod",
     "online.fp8.Fp8PtpcOnlineMoEMethod",
     "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod",
+    "compressed_tensors.compressed_tensors_moe.CompressedTensorsW8A8Fp8MoEMethod",  # older versions of vLLM
 )
 # Of compressed-tensors, whose method for linear layers hands everything to the layer's scheme.
 _SCHEME = "compressed_tensors.schemes.compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8"
