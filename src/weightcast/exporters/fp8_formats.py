@@ -25,6 +25,7 @@ exceeds 448.  The E8M0 byte is e - 8 + 127, at least 0.  It is 255 if max |x| is
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -45,7 +46,7 @@ _GROUP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Format:
+class Fp8Format(ABC):
     """Base of the formats: selects the weights that are quantised.
 
     Attributes:
@@ -88,23 +89,24 @@ class Fp8Format:
                 hint="use Fp8Blocks, or leave such weights out with skip=",
             )
 
+    @abstractmethod
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of the values that share a scale."""
-        raise NotImplementedError
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in which the scales of a weight travel."""
         rows, columns = self.block_of(shape)
         return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
 
+    @abstractmethod
     def finish(self, maxima: torch.Tensor) -> None:
         """Turns maxima of magnitudes, float32, into scales, in place."""
-        raise NotImplementedError
 
     def stored(self, scales: torch.Tensor) -> torch.Tensor:
         """Float32 scales as they travel."""
         return scales
 
+    @abstractmethod
     def quantization_config(self, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
         """The ``quantization_config`` that an engine's ``config.json`` needs to read these weights.
 
@@ -112,7 +114,6 @@ class Fp8Format:
             specs: The exporter's ``specs()``.  The modules whose matrices stay wide are then listed, which engines need
                 for models with quantisable layers that this format leaves out, such as vision towers.
         """
-        raise NotImplementedError
 
 
 def wide_modules(specs: Sequence[TensorSpec]) -> list[str]:

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
@@ -27,12 +28,12 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
 
 
-class GatheredTensors(PlacedTensors):
+class GatheredTensors(PlacedTensors, ABC):
     """Tensors that are whole while they are gathered.  ``places`` has their whole shapes."""
 
+    @abstractmethod
     def gathered(self, numbers: Sequence[int]) -> AbstractContextManager[object]:
         """A block in which these tensors are whole on every rank.  Collective."""
-        raise NotImplementedError
 
     def part(self, number: int) -> tuple[Box, torch.Tensor] | None:
         """The whole tensor, without memory unless it is gathered."""
