@@ -27,6 +27,7 @@ from weightcast.exporters.module import ModuleExporter
 pytestmark = [*needs_sglang[:-1], pytest.mark.timeout(400)]
 
 DENSE: dict[str, Any] = {
+    "max_position_embeddings": 1024,
     "hidden_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
