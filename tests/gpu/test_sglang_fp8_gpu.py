@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines.environment import package_path
 from tests.fp8_checkpoints import EXPORTED, exported_checkpoint
 from tests.gpu.servers import PROMPTS, TOKENS, Record, Server, started
 from tests.gpu.test_sglang_gpu import SITE, Sglang
@@ -66,9 +67,10 @@ def sglang(model: Path, log: Path, *, receiver: bool = False) -> AbstractContext
         words += ["--context-length=512", "--max-total-tokens=8192", "--max-running-requests=8"]
         return [*words, "--disable-radix-cache"]
 
+    plug_in = package_path(log.parent / "metadata") if receiver else ""
     environment = {
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(part for part in (SITE, os.environ.get("PYTHONPATH", "")) if part),
+        "PYTHONPATH": os.pathsep.join(part for part in (plug_in, SITE, os.environ.get("PYTHONPATH", "")) if part),
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # others may be on this GPU
         "SGLANG_IS_FLASHINFER_AVAILABLE": "0",
