@@ -77,14 +77,19 @@ def paths(asked: list[EngineRequest]) -> list[str]:
     return [request.path for request in asked]
 
 
-def test_fp8_that_sglang_changes_after_loading_is_refused_and_blocks_are_not() -> None:
+def test_fp8_goes_into_sglang_in_blocks_and_through_a_folder_only() -> None:
     def specs(suffix: str) -> list[TensorSpec]:
         weight = TensorSpec(name="l.o_proj.weight", dtype="float8_e4m3fn", shape=(4, 4))
         return [SPEC, weight, TensorSpec(name=weight.name + suffix, dtype="float32", shape=(1, 1))]
 
     adapter = SglangAdapter(recognised())
-    for delivery in ("memory", "folder"):
-        adapter.check(specs("_scale_inv"), delivery=delivery, bucket_bytes=1 << 20)
+    adapter.check(specs("_scale_inv"), delivery="folder", bucket_bytes=1 << 20)
+    for delivery in ("memory", "group"):
+        with pytest.raises(
+            ConfigError, match=r"something that it made of its old fp8 weights.*: l\.o_proj\.weight; nothing"
+        ):
+            adapter.check(specs("_scale_inv"), delivery=delivery, bucket_bytes=1 << 20)
+    for delivery in ("memory", "group", "folder"):
         with pytest.raises(
             ConfigError, match=r"one scale for a tensor, channel or group .*: l\.o_proj\.weight; nothing"
         ):

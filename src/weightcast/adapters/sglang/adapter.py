@@ -91,7 +91,7 @@ class SglangAdapter:
             )
         check_encoders(self._info, specs)
         _check_image_cache(self._info)
-        _check_fp8(self._info, specs)
+        _check_fp8(self._info, specs, from_disk=delivery == "folder")
         on_gpu = any(rank.device != "cpu" for rank in self._info.ranks)
         if delivery == "group" and on_gpu and "NCCL_CUMEM_ENABLE" not in os.environ:
             raise ConfigError(
@@ -409,14 +409,24 @@ def _check_image_cache(info: EngineInfo) -> None:
         )
 
 
-def _check_fp8(info: EngineInfo, specs: Sequence[TensorSpec]) -> None:
-    # After loading, SGLang transposes weights with such scales and joins the scales of fused ones.  No update undoes
-    # that, so a square matrix would be served transposed.
+def _check_fp8(info: EngineInfo, specs: Sequence[TensorSpec], *, from_disk: bool) -> None:
+    # Blocks: SGLang 0.5.17 on an H100 had the new weights and scales under every name after an update out of memory,
+    # and answered otherwise than a server that was started on them; after a load from a folder it answered alike.
+    # Other scales: after loading, it transposes the weights and joins the scales of fused ones.  No update undoes that,
+    # so a square matrix would be served transposed.
     offered = {spec.name for spec in specs}
-    spoiled = [spec.name for spec in specs if "float8" in spec.dtype and f"{spec.name}_scale" in offered]
+    narrow = [spec.name for spec in specs if "float8" in spec.dtype]
+    spoiled = [name for name in narrow if f"{name}_scale" in offered]
     if spoiled:
         raise ConfigError(
             f"{info.engine} changes fp8 weights with one scale for a tensor, channel or group after loading, and "
             f"cannot load them again: {', '.join(spoiled[:6])}; nothing was sent",
-            hint="serve and send fp8 in blocks (Fp8Blocks), or bfloat16",
+            hint="serve and send fp8 in blocks (Fp8Blocks) by transport disk, or bfloat16",
+        )
+    blocks = [name for name in narrow if f"{name}_scale_inv" in offered]
+    if blocks and not from_disk:
+        raise ConfigError(
+            f"{info.engine} goes on computing with something that it made of its old fp8 weights, unless it loads new "
+            f"ones from a folder: {', '.join(blocks[:6])}; nothing was sent",
+            hint='send a checkpoint by transport="disk", --via disk, or serve and send bfloat16',
         )

@@ -64,7 +64,6 @@ class LmdeployRank(SwitchRank):
             world_size=int(here.dist_config.world_size),
             device=self.device,
             between_steps=self.between_steps,
-            may_move=True,  # graphs are captured later, also after sleep, which moves parameters to the host and back
             engine=self.engine,
             without=WITHOUT,
         )
