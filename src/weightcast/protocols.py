@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.engine_info import EngineInfo
     from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-    from weightcast.wire.messages import Close, Commit, Open, Revert
+    from weightcast.wire.messages import Close, Commit, Open, Prepare, Revert
 
 
 # -- the trainer's model
@@ -231,6 +231,35 @@ class Mappable(Protocol):
 
     def sum_own(self, layout: BucketLayout, group: TrainerGroup, sources: SourceSums) -> None:
         """Sums this rank's parts where they lie, as ``Scattering.fill_own`` does.  No communication."""
+        ...
+
+
+@runtime_checkable
+class Planning(Protocol):
+    """An exporter that works out the steps of its buckets before the first update."""
+
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Works out what filling these buckets takes.  It reads no weights, moves nothing and communicates nothing.
+
+        Whatever changes until a bucket is filled is noticed then.
+
+        Args:
+            layouts: Layouts of buckets, the same on every rank.
+            group: The trainer ranks, with which ``prepare`` was called.
+            lent: Names of the zero-copy tensors of each bucket, in order; empty if there are none.
+            scattered: True for ``Scattering.fill_own`` in the place of ``fill``.
+            copies: False if engines read the tensors where they lie, so that nothing is filled.
+            sums: True if this rank's parts will be summed.
+        """
         ...
 
 
@@ -430,6 +459,15 @@ class SeesChange(Protocol):
 
     def expect_change(self, changed: bool) -> None:
         """Tells the adapter, before ``commit``, whether the new weights are known to differ from the last committed."""
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """An adapter of an engine that can work out an update before it begins."""
+
+    def prepare(self, message: Prepare) -> Steps:
+        """Hands over the plan of the updates to come.  Changes nothing that the engine serves."""
         ...
 
 

@@ -20,7 +20,8 @@ from weightcast.comm.ipc import SharedBuffer
 from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
 from weightcast.wire.codec import encode
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Readback
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Prepare, Readback
+from weightcast.wire.plans import UpdatePlan
 
 COUNT = 10_000
 THREADS = 4
@@ -49,6 +50,7 @@ MESSAGES = [
     Leave(group="g"),
     Leave(),
     Readback(),
+    Prepare(plan=UpdatePlan((SPEC,), (LAYOUT,)), verify="resident"),
 ]
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 1.5, "", "x", [], {}, [[]], {"type": "open"}, "\x00", "\ud800", "é" * 300),

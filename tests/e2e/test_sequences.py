@@ -162,6 +162,18 @@ class World:
             self.updater.close()
         self.updater = None
 
+    def connect(self) -> None:
+        """Both sides work out the updates to come; what changes afterwards must be noticed."""
+        self.updater = WeightUpdater.connect(
+            self.model,
+            [self.engine.url],
+            transport="ipc",
+            bucket_bytes=self.bucket_bytes,
+            allow_older=True,
+            min_proven_share=0.0,
+        )
+        self.wire = {name: self.parameter(number)[2].dtype for number, name in enumerate(self.names)}
+
     def parameter(self, number: int) -> tuple[nn.Module, str, torch.Tensor]:
         name = self.names[number % len(self.names)]
         path, _, leaf = name.rpartition(".")
@@ -207,6 +219,14 @@ class World:
                     self.engine.sleep(discard=True)
             case "trainer connects again":
                 self.disconnect()
+            case "trainer has connected":
+                self.disconnect()
+                self.connect()
+            case "another trainer prepares other updates":
+                other = nested({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in weights(2).items()})
+                size = BUCKETS[number % len(BUCKETS)]
+                options: Any = dict(transport="ipc", bucket_bytes=size, allow_older=True, min_proven_share=0.0)
+                WeightUpdater.connect(other, [self.engine.url], **options).close()
             case "trainer with other buckets":
                 self.bucket_bytes = BUCKETS[number % len(BUCKETS)]
                 self.disconnect()
@@ -224,15 +244,8 @@ class World:
             else:
                 tensor.data.add_(1)
         if self.updater is None:
-            self.updater = WeightUpdater.connect(
-                self.model,
-                [self.engine.url],
-                transport="ipc",
-                bucket_bytes=self.bucket_bytes,
-                allow_older=True,
-                min_proven_share=0.0,
-            )
-            self.wire = {name: self.parameter(number)[2].dtype for number, name in enumerate(self.names)}
+            self.connect()
+            assert self.updater is not None
         report = self.updater.update(version=self.version)
         sent = {
             name: self.parameter(number)[2].detach().to(self.wire[name]).to(self.kept[name], copy=True)
@@ -272,6 +285,8 @@ CHANGES = (
     "engine sleeps",
     "engine sleeps without its weights",
     "trainer connects again",
+    "trainer has connected",
+    "another trainer prepares other updates",
     "trainer with other buckets",
 )
 # The model, what changes, a number that says which tensor, and whether an update follows at once.

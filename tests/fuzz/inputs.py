@@ -17,7 +17,8 @@ from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
-from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Readback, Revert
+from weightcast.wire.messages import Abort, Announce, Close, Commit, Join, Leave, Open, Owner, Prepare, Readback, Revert
+from weightcast.wire.plans import UpdatePlan
 
 SESSION = "0123456789abcdef" * 2
 _SPECS = tuple(specs_of(weights_of(0)))  # those of the model behind the messages: an Open with them may be taken
@@ -58,6 +59,7 @@ HONEST: tuple[bytes, ...] = tuple(
         Abort(session=SESSION, reason="no"),
         Leave(group="g"),
         Readback(),
+        Prepare(plan=UpdatePlan(_SPECS, (_LAYOUT,)), verify="resident"),
         Ack(ok=True, version=3, ranks=1, received={"a": "0" * 16}, missing=("b",), load_s=0.5),
         RankAck(
             rank=0,

@@ -18,7 +18,7 @@ from weightcast.runtime.lru import Lru
 from weightcast.watch.events import Step
 from weightcast.wire import codec, messages
 from weightcast.wire.answers import Ack, RankAck
-from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
+from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle, Part
 from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
@@ -34,11 +34,13 @@ from weightcast.wire.messages import (
     Open,
     Owner,
     PeerEngine,
+    Prepare,
     Readback,
     ReadChunk,
     Revert,
     TellBoxes,
 )
+from weightcast.wire.plans import UpdatePlan
 
 SESSION = "0123456789abcdef" * 2
 SPEC = TensorSpec(name="model.layers.0.up.weight", dtype="bfloat16", shape=(6, 4))
@@ -48,6 +50,7 @@ SLOTS = (
     TensorSlot(spec=SCALAR, offset_bytes=256, num_rows=1),
 )
 LAYOUT = BucketLayout(index=3, slots=SLOTS, size_bytes=260)
+PLANNED = BucketLayout(index=0, slots=SLOTS, size_bytes=260)
 SHM = MemoryHandle(kind="shm", device="cpu", size_bytes=260, token="ab" * 16, pid=123, fd=7)
 CUDA = MemoryHandle(kind="cuda", device="GPU-1", size_bytes=9, handle=b"\x00\xff" * 32, offset_bytes=5, event=b"\x01")
 OPEN = Open(
@@ -88,6 +91,14 @@ EXAMPLES = {
     "revert": Revert(session=SESSION, reason="another engine failed"),
     "abort": Abort(session=SESSION, reason='why "not" \n ☃'),
     "readback": Readback(),
+    "prepare": Prepare(plan=UpdatePlan((SPEC, SCALAR), (PLANNED,), ((260,),)), verify="resident"),
+    "prepare with parts": Prepare(
+        plan=UpdatePlan((SPEC, SCALAR), (PLANNED,)),
+        verify="none",
+        way="messages",
+        parts=(((Part(slot=0, offset=(2, 0), shape=(3, 4)),), (Part(slot=1, offset=(), shape=()),)),),
+        known_tables=("0" * 32,),
+    ),
     "fetch": Fetch(
         session=SESSION, index=3, peer=PeerEngine(url="http://peer:1", api_key="k"), version=7, digest="f" * 16
     ),

@@ -13,15 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.session_model import Crash, EngineModel
 from tests.torn import tear
-from tests.unit.models import weights_of
+from tests.unit.models import specs_of, weights_of
 from tests.unit.session_bench import Bench, meeting
 from tests.unit.sessions import Sender
+from weightcast.config import VerifyLevel
 from weightcast.errors import EngineFailure
 from weightcast.receiver.engine_state import EngineState
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.staging import Place
 from weightcast.wire.answers import RankAck
-from weightcast.wire.messages import Abort, Leave, Message, Owner, Readback, Revert
+from weightcast.wire.layout import Packing, plan_buckets
+from weightcast.wire.messages import Abort, Leave, Message, Owner, Prepare, Readback, Revert
+from weightcast.wire.plans import UpdatePlan
 
 BUCKET_BYTES = 1000
 
@@ -202,6 +205,17 @@ class Sessions(RuleBasedStateMachine):
         # Read back, leave and abort what is not there: anybody may, and nothing changes.
         for message in (Readback(), Leave(), Leave(group="g"), Abort(session="0" * 32)):
             assert self.bench.engine.apply(message).ok
+
+    @rule(verify=st.sampled_from(["none", "resident"]), bucket_bytes=st.sampled_from([4096, 1 << 20]))
+    def prepare(self, verify: VerifyLevel, bucket_bytes: int) -> None:
+        # Anybody may between two updates, and nothing changes.  A rank that died may still have its session.
+        specs = tuple(specs_of(weights_of(0)))
+        plan = UpdatePlan(specs, plan_buckets(specs, bucket_bytes=bucket_bytes, packing=Packing()))
+        before = self.bench.engine.info()
+        ack = self.bench.engine.apply(Prepare(plan=plan, verify=verify))
+        assert not ack.ok or self.current() is None
+        assert ack.ok or self.current() is not None or before.state == "quarantined"
+        assert self.bench.engine.info() == before
 
     @precondition(lambda self: self.current() is not None)
     @rule()

@@ -123,7 +123,7 @@ def plans_of(grids: Sequence[Grid], tiling: Tiling = GPU_TILING) -> list[Plan]:
             for job in _jobs(grid, index, None, tiling)
         ]
         if jobs:
-            plans.append(_plan_of(jobs, word_bytes, tiling))
+            plans.append(plan_of(jobs, word_bytes, tiling))
     return plans
 
 
@@ -134,11 +134,12 @@ def plans_of_transfers(transfers: Sequence[Transfer], tiling: Tiling = GPU_TILIN
         tensor = transfer.piece.tensor
         if tensor.numel():
             index = -1 if transfer.total is None else transfer.total
-            jobs[1 if tensor.itemsize == 1 else 2] += _jobs_of(transfer.piece, index, transfer.target, tiling)
-    return [_plan_of(some, word_bytes, tiling) for word_bytes, some in jobs.items() if some]
+            jobs[1 if tensor.itemsize == 1 else 2] += jobs_of(transfer.piece, index, transfer.target, tiling)
+    return [plan_of(some, word_bytes, tiling) for word_bytes, some in jobs.items() if some]
 
 
-def _plan_of(jobs: Sequence[Job], word_bytes: int, tiling: Tiling) -> Plan:
+def plan_of(jobs: Sequence[Job], word_bytes: int, tiling: Tiling) -> Plan:
+    """The tables of some jobs with words of one size."""
     table = torch.tensor(jobs, dtype=torch.int64)
     rows, cols, tile_rows = (table[:, Job._fields.index(name)] for name in ("rows", "cols", "tile_rows"))
     counts = (rows + tile_rows - 1) // tile_rows * ((cols + tiling.cols - 1) // tiling.cols)
@@ -157,8 +158,11 @@ def numbered_tiles(counts: torch.Tensor) -> torch.Tensor:
     return torch.stack([things, tiles - firsts[things]], dim=1).to(torch.int32)
 
 
-def _jobs_of(piece: Piece, index: int, target: torch.Tensor | None, tiling: Tiling) -> Iterator[Job]:
-    """The jobs of a piece. Most are whole rows in one run, and there may be very many: those take a shorter way."""
+def jobs_of(piece: Piece, index: int, target: torch.Tensor | None, tiling: Tiling) -> Iterator[Job]:
+    """The jobs of a piece that adds to sum `index`, -1 for none, and is copied to `target`, if there is one.
+
+    Most pieces are whole rows in one run, and there may be very many: those take a shorter way.
+    """
     tensor, full, box = piece.tensor, piece.full_shape, piece.box
     plain = tensor.is_contiguous() and (target is None or target.is_contiguous())
     if not plain or (box is not None and box.shape[1:] != full[1:]) or (box is not None and len(full) < 2):
@@ -226,3 +230,13 @@ def _kind(cols: int, unaligned: int) -> int:
     if cols < NARROW_COLS:
         return NARROW
     return WIDE if unaligned else ALIGNED
+
+
+def kinds_of(jobs: torch.Tensor, word_bytes: int) -> torch.Tensor:
+    """`Job.kind` of each row of a `Plan.jobs` whose other fields are right: int64 `[jobs]`."""
+    names = "address", "goal", "rows", "cols", "row_stride", "goal_stride"
+    address, goal, rows, cols, row_stride, goal_stride = (jobs[:, Job._fields.index(name)] for name in names)
+    strides = (row_stride | goal_stride) * word_bytes * (rows > 1)
+    unaligned = (address | goal | cols * word_bytes | strides) % 16
+    kinds = torch.where(unaligned != 0, WIDE, ALIGNED)
+    return torch.where(cols < NARROW_COLS, NARROW, kinds)

@@ -35,6 +35,7 @@ from weightcast.digest.jobs import (
     rows_of_runs,
 )
 from weightcast.digest.pieces import Piece, Transfer, grid_of
+from weightcast.digest.templates import Placed
 from weightcast.runtime.pace import slices
 
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -72,11 +73,12 @@ def _sums(plans: Sequence[Plan], count: int, device: torch.device) -> torch.Tens
 class Launches:
     """Copies with sums that can be launched again and again, as long as all memory stays where it is."""
 
-    def __init__(self, transfers: Sequence[Transfer], count: int, device: torch.device) -> None:
+    def __init__(self, transfers: Sequence[Transfer] | Placed, count: int, device: torch.device) -> None:
         """Works out the launches.
 
         Args:
-            transfers: transfers on one CUDA device, for each of which `can_transfer` is true.
+            transfers: transfers on one CUDA device, for each of which `can_transfer` is true; or a template of such
+                ones, none of them far, with its addresses.
             count: number of sums.
             device: the CUDA device.
         """
@@ -84,7 +86,7 @@ class Launches:
         self._count = count
         self._stream = torch.cuda.current_stream(device).cuda_stream
         near, copies, arrived = list[Transfer](), list[FarCopy](), list[Transfer]()
-        for transfer in transfers:
+        for transfer in () if isinstance(transfers, Placed) else transfers:
             piece, target = transfer.piece, transfer.target
             copy = far_copy(piece.tensor, target) if transfer.far and target is not None else None
             if copy is None or target is None:
@@ -95,7 +97,8 @@ class Launches:
                 arrived.append(Transfer(piece=replace(piece, tensor=target), total=transfer.total))
         self._copies = FarCopies(copies, device)
         with torch.cuda.device(device):
-            self._plans = tuple(plan.to(device) for plan in plans_of_transfers(near))
+            plans = transfers.plans() if isinstance(transfers, Placed) else plans_of_transfers(near)
+            self._plans = tuple(plan.to(device) for plan in plans)
             self._plans_of_arrived = tuple(plan.to(device) for plan in plans_of_transfers(arrived))
 
     def launch(self, *, summed: bool = True) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from weightcast.digest.coefficients import A, B
 from weightcast.digest.jobs import CPU_COLS, CPU_TILING, Job, Plan, is_rows_of_runs, plans_of_transfers
 from weightcast.digest.pieces import Piece, Transfer, words_of
+from weightcast.digest.templates import Placed
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +44,12 @@ def prepare(size_bytes: int) -> None:
 class Launches:
     """Copies with sums that can run again, as long as all memory stays where it is.  It keeps no memory alive."""
 
-    def __init__(self, transfers: Sequence[Transfer], count: int) -> None:
+    def __init__(self, transfers: Sequence[Transfer] | Placed, count: int) -> None:
         """Works out the jobs of transfers on the CPU, for each of which `can_transfer` is true."""
         self._count = count
-        self._parts = [_Part(plan) for plan in plans_of_transfers(transfers, CPU_TILING)]
+        placed = isinstance(transfers, Placed)
+        plans = transfers.plans() if placed else plans_of_transfers(transfers, CPU_TILING)
+        self._parts = [_Part(plan) for plan in plans]
 
     def launch(self, *, summed: bool = True) -> torch.Tensor:
         """Copies, and sums if `summed`; done when it returns the sums, int64 `[count]`, to be read mod 2**64."""

@@ -60,6 +60,16 @@ class Repeated:
         self._tables: list[Sequence[TensorSpec]] = []
         self._casts: dict[str, set[str]] = {}
 
+    def prepare(
+        self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout], kept: Sequence[Sequence[TensorSpec]]
+    ) -> None:
+        """Works out what the digests of these buckets need, and those of what engines keep of them."""
+        self.casts(specs, kept)
+        none = [(layout, torch.zeros(len(layout.slots), dtype=torch.int64)) for layout in layouts]
+        totals = self.totals.totals(none)
+        for table in {id(table): table for table in kept}.values():
+            totals.digest_of(table, frozenset())
+
     def casts(self, specs: Sequence[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
         """As ``casts_of``; computed again only if a table is another object."""
         tables = [specs, *kept]

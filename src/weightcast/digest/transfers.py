@@ -16,6 +16,7 @@ from weightcast.digest import on_cpu
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import is_rows_of_runs
 from weightcast.digest.pieces import Piece, Transfer, check_piece, words_of
+from weightcast.digest.templates import Placed
 
 if TYPE_CHECKING:
     from weightcast.digest.kernel import Launches
@@ -64,7 +65,7 @@ class RepeatedTransfers:
         what: object,
         device: torch.device,
         count: int,
-        transfers: Callable[[], Sequence[Transfer]],
+        transfers: Callable[[], Sequence[Transfer] | Placed],
         *,
         summed: bool = True,
     ) -> torch.Tensor:
@@ -74,7 +75,8 @@ class RepeatedTransfers:
             place: A key for the memory of sources and targets; one key stands for one memory at a time.
             what: A value that changes whenever that memory needs other transfers.
             device: Device of all memory; ``transfers_on`` is true for it.
-            transfers: Makes the transfers; for each ``can_transfer`` is true.
+            transfers: Makes the transfers, for each of which ``can_transfer`` is true; or a template of such ones,
+                with the addresses of its memories.
             summed: False if nobody needs the sums, which a CPU then does not take.
 
         Returns:
@@ -107,28 +109,41 @@ class RepeatedSums:
         self._transfers = RepeatedTransfers()
 
     def sums(
-        self, place: Hashable, what: object, device: torch.device, pieces: Callable[[], Sequence[Piece]]
+        self,
+        place: Hashable,
+        what: object,
+        device: torch.device,
+        pieces: Callable[[], Sequence[Piece]],
+        placed: Callable[[], tuple[Placed, int] | None] = lambda: None,
     ) -> torch.Tensor:
         """As ``partial_sums``.
 
         Args:
             place: A key for the memory of the pieces; one key stands for one memory at a time.
             what: A value that changes whenever that memory is to be read as other pieces.
+            placed: Makes the same from a template, with the number of sums, if there is one that fits.
         """
         again = self._transfers.again(place, what)
         if again is not None:
             return again
+        known = placed()
+        if known is not None:
+            return self._transfers.run(place, what, device, known[1], lambda: known[0])
         made = pieces()
         for number, piece in enumerate(made):
             check_piece(piece, number)
         transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(made)]
-        worth_it = device.type == "cuda" or (device.type == "cpu" and on_cpu.worth_it(made))
-        if not made or not worth_it or not all(map(can_transfer, transfers)):
+        if not made or not worth_launch(made, device) or not all(map(can_transfer, transfers)):
             return partial_sums(made)
         return self._transfers.run(place, what, device, len(made), lambda: transfers)
 
 
-def _launches(transfers: Sequence[Transfer], count: int, device: torch.device) -> Launches | on_cpu.Launches:
+def worth_launch(pieces: Sequence[Piece], device: torch.device) -> bool:
+    """True where a launch on a device sums pieces faster than ``partial_sums``."""
+    return device.type == "cuda" or (device.type == "cpu" and on_cpu.worth_it(pieces))
+
+
+def _launches(transfers: Sequence[Transfer] | Placed, count: int, device: torch.device) -> Launches | on_cpu.Launches:
     if device.type == "cpu":
         return on_cpu.Launches(transfers, count)
     from weightcast.digest.kernel import Launches

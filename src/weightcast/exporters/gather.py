@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ from weightcast.exporters.own_parts import OwnMemory, OwnParts
 from weightcast.exporters.ownership import Shared
 from weightcast.wire.box import Box, contains, is_one_run
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, TensorSpec
+from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 # A zero-copy tensor is a broadcast of its own; copying a smaller one into the bucket is quicker.
 MIN_LENT_BYTES = 4 << 20
@@ -47,6 +47,7 @@ class Gatherer:
         self._shared = shared
         self._group: TrainerGroup | None = None
         self._plans: dict[int, tuple[GatherPlan, OwnParts]] = {}
+        self._large: dict[int, tuple[BucketLayout, list[TensorSlot]]] = {}  # slots of each bucket that may be lent
         self._transfers = RepeatedTransfers()
         self._sums = RepeatedSums()
 
@@ -58,6 +59,22 @@ class Gatherer:
         self._shared.agree(group)
         self._plans.clear()
         self._group = group
+
+    def plan(
+        self,
+        layout: BucketLayout,
+        group: TrainerGroup,
+        *,
+        lent: Collection[str],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Works out what a bucket needs; see ``Planning.plan``.  Reads and moves nothing."""
+        receivers = tuple(range(group.world_size)) if scattered else group.receivers
+        _, own = self._plan(layout, group, receivers, scattered=scattered)
+        with torch.no_grad():
+            own.prepare(group.device, lent, copies=copies and group.rank in receivers, sums=sums)
 
     def fill(
         self,
@@ -167,9 +184,11 @@ class Gatherer:
         """Views for ``Bucket.lent``: large tensors whose bytes this rank already holds as they travel."""
         self.prepare(group)
         found: dict[str, torch.Tensor] = {}
-        for slot in layout.slots:
-            if slot.size_bytes < MIN_LENT_BYTES:
-                continue
+        known = self._large.get(layout.index)
+        if known is None or known[0] is not layout:
+            large = [slot for slot in layout.slots if slot.size_bytes >= MIN_LENT_BYTES]
+            known = self._large[layout.index] = layout, large
+        for slot in known[1]:
             box = Box(offset=(slot.first_row, *(0 for _ in slot.spec.shape[1:])), shape=slot.shape)
             for held in self._held.local(self._held.number[slot.spec.name]):
                 if held.memory is None or not contains(held.box, box):

@@ -134,6 +134,22 @@ class WeightsExporter:
         self._merger.prepare(group)
         self._gatherer.prepare(group)
 
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Implements ``Planning.plan``."""
+        with self._tensors.looking():
+            for number, layout in enumerate(layouts):
+                names = lent[number] if lent else ()
+                self._gatherer.plan(layout, group, lent=names, scattered=scattered, copies=copies, sums=sums)
+
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
     ) -> torch.Tensor | None:

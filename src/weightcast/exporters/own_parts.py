@@ -5,16 +5,17 @@ The places of parts in memory are worked out once and reused as long as the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.pieces import Piece, Transfer, check_piece
 from weightcast.digest.source_sums import Taker
-from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers, can_transfer, transfers_on
+from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
+from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers, can_transfer, transfers_on, worth_launch
 from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, region, slices, to_sum
 from weightcast.runtime.scratch import Scratch
@@ -86,12 +87,13 @@ class _Copy:
 class _CopySteps:
     """Remembered steps that copy this rank's parts, valid while ``Seen.layout`` of the sources is ``layout``.
 
-    ``rest`` has the computed parts, which are written anew each time.  ``lent`` names the zero-copy tensors.
+    ``summed`` are those of one launch, wherever bucket and sources lie; None if there are none.  ``rest`` has the
+    computed parts, which are written anew each time.  ``lent`` names the zero-copy tensors.
     """
 
     sources: list[int]
     layout: object
-    summed: list[_Copy]
+    summed: Template | None
     copies: list[_Copy]
     rest: list[OwnPart]
     lent: frozenset[str]
@@ -101,12 +103,14 @@ class _CopySteps:
 class _SumSteps:
     """Remembered steps that sum this rank's parts where they lie, with the places of the sums, by device.
 
-    ``rest`` is read anew each time: parts that are cast before they are sent, or memory that a value is computed from.
+    ``launches`` are these sums as one launch for each device, where that is worth it.  ``rest`` is read anew each time:
+    parts that are cast before they are sent, or memory that a value is computed from.
     """
 
     sources: list[int]
     layout: object
     views: Mapping[torch.device, list[_View]]
+    launches: Mapping[torch.device, Template]
     places: Mapping[torch.device, torch.Tensor]
     rest: list[OwnPart]
 
@@ -161,6 +165,27 @@ class OwnParts:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    def prepare(self, device: torch.device, lent: Collection[str], *, copies: bool, sums: bool) -> None:
+        """Works out what ``copy_into`` and ``sum_in_place`` need to know, without reading the parts.
+
+        Args:
+            device: Device of the bucket.
+            lent: Names of the zero-copy tensors.
+            copies: True if parts will be copied into a bucket, else they are read where they lie.
+            sums: True if parts will be summed.
+        """
+        if not self._parts:
+            return
+        summed = False
+        if copies:
+            steps = self._copying
+            if steps is None or steps.lent != frozenset(lent):
+                steps, _ = self._plan_copies(device, frozenset(lent))
+                self._copying = steps
+            summed = not steps.lent and not steps.copies and not steps.rest
+        if sums and not summed and self._summing is None:
+            self._summing, _ = self._plan_sums()
+
     def copy_into(self, bucket: Bucket, taker: Taker | None) -> torch.Tensor | None:
         """Copies the parts into the bucket.  Computed values are summed there.
 
@@ -172,11 +197,13 @@ class OwnParts:
         if steps is not None and steps.lent == frozenset(bucket.lent):
             found = self._held.look_at(steps.sources)
         if steps is None or found is None or found.layout != steps.layout:
-            steps, found = self._plan_copies(bucket)
+            steps, found = self._plan_copies(bucket.data.device, frozenset(bucket.lent))
             self._copying = steps
         # Of some slots there would be no sum: then all parts are summed where they lie.
         summed = taker is not None and not steps.lent and not steps.copies and not steps.rest
-        sums = self._copy_and_sum(steps, found, bucket, summed=summed) if steps.summed else None
+        sums = None
+        if steps.summed is not None:
+            sums = self._copy_and_sum(steps, steps.summed, found, bucket, summed=summed)
         if sums is not None and summed:
             assert taker is not None
             taker.add(self._places, sums)
@@ -223,7 +250,8 @@ class OwnParts:
         return OwnMemory(known, found)
 
     def _served_view(self, slot: TensorSlot, number: int, box: Box) -> _View:
-        found = self._view_of(OwnPart(slot=slot, number=number, box=box, place=None, origin=None, computed=False))
+        part = OwnPart(slot=slot, number=number, box=box, place=None, origin=None, computed=False)
+        [found] = self._views_of([part])
         if found is None or found[1].dtype != slot.spec.torch_dtype:
             why = "its values are computed when they are sent" if found is None else f"it is kept in {found[1].dtype}"
             raise ConfigError(
@@ -240,75 +268,96 @@ class OwnParts:
         numbers = torch.tensor([own.number for own in self._parts], device=sums.device)
         return torch.zeros(count, dtype=sums.dtype, device=sums.device).index_add_(0, numbers, sums)
 
-    def _copy_and_sum(self, steps: _CopySteps, found: Seen, bucket: Bucket, *, summed: bool) -> torch.Tensor:
+    def _copy_and_sum(
+        self, steps: _CopySteps, template: Template, found: Seen, bucket: Bucket, *, summed: bool
+    ) -> torch.Tensor:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
-
-        def transfers() -> list[Transfer]:
-            flat, memory = Flat(bucket.data), dict(zip(steps.sources, found.tensors, strict=True))
-            return [copy.transfer(memory[copy.view.source], flat) for copy in steps.summed]
-
         place = self._layout.index, bucket.data.data_ptr()
         # ``steps`` is in the key because the same memory may be read otherwise than before.
         what = self._layout, found.addresses, steps
-        return self._transfers.run(place, what, bucket.data.device, len(self._parts), transfers, summed=summed)
 
-    def _plan_copies(self, bucket: Bucket) -> tuple[_CopySteps, Seen]:
-        lent = frozenset(bucket.lent)
+        def placed() -> Placed:
+            return Placed(template, [bucket.data.data_ptr(), *found.addresses])
+
+        return self._transfers.run(place, what, bucket.data.device, len(self._parts), placed, summed=summed)
+
+    def _plan_copies(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
+        """The steps that copy the parts into a bucket on a device, wherever it lies."""
         views: list[tuple[int, OwnPart, _View, torch.Tensor]] = []
         rest: list[OwnPart] = []
-        for number, own in enumerate(self._parts):
-            if own.slot.spec.name in lent:
-                continue
-            found = self._view_of(own)
+        parts = [(number, own) for number, own in enumerate(self._parts) if own.slot.spec.name not in lent]
+        for (number, own), found in zip(parts, self._views_of([own for _, own in parts]), strict=True):
             if found is None:
                 rest.append(own)
             else:
                 views.append((number, own, *found))
-        sources = list(dict.fromkeys(view.source for _, _, view, _ in views))
-        seen = self._held.look_at(sources)
-        steps = _CopySteps(sources, seen.layout, [], [], rest, lent)
-        flat = Flat(bucket.data)
-        for number, own, view, whole in views:
+        wholes = {view.source: whole for _, _, view, whole in views}
+        made = StandIns()
+        stand_ins = {
+            source: made.of(whole) for source, whole in wholes.items() if whole.device == device and can_stand_in(whole)
+        }
+        numbers = {source: 1 + number for number, source in enumerate(wholes)}
+        bucket = Bucket(self._layout, flat_stand_in(self._layout.size_bytes))
+        flat, first_byte = Flat(bucket.data), int(bucket.data.storage_offset())
+        launches = transfers_on(device)
+        copies: list[_Copy] = []
+        transfers: list[Transfer] = []
+        memories: list[tuple[int, int]] = []
+        for number, own, view, _ in views:
             target = region(bucket, own.slot, own.box)
             copy = _Copy(
                 view=view,
                 dtype=target.dtype,
                 target_stride=target.stride(),
-                target_offset=(target.data_ptr() - bucket.data.data_ptr()) // target.element_size(),
+                target_offset=int(target.storage_offset()) - first_byte // target.element_size(),
                 own=number,
             )
-            fits = transfers_on(bucket.data.device) and can_transfer(copy.transfer(whole, flat))
-            (steps.summed if fits else steps.copies).append(copy)
-        return steps, seen
+            source = stand_ins.get(view.source) if launches else None
+            transfer = copy.transfer(source, flat) if source is not None else None
+            if transfer is not None and can_transfer(transfer):
+                transfers.append(transfer)
+                memories.append((numbers[view.source], 0))
+            else:
+                copies.append(copy)
+        seen = self._held.look_at(list(wholes))
+        template = Template(transfers, memories, device) if transfers else None
+        return _CopySteps(list(wholes), seen.layout, template, copies, rest, lent), seen
 
-    def _view_of(self, own: OwnPart) -> tuple[_View, torch.Tensor] | None:
-        """Place of a part in a tensor that ``Look`` knows, and that tensor; None if it is computed or unknown."""
-        held = self._held.find(own.slot.spec.name, own.box)
+    def _views_of(self, parts: Sequence[OwnPart]) -> list[tuple[_View, torch.Tensor] | None]:
+        """Place of each part in a tensor that ``Look`` knows, and that tensor; None if it is computed or unknown."""
         look = self._held.look
-        if look is None or not isinstance(held, InMemory) or held.source is None:
-            return None
-        whole = look([held.source]).tensors[0]
-        part = held.memory[slices(own.box, held.box.offset)]
-        view = _View(
-            source=held.source,
-            shape=tuple(part.shape),
-            stride=part.stride(),
-            offset=int(part.storage_offset()) - int(whole.storage_offset()),
-            full_shape=own.slot.spec.shape,
-            box=own.box,
-        )
-        return view, whole
+        places: list[tuple[OwnPart, int, Box, torch.Tensor] | None] = []
+        for own in parts:
+            held = self._held.find(own.slot.spec.name, own.box)
+            known = look is not None and isinstance(held, InMemory) and held.source is not None
+            places.append((own, held.source, held.box, held.memory) if known else None)  # type: ignore[union-attr]
+        sources = list(dict.fromkeys(place[1] for place in places if place is not None))
+        wholes = dict(zip(sources, look(sources).tensors, strict=True)) if look is not None and sources else {}
+        found: list[tuple[_View, torch.Tensor] | None] = []
+        for place in places:
+            if place is None:
+                found.append(None)
+                continue
+            own, source, box, memory = place
+            part = memory if own.box == box else memory[slices(own.box, box.offset)]
+            view = _View(
+                source=source,
+                shape=tuple(part.shape),
+                stride=part.stride(),
+                offset=int(part.storage_offset()) - int(wholes[source].storage_offset()),
+                full_shape=own.slot.spec.shape,
+                box=own.box,
+            )
+            found.append((view, wholes[source]))
+        return found
 
     def _plan_sums(self) -> tuple[_SumSteps, Seen]:
         views: dict[torch.device, list[_View]] = {}
         places: dict[torch.device, list[int]] = {}
         rest: list[OwnPart] = []
-        for own in self._parts:
-            if own.computed:
-                if own.origin is not None:
-                    rest.append(own)
-                continue
-            found = self._view_of(own)
+        rest += [own for own in self._parts if own.computed and own.origin is not None]
+        parts = [own for own in self._parts if not own.computed]
+        for own, found in zip(parts, self._views_of(parts), strict=True):
             if found is None or found[1].dtype != own.slot.spec.torch_dtype:
                 rest.append(own)
                 continue
@@ -319,7 +368,13 @@ class OwnParts:
         sources = list(dict.fromkeys(view.source for some in views.values() for view in some))
         seen = self._held.look_at(sources)
         tensors = {device: torch.tensor(some) for device, some in places.items()}
-        return _SumSteps(sources, seen.layout, views, tensors, rest), seen
+        wholes = dict(zip(sources, seen.tensors, strict=True))
+        launches: dict[torch.device, Template] = {}
+        for device, some in views.items():
+            template = _template_of_sums(device, some, wholes)
+            if template is not None:
+                launches[device] = template
+        return _SumSteps(sources, seen.layout, views, launches, tensors, rest), seen
 
     def _sum_views(self, steps: _SumSteps, found: Seen, taker: Taker) -> None:
         for device, views in steps.views.items():
@@ -328,7 +383,11 @@ class OwnParts:
                 memory = dict(zip(steps.sources, found.tensors, strict=True))
                 return [view.piece(memory[view.source]) for view in views]
 
-            sums = self._sums.sums((self._layout.index, device), (found.addresses, steps), device, pieces)
+            def placed(device: torch.device = device, count: int = len(views)) -> tuple[Placed, int] | None:
+                template = steps.launches.get(device)
+                return None if template is None else (Placed(template, found.addresses), count)
+
+            sums = self._sums.sums((self._layout.index, device), (found.addresses, steps), device, pieces, placed)
             taker.add(steps.places[device], sums)
 
     def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch) -> None:
@@ -343,6 +402,28 @@ class OwnParts:
         for box in split(own.box, max(_CAST_BYTES // dtype.itemsize, 1)):
             values = scratch.cast(part[slices(box, own.box.offset)], dtype)
             taker.add(torch.tensor([own.place]), partial_sums([to_sum(own.slot, box, values)]))
+
+
+def _template_of_sums(
+    device: torch.device, views: Sequence[_View], wholes: Mapping[int, torch.Tensor]
+) -> Template | None:
+    """The sums of some parts on a device wherever they lie; None where a launch is not worth it or cannot sum them.
+
+    ``wholes`` has the sources of all parts, whose order is that of the template's memories.
+    """
+    needed = dict.fromkeys(view.source for view in views)
+    if not all(can_stand_in(wholes[source]) for source in needed):
+        return None
+    made = StandIns()
+    stand_ins = {source: made.of(wholes[source]) for source in needed}
+    pieces = [view.piece(stand_ins[view.source]) for view in views]
+    transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
+    if not worth_launch(pieces, device) or not all(map(can_transfer, transfers)):
+        return None
+    for number, piece in enumerate(pieces):
+        check_piece(piece, number)
+    numbers = {source: number for number, source in enumerate(wholes)}
+    return Template(transfers, [(numbers[view.source], NOWHERE) for view in views], device)
 
 
 def _copy_plainly(steps: _CopySteps, found: Seen, bucket: Bucket) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -67,6 +67,19 @@ class StateDictExporter:
     def prepare(self, group: TrainerGroup) -> None:
         """Does the same as ``ModuleExporter.prepare``.  Collective."""
         self._inner.prepare(group)
+
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Does the same as ``ModuleExporter.plan``."""
+        self._inner.plan(layouts, group, lent=lent, scattered=scattered, copies=copies, sums=sums)
 
     def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> torch.Tensor | None:
         """Does the same as ``ModuleExporter.fill``.  Collective."""

@@ -31,6 +31,18 @@ class Arrivals:
         self._abandoned = False
         self._followed, self._whole = [], []
 
+    def prepare(self, buckets: Sequence[Mapping[str, int]], specs: Sequence[TensorSpec]) -> None:
+        """Looks whether these rows of each bucket are all of these tensors, as ``missing`` would in an update.
+
+        Called between two updates.
+        """
+        if self._abandoned:
+            return
+        self.begin()
+        if all(map(self.take_all, buckets)):
+            self.missing(specs)
+        self.begin()
+
     @property
     def abandoned(self) -> bool:
         """True if the update was given up."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in, form_of
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
 from weightcast.receiver.bucket_plan import BucketPlan, Copy
 from weightcast.receiver.staging import Staging
@@ -18,15 +19,45 @@ from weightcast.wire.casts import may_overflow, overflows
 from weightcast.wire.layout import TensorSlot
 
 _MAX_PLACES = 16
+_Rest = list[tuple[TensorSlot, Copy]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """The launch of one bucket, for any place of the bucket and of the parameters.
+
+    Attributes:
+        plan: The plan that it was made for.
+        form: ``form_of`` the parameters that it writes.
+        lent: Names of the lent slots, in the order of their memories.
+        rest: Copies that are no transfers.
+    """
+
+    plan: BucketPlan
+    form: object
+    device: torch.device
+    lent: tuple[str, ...]
+    template: Template
+    rest: _Rest
 
 
 class BucketCopier:
-    """Copies the buckets of update after update.  A launch that comes again in the same places is worked out once."""
+    """Copies the buckets of update after update.
+
+    What does not depend on addresses is worked out once for each bucket, before an update if ``prepare`` is called; and
+    a launch that comes again in the same places is kept.
+    """
 
     def __init__(self) -> None:
         self._overflows: dict[str, list[torch.Tensor]] = {}
         self._transfers = RepeatedTransfers()
-        self._rests: dict[object, list[tuple[TensorSlot, Copy]]] = {}  # copies of a place that are no transfers
+        self._rests: dict[object, _Rest] = {}  # copies of a place that are no transfers
+        self._prepared: dict[tuple[int, frozenset[str]], _Prepared] = {}
+
+    def prepare(self, plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]) -> None:
+        """Works out the launch of a bucket that will lie on this device; ``lent`` names the slots that will be lent."""
+        if transfers_on(device):
+            self._prepare(plan, staging, device, lent)
 
     def begin(self, num_buckets: int) -> None:
         """Forgets the overflows of the update before."""
@@ -34,6 +65,7 @@ class BucketCopier:
         if len(self._rests) > _MAX_PLACES * num_buckets:  # an engine that moves its weights again and again
             self._transfers = RepeatedTransfers()
             self._rests.clear()
+            self._prepared.clear()
 
     def overflowed(self) -> list[str]:
         """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
@@ -82,45 +114,95 @@ class BucketCopier:
             where = where, tuple(staging.target(name).data_ptr() for name in plan.parameters)
         place = bucket.layout.index, bucket.data.data_ptr(), where, frozenset(bucket.lent)
 
-        def transfers() -> list[Transfer]:
-            found, rest = _transfers_of(bucket, plan, staging)
-            self._rests[place] = rest
-            return found
+        def transfers() -> list[Transfer] | Placed:
+            prepared = self._prepare(plan, staging, bucket.data.device, frozenset(bucket.lent))
+            if prepared is None:
+                found, _, self._rests[place] = _transfers_of(bucket, plan, staging.target)
+                return found
+            self._rests[place] = prepared.rest
+            memories = bucket.data, *map(staging.target, plan.parameters), *map(bucket.lent.__getitem__, prepared.lent)
+            return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
         sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(plan.table), transfers, summed=summed)
         self._copy(bucket, self._rests[place], staging)
         return sums
 
+    def _prepare(
+        self, plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]
+    ) -> _Prepared | None:
+        """The launch of a bucket wherever it lies; None if some of the parameters that it writes are elsewhere."""
+        key = plan.layout.index, lent
+        known = self._prepared.get(key)
+        targets = {name: staging.target(name) for name in plan.parameters}
+        form = form_of(list(targets.values()))
+        if known is not None and known.plan is plan and known.device == device and known.form == form:
+            return known
+        if any(target.device != device for target in targets.values()):
+            return None
+        made = StandIns()
+        stand_ins = {name: made.of(target) for name, target in targets.items()}
+        names = tuple(slot.spec.name for slot in plan.layout.slots if slot.spec.name in lent)
+        sizes = {slot.spec.name: slot.size_bytes for slot in plan.layout.slots} if names else {}
+        bucket = Bucket(
+            plan.layout,
+            flat_stand_in(plan.layout.size_bytes),
+            lent={name: flat_stand_in(sizes[name]) for name in names},
+        )
+        transfers, ends, rest = _transfers_of(bucket, plan, stand_ins.__getitem__)
+        written = {name: 1 + number for number, name in enumerate(plan.parameters)}
+        read = {name: 1 + len(written) + number for number, name in enumerate(names)}
+        memories = [
+            (0 if source is None else read[source], NOWHERE if target is None else written[target])
+            for source, target in ends
+        ]
+        prepared = _Prepared(plan, form, device, names, Template(transfers, memories, device), rest)
+        self._prepared[key] = prepared
+        return prepared
+
 
 def target_of(copy: Copy, staging: Staging) -> torch.Tensor:
     """The memory that a copy writes."""
-    whole = staging.target(copy.parameter).detach()
+    return written_by(copy, staging.target(copy.parameter))
+
+
+def written_by(copy: Copy, whole: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that a copy writes."""
+    whole = whole.detach()
     return whole.as_strided(copy.shape, copy.stride, whole.storage_offset() + copy.offset)
 
 
 def _transfers_of(
-    bucket: Bucket, plan: BucketPlan, staging: Staging
-) -> tuple[list[Transfer], list[tuple[TensorSlot, Copy]]]:
-    """The transfers of a bucket, which sum every slot, and those of its copies that cannot be transfers."""
+    bucket: Bucket, plan: BucketPlan, target: Callable[[str], torch.Tensor]
+) -> tuple[list[Transfer], list[tuple[str | None, str | None]], _Rest]:
+    """The transfers of a bucket, which sum every slot; what each reads and writes; and the copies that are none.
+
+    What a transfer reads is the name of a lent slot, or None for the bucket.  What it writes is a parameter, or None.
+    """
     flat = Flat(bucket.data)
     transfers: list[Transfer] = []
-    rest: list[tuple[TensorSlot, Copy]] = []
+    ends: list[tuple[str | None, str | None]] = []
+    rest: _Rest = []
     for number, (slot, copies) in enumerate(plan.table):
         whole = Transfer(piece=piece_of(slot, bucket.view(slot), slot.first_row), total=number)
         if slot.spec.name in bucket.lent:  # lies where it belongs already
             transfers.append(whole)
+            ends.append((slot.spec.name, None))
             continue
         if len(copies) == 1 and copies[0].shape == slot.shape:
-            both = replace(whole, target=target_of(copies[0], staging))
+            both = replace(whole, target=written_by(copies[0], target(copies[0].parameter)))
             if can_transfer(both):
                 transfers.append(both)
+                ends.append((None, copies[0].parameter))
                 continue
         transfers.append(whole)
+        ends.append((None, None))
         for copy in copies:
             part = flat.region(slot.spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
-            transfer = Transfer(piece=Piece(tensor=part, full_shape=copy.shape), target=target_of(copy, staging))
+            written = written_by(copy, target(copy.parameter))
+            transfer = Transfer(piece=Piece(tensor=part, full_shape=copy.shape), target=written)
             if can_transfer(transfer):
                 transfers.append(transfer)
+                ends.append((None, copy.parameter))
             else:
                 rest.append((slot, copy))
-    return transfers, rest
+    return transfers, ends, rest

@@ -28,9 +28,11 @@ from weightcast.receiver.staging import Place, Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
+from weightcast.wire.messages import Prepare, Way
 from weightcast.wire.routes import Route
 
 Finisher = Callable[[], object]
+READ_BACK = ("resident", "behaviour")  # levels of proof that read the live weights back
 
 
 def residents_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -213,6 +215,42 @@ class Loader:
         self._fetched = None
         self.touched = False
         self.scattered.begin()
+
+    def prepare(self, message: Prepare) -> HeldSums:
+        """Works out what the updates to come need to know, from their plan.  Writes no weights.
+
+        Returns:
+            The sums of the live weights if they will be needed, else the parts that a read-back sums, with sums of 0.
+        """
+        self.staging.look(dtypes=True)
+        layouts, runs = message.plan.layouts, message.plan.bucket_runs
+        for number, layout in enumerate(layouts):
+            plan = self._plan(layout)
+            if self._arrivals.abandoned:
+                continue  # the staging set is allocated anew when an update begins
+            if message.way == "buckets":
+                straight = self._straight(plan, runs[number] if number < len(runs) else ())
+                lent = frozenset(slot.spec.name for slot, _ in straight)
+                self._copier.prepare(plan, self.staging, self._device, lent)
+            elif number < len(message.parts):
+                self._prepare_share(layout, message.parts[number], message.way)
+        self._arrivals.prepare([self._plans[layout.index].rows for layout in layouts], message.plan.specs)
+        if message.verify in READ_BACK:
+            self.know()
+        if self.known is not None:
+            return self.known
+        table = self._sums.prepare(self.staging.number, self._device, self.staging.live)
+        return HeldSums(table, torch.zeros(len(table.parts), dtype=torch.int64))
+
+    def _prepare_share(self, layout: BucketLayout, parts: Parts, way: Way) -> None:
+        if not parts:  # such as of what is read where the trainer keeps it
+            return
+        if way == "buffers":
+            sizes = [layout.size_bytes] * len(parts)
+            self.scattered.prepare(self.scattered.plan(layout, parts), sizes, self._device, self.staging)
+            return
+        plan = self.scattered.plan_exchange(layout, parts, read=way == "reads")
+        self.scattered.prepare(plan.copies, [plan.size_bytes], self._device, self.staging)
 
     def places(self, layout: BucketLayout, runs: Sequence[int]) -> dict[str, torch.Tensor]:
         """Destinations of the slots that the next bucket can be received into directly, as ``Bucket.lent``.

@@ -12,7 +12,7 @@ from weightcast.receiver.rank_replies import failures_in
 from weightcast.wire.answers import RankAck
 from weightcast.wire.codec import decode_rank_ack, encode
 from weightcast.wire.held import HeldTable
-from weightcast.wire.messages import Close, Commit, Message, Open, Readback, Revert
+from weightcast.wire.messages import Close, Commit, Message, Open, Prepare, Readback, Revert
 from weightcast.wire.plans import UpdatePlan
 
 GRACE_S = 15.0  # a rank keeps its own deadlines; this much later the rank itself is given up
@@ -33,9 +33,9 @@ class FarRanks:
 
     def _encode(self, message: Message) -> bytes:
         """Encodes a message for the ranks.  Each keeps at least the plan that it was sent last."""
-        if isinstance(message, Close | Commit | Revert | Readback):
+        if isinstance(message, Close | Commit | Revert | Readback | Prepare):
             message = msgspec.structs.replace(message, known_tables=tuple(self._tables))
-        if not isinstance(message, Open) or message.plan is None:
+        if not isinstance(message, Open | Prepare) or message.plan is None:
             return encode(message)
         known, self._told = self._told, message.plan
         return encode(message, named=message.plan == known)

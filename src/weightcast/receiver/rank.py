@@ -19,7 +19,7 @@ from weightcast.comm.ipc import MappingFailed
 from weightcast.comm.update_group import GroupFailed
 from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError, DeadlineExceeded, EngineFailure, Refused
-from weightcast.receiver.loader import Finisher, Loader, residents_of
+from weightcast.receiver.loader import READ_BACK, Finisher, Loader, residents_of
 from weightcast.receiver.offer import check_copies
 from weightcast.receiver.peer_rules import check_computed
 from weightcast.receiver.received_sums import ReceivedSums
@@ -50,6 +50,7 @@ from weightcast.wire.messages import (
     Message,
     Open,
     Owner,
+    Prepare,
     Readback,
     ReadChunk,
     Revert,
@@ -58,7 +59,6 @@ from weightcast.wire.messages import (
 
 StagingChoice = Literal["auto", "device", "host", "none"]
 Check = Callable[[], object]
-_READ_BACK = ("resident", "behaviour")
 
 
 # Over 350 lines: each message is one method, and all of them read and change the state of the open session.
@@ -225,6 +225,8 @@ class WeightReceiver:
         match message:
             case Open():
                 return self._begin(message)
+            case Prepare():
+                return self._prepare(message)
             case Join():
                 self._broadcast.join(message, rank=self.rank, tells=self._shares.wanted() if message.wants else None)
                 return self._ack()
@@ -262,6 +264,16 @@ class WeightReceiver:
     def _check_awake(self) -> None:
         if self._asleep:
             raise Refused("the engine is asleep", hint=self._asleep)
+
+    def _prepare(self, message: Prepare) -> RankAck:
+        """Works out an update to come; the answer has the parts that its proof will sum."""
+        self._check_awake()
+        if self._open is not None and self._committed != self._open.session:
+            raise Refused("an update is under way")
+        self.loader.check(message.plan.specs)
+        if message.verify != "none" and message.way == "buckets":
+            self._received.prepare(message.plan.layouts)
+        return self._ack(written=self.loader.prepare(message))
 
     def _begin(self, message: Open) -> RankAck:
         self._check_awake()
@@ -412,7 +424,7 @@ class WeightReceiver:
         # The commit may run on another thread, whose stream does not wait for this one's copies.
         wait_for_streams(self.device)
         check_copies(self._received.of_copies(), self.loader.copies)
-        if session.verify in _READ_BACK:
+        if session.verify in READ_BACK:
             self.loader.know()  # the engine generates meanwhile; at the switch it would wait
         written = self.loader.written() if self._scattered and session.verify != "none" else NOTHING_HELD
         received = self._received.by_name() if message.by_name else {}
@@ -441,7 +453,7 @@ class WeightReceiver:
         wait_for_streams(self.device)
         self._load_s = self._did("switch", started)
         self._measured()
-        return self._ack(held=session.verify in _READ_BACK)
+        return self._ack(held=session.verify in READ_BACK)
 
     def _switch(self) -> None:
         if self._open is not None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from weightcast.wire.answers import RankAck
 from weightcast.wire.codec import decode, encode
-from weightcast.wire.messages import Close, Commit, Message, Readback, Revert
+from weightcast.wire.messages import Close, Commit, Message, Prepare, Readback, Revert
 
 _OK, _FAILED = b"+", b"-"
 
@@ -37,7 +37,8 @@ def answer_message(worker: Messenger, frame: bytes, *, rank: int) -> bytes:
     known: tuple[str, ...] = ()
     try:
         message = decode(frame)
-        known = message.known_tables if isinstance(message, Close | Commit | Revert | Readback) else ()
+        names_tables = isinstance(message, Close | Commit | Revert | Readback | Prepare)
+        known = message.known_tables if names_tables else ()
         ack = worker.apply(message)
     except Exception as error:  # noqa: BLE001  the other end waits for an answer, whatever it is
         ack = RankAck(rank=rank, ok=False, error=f"{type(error).__name__}: {error}")

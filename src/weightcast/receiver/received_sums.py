@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,10 @@ class ReceivedSums:
         self._repeated = RepeatedSums()
         self._totals = RepeatedTotals()
         self._hashed: dict[str, str] = {}
+
+    def prepare(self, layouts: Sequence[BucketLayout]) -> None:
+        """Works out the digests of these buckets, before an update brings them."""
+        self._totals.totals([(layout, torch.zeros(len(layout.slots), dtype=torch.int64)) for layout in layouts])
 
     def clear(self) -> None:
         """Drops the sums of a session that is over."""

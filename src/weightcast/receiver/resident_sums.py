@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
-from weightcast.digest.pieces import Piece
-from weightcast.digest.transfers import RepeatedSums
+from weightcast.digest.pieces import Piece, Transfer, check_piece
+from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, form_of
+from weightcast.digest.transfers import RepeatedSums, can_transfer, worth_launch
 from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec, dtype_name
 from weightcast.wire.routes import Route
@@ -16,7 +17,11 @@ _MAX_PLACES = 8
 
 
 class ResidentSums:
-    """Reads parameters back through the routes.  The launch on a GPU is worked out once."""
+    """Reads parameters back through the routes.
+
+    What does not depend on addresses is worked out once, before an update if ``prepare`` is called; and the launch for
+    each place of the parameters is kept.
+    """
 
     def __init__(
         self, routes: Sequence[Route], expected: Mapping[str, TensorSpec], constants: Sequence[Route] = ()
@@ -30,6 +35,18 @@ class ResidentSums:
         self._expected = expected
         self._repeated = RepeatedSums()
         self._tables: dict[Hashable, tuple[dict[str, torch.dtype], HeldTable]] = {}  # by place
+        self._parameters = tuple(dict.fromkeys(route.parameter for route in self._routes))
+        self._template: tuple[object, Template] | None = None  # with the form of the parameters that it is for
+
+    def prepare(self, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
+        """Works out what ``held`` needs to know, without reading the parameters; returns the parts that it sums."""
+        if not self._routes:
+            return NOTHING_HELD.table
+        if self._constants is not None:
+            self._constants.prepare(place, device, tensor)
+        found = {name: tensor(name) for name in self._parameters}
+        self._template_for(found, device)
+        return self.table(place, tensor)
 
     def held(self, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldSums:
         """Sums the part of each route.  Waits for the device.
@@ -37,21 +54,21 @@ class ResidentSums:
         ``place`` is a key for the memory and the dtypes of the parameters: one key stands for one memory at a time.
         """
 
-        def pieces() -> list[Piece]:
-            found = {route.parameter: tensor(route.parameter) for route in self._routes}
+        def parameters() -> dict[str, torch.Tensor]:
+            found = {name: tensor(name) for name in self._parameters}
             self._tabulate(place, {name: one.dtype for name, one in found.items()})
-            return [
-                Piece(
-                    tensor=region_of(found[route.parameter], route),
-                    full_shape=self._expected[route.source].shape,
-                    box=route.box,
-                )
-                for route in self._routes
-            ]
+            return found
+
+        def placed() -> tuple[Placed, int] | None:
+            found = parameters()
+            template = self._template_for(found, device)
+            if template is None:
+                return None
+            return Placed(template, list(map(torch.Tensor.data_ptr, found.values()))), len(self._routes)
 
         if not self._routes:
             return NOTHING_HELD
-        sums = self._repeated.sums(place, None, device, pieces)
+        sums = self._repeated.sums(place, None, device, lambda: self._pieces(parameters()), placed)
         return HeldSums(self.table(place, tensor), sums.cpu())
 
     def completed(
@@ -72,6 +89,37 @@ class ResidentSums:
         if place not in self._tables:
             self._tabulate(place, {route.parameter: tensor(route.parameter).dtype for route in self._routes})
         return self._tables[place][1]
+
+    def _pieces(self, found: Mapping[str, torch.Tensor]) -> list[Piece]:
+        """The part of each route in some parameters."""
+        return [
+            Piece(
+                tensor=region_of(found[route.parameter], route),
+                full_shape=self._expected[route.source].shape,
+                box=route.box,
+            )
+            for route in self._routes
+        ]
+
+    def _template_for(self, found: Mapping[str, torch.Tensor], device: torch.device) -> Template | None:
+        """The launch for these parameters wherever they lie; None if they cannot be summed by a launch."""
+        form = form_of(list(found.values()))
+        if self._template is not None and self._template[0] == form:
+            return self._template[1]
+        if any(one.device != device for one in found.values()):
+            return None
+        made = StandIns()
+        pieces = self._pieces({name: made.of(one) for name, one in found.items()})
+        transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
+        if not worth_launch(pieces, device) or not all(map(can_transfer, transfers)):
+            return None
+        for number, piece in enumerate(pieces):
+            check_piece(piece, number)
+        numbers = {name: number for number, name in enumerate(found)}
+        memories = [(numbers[route.parameter], NOWHERE) for route in self._routes]
+        template = Template(transfers, memories, device)
+        self._template = form, template
+        return template
 
     def _tabulate(self, place: Hashable, dtypes: dict[str, torch.dtype]) -> None:
         alike = next((known for known in self._tables.values() if known[0] == dtypes), None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,8 +13,9 @@ from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in, form_of
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
-from weightcast.receiver.bucket_copier import target_of
+from weightcast.receiver.bucket_copier import target_of, written_by
 from weightcast.receiver.scattered_plan import (
     ExchangePlan,
     Parts,
@@ -33,6 +36,28 @@ from weightcast.wire.pieces import Wanted
 from weightcast.wire.routes import Route
 
 _MAX_LAUNCHES = 1 << 12
+_Rest = list[tuple[int, ShareCopy]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """The launch of some buffers' copies, for any place of the buffers and of the parameters.
+
+    Attributes:
+        copies: The copies out of each buffer.
+        sizes: Bytes of each buffer.
+        parameters: Names of the parameters that are written.
+        form: ``form_of`` these parameters.
+        rest: Copies that are no transfers.
+    """
+
+    copies: Sequence[Sequence[ShareCopy]]
+    sizes: Sequence[int]
+    device: torch.device
+    parameters: Sequence[str]
+    form: object
+    template: Template
+    rest: _Rest
 
 
 class ScatteredCopier:
@@ -54,7 +79,8 @@ class ScatteredCopier:
         self._mapped: dict[int, ScatteredPlan] = {}
         self._exchanges: dict[tuple[int, bool], ExchangePlan] = {}
         self._transfers = RepeatedTransfers()
-        self._rests: dict[object, list[tuple[int, ShareCopy]]] = {}  # copies that are no transfers
+        self._rests: dict[object, _Rest] = {}  # copies that are no transfers
+        self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._sums: torch.Tensor | None = None
         self._all_summed = True
         self.read_bytes = self.received_bytes = 0
@@ -104,6 +130,16 @@ class ScatteredCopier:
             self._mapped[layout.index] = plan
             self._forget()
         return plan
+
+    def prepare(self, plan: ScatteredPlan, sizes: Sequence[int], device: torch.device, staging: Staging) -> None:
+        """Works out the launch of a plan whose buffers will all lie on one device.
+
+        ``sizes`` are the least that the buffers will have, in bytes.
+        """
+        numbers = [number for number, copies in enumerate(plan.buffers) if copies]
+        if numbers and transfers_on(device):
+            copies, sizes = [plan.buffers[number] for number in numbers], [sizes[number] for number in numbers]
+            self._prepare((plan.layout.index, numbers[0]), device, copies, sizes, staging)
 
     def copy(
         self,
@@ -168,27 +204,30 @@ class ScatteredCopier:
         """One launch for all copies out of a device, except those that cast or that go to another device."""
         targets: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
-            names = dict.fromkeys(share.copy.parameter for _, copies, _ in buffers for share in copies)
+            names = _parameters_of([copies for _, copies, _ in buffers])
             targets = targets, tuple(staging.target(name).data_ptr() for name in names)
         where = *place, tuple(data.data_ptr() for data, _, _ in buffers), targets
         if where not in self._rests and len(self._rests) >= _MAX_LAUNCHES:
             self._forget()
-        rest = self._rests.setdefault(where, [])
 
-        def make() -> list[Transfer]:
-            found = list[Transfer]()
-            rest.clear()
-            for number, (data, copies, far) in enumerate(buffers):
-                flat = Flat(data)
-                for share in copies:
-                    transfer = _transfer_of(share, flat, staging, far=far)
-                    if can_transfer(transfer):
-                        found.append(transfer)
-                    else:
-                        rest.append((number, share))
-            return found
+        def make() -> list[Transfer] | Placed:
+            copies = [some for _, some, _ in buffers]
+            prepared = None
+            if not any(far for _, _, far in buffers):  # copy engines may bring those
+                sizes = [data.numel() for data, _, _ in buffers]
+                prepared = self._prepare(place, device, copies, sizes, staging)
+            if prepared is None:
+                flats = [Flat(data) for data, _, _ in buffers]
+                found, _, self._rests[where] = _transfers_of(
+                    copies, flats, staging.target, [far for _, _, far in buffers]
+                )
+                return found
+            self._rests[where] = prepared.rest
+            memories = *(data for data, _, _ in buffers), *map(staging.target, prepared.parameters)
+            return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
         sums = self._transfers.run(where, None, device, self._num_routes, make, summed=summed)
+        rest = self._rests[where]
         for number, share in rest:
             _copy_plainly(buffers[number][0], [share], staging)
         if not summed or rest or (self._sums is not None and self._sums.device != sums.device):
@@ -196,17 +235,72 @@ class ScatteredCopier:
             return
         self._sums = sums if self._sums is None else self._sums + sums
 
+    def _prepare(
+        self,
+        place: tuple[int, int],
+        device: torch.device,
+        copies: Sequence[Sequence[ShareCopy]],
+        sizes: Sequence[int],
+        staging: Staging,
+    ) -> _Prepared | None:
+        """The launch wherever all lies; None if a parameter is on another device than the buffers.
+
+        ``sizes`` are those of the buffers, in bytes.
+        """
+        known = self._prepared.get(place)
+        same = known is not None and len(known.copies) == len(copies) and all(map(operator.is_, known.copies, copies))
+        names = known.parameters if same and known is not None else tuple(_parameters_of(copies))
+        targets = {name: staging.target(name) for name in names}
+        form = form_of(list(targets.values()))
+        fits = known is not None and same and known.device == device and known.form == form
+        if known is not None and fits and all(map(operator.le, known.sizes, sizes)):
+            return known
+        if any(target.device != device for target in targets.values()):
+            return None
+        made = StandIns()
+        stand_ins = {name: made.of(target) for name, target in targets.items()}
+        flats = [Flat(flat_stand_in(size)) for size in sizes]
+        transfers, ends, rest = _transfers_of(copies, flats, stand_ins.__getitem__)
+        written = {name: len(copies) + number for number, name in enumerate(targets)}
+        memories = [(buffer, written[name]) for buffer, name in ends]
+        template = Template(transfers, memories, device)
+        prepared = self._prepared[place] = _Prepared(copies, sizes, device, names, form, template, rest)
+        return prepared
+
     def _forget(self) -> None:
         """Forgets launches; a table that is made anew has copies from other places."""
         self._transfers = RepeatedTransfers()
         self._rests.clear()
 
 
-def _transfer_of(share: ShareCopy, flat: Flat, staging: Staging, *, far: bool) -> Transfer:
-    copy, spec = share.copy, share.slot.spec
-    part = flat.region(spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
-    piece = Piece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)
-    return Transfer(piece=piece, target=target_of(copy, staging), total=share.route, far=far)
+def _parameters_of(copies: Sequence[Sequence[ShareCopy]]) -> dict[str, None]:
+    return dict.fromkeys(share.copy.parameter for some in copies for share in some)
+
+
+def _transfers_of(
+    buffers: Sequence[Sequence[ShareCopy]],
+    flats: Sequence[Flat],
+    target: Callable[[str], torch.Tensor],
+    far: Sequence[bool] = (),
+) -> tuple[list[Transfer], list[tuple[int, str]], _Rest]:
+    """The transfers out of some buffers, with the number of the buffer and the parameter of each; and what is none."""
+    found: list[Transfer] = []
+    ends: list[tuple[int, str]] = []
+    rest: _Rest = []
+    for number, (copies, flat) in enumerate(zip(buffers, flats, strict=True)):
+        is_far = bool(far) and far[number]
+        for share in copies:
+            copy, spec = share.copy, share.slot.spec
+            part = flat.region(spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
+            piece = Piece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)
+            written = written_by(copy, target(copy.parameter))
+            transfer = Transfer(piece=piece, target=written, total=share.route, far=is_far)
+            if can_transfer(transfer):
+                found.append(transfer)
+                ends.append((number, copy.parameter))
+            else:
+                rest.append((number, share))
+    return found, ends, rest
 
 
 def _copy_plainly(data: torch.Tensor, copies: Sequence[ShareCopy], staging: Staging) -> None:

@@ -41,6 +41,7 @@ from weightcast.wire.messages import (
     Leave,
     Message,
     Open,
+    Prepare,
     Readback,
     ReadChunk,
     Revert,
@@ -54,6 +55,7 @@ log = logging.getLogger("weightcast.receiver")
 _WATCH_S = 0.2
 _REASON_CHARS = 4096  # of ``Abort.reason``
 _READ_CHUNK_S = 30.0
+_ALONE_S = 300.0  # for work of the ranks that belongs to no session, whose trainer sets no deadline
 _UNOWNED_JOIN_S = 30.0  # a Join outside a session has no lease that could end it
 
 
@@ -242,6 +244,8 @@ class SessionHandler:
         match message:
             case Open():
                 return self._begin(message)
+            case Prepare():
+                return self._prepare(message)
             case Join():
                 return self._join(message)
             case Leave():
@@ -257,7 +261,7 @@ class SessionHandler:
             case Abort():
                 return self._abort(message)
             case Readback():
-                acks = self._ranks(message, timeout_s=300.0)
+                acks = self._ranks(message, timeout_s=_ALONE_S)
                 # What one rank's loader computes is not proven by the ranks that keep a copy of it.
                 resident, unproven = self._fold.fold(acks), union(ack.unproven for ack in acks)
                 proven = {name: digest for name, digest in resident.digests.items() if name not in unproven}
@@ -270,6 +274,20 @@ class SessionHandler:
                 raise Refused("boxes are read from /weightcast/boxes")
             case _:
                 assert_never(message)
+
+    def _prepare(self, message: Prepare) -> Ack:
+        """Works out the tables of the updates to come, on every rank and here.  No state changes."""
+        check_idle(self._session)
+        acks = self._ranks(message, timeout_s=_ALONE_S)
+        specs, plan = self._engine.facts.specs, message.plan
+        if self._announced.specs is not plan.specs:
+            self._announced = Announced(plan.specs)
+        for layout in plan.layouts:
+            self._announced.check(layout)
+        self._unannounced.names(specs, plan.specs)
+        unproven = union(ack.unproven for ack in acks)
+        self._fold.fold(acks).digest_of(specs, unproven)
+        return self._engine.ack(unproven=unproven, **costs(acks))
 
     def _begin(self, message: Open) -> Ack:
         self._check(message)

@@ -134,6 +134,10 @@ class Link:
         self.session = message.session
         return self.opened
 
+    async def prepare(self, steps: Steps, *, timeout_s: float) -> Ack:
+        """Hands over the plan of the updates to come, outside of any session."""
+        return await converse_on_loop(self.client, steps, timeout_s=timeout_s)
+
     async def ask(self, kind: str, steps: Steps, *, timeout_s: float, bucket: int | None = None) -> Ack:
         """Sends a step's requests, reads the answer and adds up its costs.
 

@@ -6,7 +6,7 @@ The exporter fills one bucket while the transport sends the one before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import cast
@@ -24,16 +24,18 @@ from weightcast.errors import WeightcastError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.held_parts import region
-from weightcast.protocols import Exporter, Lender, Mappable, Scattering
+from weightcast.protocols import Exporter, Lender, Mappable, Planning, Scattering, Summing
 from weightcast.transports.link import margin_s
 from weightcast.update.exchange import Exchange
-from weightcast.update.finite import check_parts_finite
+from weightcast.update.finite import FiniteCheck, check_parts_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import MappedShares
 from weightcast.update.memory_limit import planned_bytes
 from weightcast.update.messages import Choice
 from weightcast.update.packs import Packs, pack
+from weightcast.update.prepare import SharedParts
 from weightcast.watch.listeners import Events
+from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.bucket_sources import Pack, Part
 from weightcast.wire.layout import BucketLayout
@@ -44,6 +46,7 @@ Progress = Callable[[int, int], None]
 
 _NUM_SLOTS = 2
 _shared = msgspec.json.Decoder(Shared)
+_shared_parts = msgspec.json.Decoder(SharedParts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ class Filling:
     sources: SourceSums | None
 
 
+# Over 350 lines: what is known of a bucket before an update and what happens to it then is about the same buffers.
 class BucketStream:
     """The buffers of one membership, and the way of each bucket through them.  Every trainer rank has one."""
 
@@ -118,6 +122,8 @@ class BucketStream:
         self._boxes: tuple[bytes, ...] = ()
         self._names: tuple[str, ...] = ()
         self._packs = Packs(())
+        self._finite = FiniteCheck()
+        self._own: dict[int, tuple[Sequence[tuple[int, Box]], tuple[Part, ...]]] = {}  # by bucket
 
     @property
     def planned_bytes(self) -> int:
@@ -132,10 +138,47 @@ class BucketStream:
         """Bytes of the buffers that this rank holds at the moment."""
         return sum(slot.data.numel() for slot in self._slots)
 
+    def plan(self) -> tuple[UpdatePlan, Sequence[Collection[str]]]:
+        """The plan of the updates to come, and the names of each bucket's zero-copy tensors, as they lie now."""
+        lent = self._lend()
+        return self._plan_of(lent), [tuple(tensors) for tensors in lent]
+
+    def shared_parts(self) -> list[SharedParts]:
+        """The parts that each trainer rank gives of each bucket, in order of rank, on the head.  Collective.
+
+        A bucket that engines read where trainer ranks keep it has none.  Empty on other ranks, and for whole buckets.
+        """
+        if not self._choice.scattered:
+            return []
+        mapped = ((),) * self._num_mapped
+        buckets = tuple(self._parts_of(layout)[1] for layout in self._layouts[self._num_mapped :])
+        host = self._group.hosts[self._group.rank] if self._choice.reading_hosts else ""
+        mine = SharedParts(buckets=(*mapped, *buckets), host=host)
+        gathered = self._group.gather_bytes(msgspec.json.encode(mine), timeout_s=self._wait_s)
+        return [_shared_parts.decode(one) for one in gathered or ()]
+
+    def prepare(self, lent: Sequence[Collection[str]]) -> None:
+        """Works out the steps of every bucket, without reading or moving weights.
+
+        ``lent`` names the zero-copy tensors of each bucket; it is empty if there are none.
+        """
+        exporter = self._exporter
+        if self._checks_finite:
+            for layout in self._layouts[self._num_mapped :]:
+                self._finite.prepare(layout, ())
+        if not isinstance(exporter, Planning):
+            return
+        sums = self._verifies and isinstance(exporter, Summing)
+        mapped, filled = self._layouts[: self._num_mapped], self._layouts[self._num_mapped :]
+        for layouts, copies in ((mapped, False), (filled, True)):
+            if layouts:
+                scattered = self._choice.scattered
+                exporter.plan(layouts, self._group, lent=lent, scattered=scattered, copies=copies, sums=sums)
+
     def start(self) -> Filling:
         """Begins to fill the buckets of one attempt.  Collective: every trainer rank calls it."""
         lent = self._lend()
-        runs = tuple(run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(self._layouts))
+        plan = self._plan_of(lent)
         sources = SourceSums() if self._verifies else None
         buckets = self._fill(lent, sources)
         # With one trainer rank, buckets fill while the engines open their sessions: one on the host, and as many as
@@ -144,9 +187,13 @@ class BucketStream:
         # Buffers that are read through NIXL are as large as what their readers want.
         ahead = ahead if self._group.world_size == 1 and not self._num_mapped and not self._is_remote else 0
         first = list(islice(buckets, ahead))
+        return Filling(plan=plan, buckets=chain(first, buckets), sources=sources)
+
+    def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> UpdatePlan:
+        runs = tuple(run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(self._layouts))
         if self._plan is None or self._plan.bucket_runs != runs:
             self._plan = UpdatePlan(tuple(self._exporter.specs()), self._layouts, runs)
-        return Filling(plan=self._plan, buckets=chain(first, buckets), sources=sources)
+        return self._plan
 
     def send(
         self, filling: Filling, *, sums_buckets: bool
@@ -375,8 +422,19 @@ class BucketStream:
 
     def _own_parts(self, bucket: Bucket) -> tuple[Part, ...]:
         """The parts of a bucket that engines read from this rank's buffer; raises ``NotFinite`` for NaN or infinity."""
-        served = cast(Scattering, self._exporter).serves(bucket.layout, self._group)
-        if self._checks_finite:
+        served, parts = self._parts_of(bucket.layout)
+        if self._checks_finite and self._group.world_size == 1:  # then the bucket is whole
+            self._finite.check(bucket)
+        elif self._checks_finite:
             views = [(bucket.layout.slots[number], box) for number, box in served]
             check_parts_finite([(slot.spec.name, region(bucket, slot, box)) for slot, box in views])
-        return tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
+        return parts
+
+    def _parts_of(self, layout: BucketLayout) -> tuple[Sequence[tuple[int, Box]], tuple[Part, ...]]:
+        """The parts of a bucket that this rank serves, in the exporter's form and in that of the wire."""
+        served = cast(Scattering, self._exporter).serves(layout, self._group)
+        known = self._own.get(layout.index)
+        if known is None or known[0] != served:
+            parts = tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
+            known = self._own[layout.index] = served, parts
+        return known

@@ -26,6 +26,10 @@ class FiniteCheck:
     def __init__(self) -> None:
         self._spans: dict[int, tuple[BucketLayout, frozenset[str], list[_Span]]] = {}
 
+    def prepare(self, layout: BucketLayout, lent: Collection[str]) -> None:
+        """Works out what a bucket needs to be checked; ``lent`` names the slots that will be lent."""
+        self._spans_of(layout, frozenset(lent))
+
     def check(self, bucket: Bucket) -> None:
         """Checks a filled bucket.  Waits for the bucket's device.
 
@@ -35,15 +39,18 @@ class FiniteCheck:
             NotFinite: Values of these tensors are NaN or infinite.
         """
         layout, lent = bucket.layout, frozenset(bucket.lent)
-        known = self._spans.get(layout.index)
-        if known is None or known[0] is not layout or known[1] != lent:
-            known = self._spans[layout.index] = layout, lent, list(_spans(layout, lent))
-        runs = [bucket.data[start:end].view(dtype) for start, end, dtype in known[2]]
+        runs = [bucket.data[start:end].view(dtype) for start, end, dtype in self._spans_of(layout, lent)]
         if not all(_finite(run) for run in runs):
             _name_not_finite(bucket)
         for slot in layout.slots if lent else ():
             if slot.spec.name in lent and _checked(slot.spec.torch_dtype) and not _finite(bucket.view(slot)):
                 _name_not_finite(bucket)
+
+    def _spans_of(self, layout: BucketLayout, lent: frozenset[str]) -> list[_Span]:
+        known = self._spans.get(layout.index)
+        if known is None or known[0] is not layout or known[1] != lent:
+            known = self._spans[layout.index] = layout, lent, list(_spans(layout, lent))
+        return known[2]
 
 
 def _name_not_finite(bucket: Bucket) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,7 @@ from weightcast.update.choose import Plan
 from weightcast.update.exchange import Exchange
 from weightcast.update.late import Late, bring_in
 from weightcast.update.messages import AttemptResult, Choice, Failure
+from weightcast.update.prepare import Preparation, SharedParts
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
@@ -88,6 +89,17 @@ class Head:
     def choose(self) -> Choice:
         """Probes every target and chooses the transport; raises as ``Plan.choose``."""
         return self._plan.choose()
+
+    def prepare(self, plan: UpdatePlan, lent: Sequence[Collection[str]], parts: Sequence[SharedParts]) -> Preparation:
+        """Hands the plan of the updates to come to every chosen target, and works out what the head compares.
+
+        ``lent`` names the zero-copy tensors of each bucket; it is empty if there are none.  ``parts`` has what each
+        trainer rank gives of each bucket, where engine ranks get shares; else it is empty.
+        """
+        links = [link for link in self._plan.links.values() if link.planned]
+        preparing = Preparation(links, plan, self._config, self._plan.transport_of, parts)
+        self._verifier.prepare(plan, lent, links)
+        return preparing
 
     def begin(self, version: int, *, must_be: str | None = None, only: Sequence[str] | None = None) -> None:
         """Starts a new update, in which targets that failed before take part again.

@@ -31,7 +31,8 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.health import TargetHealth
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter
-from weightcast.report import UpdateReport
+from weightcast.report import UpdateReport, count_of
+from weightcast.runtime.gc_pause import gc_paused
 from weightcast.update.arguments import (
     Listeners,
     Model,
@@ -46,6 +47,7 @@ from weightcast.update.arguments import (
 )
 from weightcast.update.attempts import Attempts
 from weightcast.update.bucket_stream import BucketStream, Progress
+from weightcast.update.connecting import Connecting
 from weightcast.update.finite import checks_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import layouts_in_place
@@ -75,16 +77,21 @@ class WeightUpdater:
         *,
         alone: bool = False,
         adapter: AdapterRequest | None = None,
+        connecting: Connecting | None = None,
     ) -> None:
         self._exporter = exporter
         self._recognise = partial(recognise_on_loop, adapter=adapter)
         self._config = config
         self._progress = progress
         self._targets = tuple(targets)
+        connecting = connecting if connecting is not None else Connecting()
+        connecting.now("the trainer ranks meet")
         if alone:
             self._group = TrainerGroup(device=exporter.device, timeout_s=config.timeout_s)
         else:
             self._group = TrainerGroup.connect(exporter.device, timeout_s=config.timeout_s)
+        if not self._group.is_head:
+            connecting.silence()
         self._ranks = TrainerRanks(self._group, timeout_s=config.timeout_s)
         self._head: Head | None = None
         self._stream: BucketStream | None = None
@@ -100,7 +107,9 @@ class WeightUpdater:
             self._events = Events((*ours, *listeners), rank=self._group.rank)
             self._specs = tuple(exporter.specs())
             self._attempts = Attempts(exporter, self._group, self._ranks, timeline)
+            connecting.now(f"the trainer ranks agree which of them holds which part of {len(self._specs)} tensors")
             exporter.prepare(self._group)
+            connecting.now(f"{count_of(len(targets), 'engine')} are asked, and both sides work out the updates to come")
             self._choose()
             tell_targets(self._events, self.health)
         except BaseException:
@@ -189,6 +198,25 @@ class WeightUpdater:
             direct_by=direct_by,
             keep_mapped=keep_mapped,
         )
+        with gc_paused(), Connecting() as connecting:
+            return cls._connect(
+                model, targets, config, progress, on_event, connecting, alone=alone, adapter=adapter, draft=draft
+            )
+
+    @classmethod
+    def _connect(
+        cls,
+        model: Model,
+        targets: Targets,
+        config: UpdateConfig,
+        progress: Progress | None,
+        on_event: Listeners,
+        connecting: Connecting,
+        *,
+        alone: bool,
+        adapter: str | None,
+        draft: Model | None,
+    ) -> Self:
         known = targets_of(targets)
         request = None
         if adapter is not None and draft is not None:
@@ -200,7 +228,16 @@ class WeightUpdater:
             if draft is not None:
                 exporter, release = with_draft(exporter, release, draft, config.wire_dtype)
         try:
-            updater = cls(exporter, known, config, progress, listeners_of(on_event), alone=alone, adapter=request)
+            updater = cls(
+                exporter,
+                known,
+                config,
+                progress,
+                listeners_of(on_event),
+                alone=alone,
+                adapter=request,
+                connecting=connecting,
+            )
         except BaseException:
             release()
             raise
@@ -281,7 +318,8 @@ class WeightUpdater:
         before, head = self._targets, self._head
         self._targets = known
         try:
-            self._choose(leaving=before)
+            with gc_paused():
+                self._choose(leaving=before)
         except WeightcastError:
             self._targets = before
             raise
@@ -401,9 +439,18 @@ class WeightUpdater:
         if choice.failure is not None:
             raise choice.failure.rebuild()
         self._head, self._served = head, choice.served
-        self._use(choice, layouts)
+        self._prepare(self._use(choice, layouts))
 
-    def _use(self, choice: Choice, layouts: Sequence[BucketLayout] = ()) -> None:
+    def _prepare(self, stream: BucketStream) -> None:
+        """Works out on both sides what the first update would otherwise have to find out.  Collective."""
+        plan, lent = stream.plan()
+        parts = stream.shared_parts()
+        preparing = self._head.prepare(plan, lent, parts) if self._head is not None else None
+        stream.prepare(lent)
+        if preparing is not None:
+            preparing.wait()
+
+    def _use(self, choice: Choice, layouts: Sequence[BucketLayout] = ()) -> BucketStream:
         """Makes the stream of buckets for the head's choices, with layouts that are known already.  Collective."""
         if self._stream is not None:
             self._stream.close()  # other targets and transports may need other buffers
@@ -430,6 +477,7 @@ class WeightUpdater:
             progress=self._progress,
             events=self._events,
         )
+        return self._stream
 
     def _layouts_for(self, choice: Choice) -> list[BucketLayout]:
         return plan_buckets(self._specs, bucket_bytes=choice.bucket_bytes, packing=choice.packing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from weightcast.update.finite import FiniteCheck, checks_finite
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec
+from weightcast.wire.plans import UpdatePlan
 
 
 class WeightsChanged(ConfigError):
@@ -35,6 +36,7 @@ class Verifier:
     def __init__(self, plan: Plan, config: UpdateConfig, exporter: Exporter, specs: Sequence[TensorSpec]) -> None:
         self._plan = plan
         self._config = config
+        self._exporter = exporter
         self._unsummed = unsummed(exporter, specs)
         self._repeated = Repeated()
         self._finite = FiniteCheck()
@@ -66,6 +68,14 @@ class Verifier:
         """
         changed, self._served = self._sent.changed_from(self._served), self._sent
         return changed
+
+    def prepare(self, plan: UpdatePlan, lent: Sequence[Collection[str]], links: Sequence[Link]) -> None:
+        """Works out what checking updates by this plan takes."""
+        if not self._plan.transport.scattered and checks_finite(self._config, self._exporter.device):
+            for number, layout in enumerate(plan.layouts):
+                self._finite.prepare(layout, lent[number] if lent else ())
+        if self._config.verify != "none":
+            self._repeated.prepare(plan.specs, plan.layouts, [link.info.specs for link in links])
 
     def begin(self, must_be: str | None = None) -> None:
         """Starts a new update; ``must_be`` is the model digest that the weights must have, if they must."""

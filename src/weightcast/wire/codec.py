@@ -1,7 +1,7 @@
 """Messages, answers and descriptions as JSON with a schema, never pickle.
 
-Each class is on the wire as it is written, but for four: ``Open`` and ``Announce`` may name a plan, ``RankAck`` a table
-of parts, and the specs of ``EngineInfo`` are cached.  Every decoder checks every field.
+Each class is on the wire as it is written, but for five: ``Open``, ``Prepare`` and ``Announce`` may name a plan,
+``RankAck`` a table of parts, and the specs of ``EngineInfo`` are cached.  Every decoder checks every field.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from weightcast.wire.messages import (
     Leave,
     Message,
     Open,
+    Prepare,
     Readback,
     ReadChunk,
     Revert,
@@ -56,18 +57,21 @@ _Specs = Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TEN
 _Bucket = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
+_PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw})
 _AnnounceForm = _form(Announce, {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket})
 _RankForm = _form(RankAck, {"held": HeldForm})
 # The specs as raw bytes, so that those in the cache are not decoded again; or their hash, if the other end has them.
 _InfoForm = _form(EngineInfo, {"specs": msgspec.Raw, "table": PlanHash})
 # The same for documents, in which every part has its own schema.
 OPEN_SCHEMA = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": Tables})
+PREPARE_SCHEMA = _form(Prepare, {"plan": PlanHash, "tables": Tables})
 ANNOUNCE_SCHEMA = _AnnounceForm
 
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
 _decoder = msgspec.json.Decoder(
     _OpenForm
+    | _PrepareForm
     | _AnnounceForm
     | Join
     | Leave
@@ -102,12 +106,15 @@ def encode(
     """Encodes any of the classes above as JSON.
 
     Args:
-        named: True if the other end has the plan of an ``Open``, which is then named and not sent.
+        named: True if the other end has the plan of an ``Open`` or ``Prepare``, which is then named and not sent.
         known_tables: Hashes of the tables that the other end of a ``RankAck`` has.
         known_specs: Hash of the specs that the other end of an ``EngineInfo`` has; empty if it has none.
     """
     if isinstance(message, Open):
         message = _open_form(message, named=named)
+    elif isinstance(message, Prepare):
+        tables = msgspec.UNSET if named else msgspec.Raw(message.plan.encoded)
+        message = _with(_PrepareForm, message, plan=message.plan.hash, tables=tables)
     elif isinstance(message, Announce):
         rest: dict[str, Any] = {"layout": message.layout, "plan": msgspec.UNSET, "bucket": msgspec.UNSET}
         if message.plan:
@@ -147,6 +154,14 @@ def _opened(form: Any) -> Open:
         raise ValueError("an Open with a plan has its specs and runs in the plan")
     plan = kept_plan(form.plan) if form.tables is msgspec.UNSET else take_plan(form.plan, bytes(form.tables))
     return _with(Open, form, specs=plan.specs, bucket_runs=plan.bucket_runs, plan=plan)
+
+
+def _prepared(form: Any) -> Prepare:
+    """Returns the Prepare of its form."""
+    if form.plan is msgspec.UNSET:
+        raise ValueError("a Prepare needs a plan")
+    plan = kept_plan(form.plan) if form.tables is msgspec.UNSET else take_plan(form.plan, bytes(form.tables))
+    return _with(Prepare, form, plan=plan)
 
 
 def _announced(form: Any) -> Announce:
@@ -236,6 +251,8 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
         form = _decoder.decode(data)
         if isinstance(form, _OpenForm):
             return _opened(form)
+        if isinstance(form, _PrepareForm):
+            return _prepared(form)
         return _announced(form) if isinstance(form, _AnnounceForm) else form
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a weightcast message: {error}") from None

@@ -2,7 +2,8 @@
 
 An update is Open, Join (if the group changed), Announce for each bucket, Close, Commit.  ``Close`` asks whether
 everything has arrived, and ``Commit`` makes it live.  They are two messages so that no engine switches before every
-engine has everything.  ``Revert`` undoes a commit until another session is opened.
+engine has everything.  ``Revert`` undoes a commit until another session is opened.  ``Prepare`` may come before the
+first update.
 
 The engine answers each with an ``Ack`` (``answers.py``).  Before the first, the trainer asks for its description
 (``engine_info.py``).
@@ -16,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.config import DigestKind, PauseMode, VerifyLevel
-from weightcast.wire.bucket_sources import Source
+from weightcast.wire.bucket_sources import Part, Source
 from weightcast.wire.fields import (
     Count,
     Digest,
@@ -35,6 +36,7 @@ from weightcast.wire.layout import MAX_TENSORS, BucketLayout, TensorSpec
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Runs, UpdatePlan
 
 PROTOCOL = 6
+Way = Literal["buckets", "buffers", "messages", "reads"]
 MAX_GROUP = 1 << 14  # ranks in a group: gloo allocates memory for each of them before it connects to any
 
 
@@ -74,6 +76,31 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bucket_runs: Annotated[tuple[Runs, ...], Meta(max_length=MAX_BUCKETS)] = ()
     traceparent: TraceParent = ""
     plan: UpdatePlan | None = None
+
+
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="prepare"):
+    """Hands over the plan of the updates to come, so that the first of them need not work it out.
+
+    It opens no session and changes no weights.  The engine refuses it while a session is open, and if the tensors do
+    not fit its model.  An update that comes with another plan, or without this message, only takes longer.
+
+    Attributes:
+        verify: Proof that the updates will ask for.
+        way: How engine ranks will get their own shares: out of trainer ranks' "buffers" on their host, by "messages",
+            or by "reads" through NIXL; "buckets" if they will get whole buckets.
+        parts: The parts that each trainer rank will give of each bucket, as in the bucket's source; empty if that is
+            not known yet, or for "buckets".
+        known_tables: Set inside an engine, for its ranks; see ``Readback``.
+    """
+
+    plan: UpdatePlan
+    verify: VerifyLevel
+    way: Way = "buckets"
+    parts: Annotated[
+        tuple[Annotated[tuple[Annotated[tuple[Part, ...], Meta(max_length=1 << 22)], ...], Meta(max_length=4096)], ...],
+        Meta(max_length=MAX_BUCKETS),
+    ] = ()
+    known_tables: KnownTables = ()
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
@@ -242,4 +269,18 @@ class TellBoxes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Asks each rank which boxes of the source tensors it wants.  Changes nothing."""
 
 
-Message = Open | Join | Leave | Announce | Close | Commit | Revert | Abort | Readback | Fetch | ReadChunk | TellBoxes
+Message = (
+    Open
+    | Prepare
+    | Join
+    | Leave
+    | Announce
+    | Close
+    | Commit
+    | Revert
+    | Abort
+    | Readback
+    | Fetch
+    | ReadChunk
+    | TellBoxes
+)

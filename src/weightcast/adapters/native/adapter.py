@@ -16,7 +16,7 @@ from weightcast.wire.answers import UNKNOWN_PLAN
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Abort, Close, Commit, Fetch, Leave, Message, Open, Revert
+from weightcast.wire.messages import Abort, Close, Commit, Fetch, Leave, Message, Open, Prepare, Revert
 
 
 class NativeAdapter:
@@ -63,6 +63,18 @@ class NativeAdapter:
         self._sent = self._plan
         return ack
 
+    def prepare(self, message: Prepare) -> Steps:
+        """As ``protocols.Preparing.prepare``."""
+        if message.plan.hash == self._sent:
+            try:
+                return decode_ack((yield self._prepare(message, named=True)))
+            except TargetRejected as error:
+                if error.status != UNKNOWN_PLAN:
+                    raise
+        ack = decode_ack((yield self._prepare(message, named=False)))
+        self._sent = message.plan.hash
+        return ack
+
     def join(self, invitation: Invitation) -> Steps:
         """Joins a group."""
         return self._apply(join_of(invitation))
@@ -107,6 +119,9 @@ class NativeAdapter:
 
     def _open(self, message: Open, *, named: bool) -> EngineRequest:
         return EngineRequest(path=f"{self._root}/weightcast/open", body=encode(message, named=named), lease=True)
+
+    def _prepare(self, message: Prepare, *, named: bool) -> EngineRequest:
+        return EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message, named=named))
 
     def _apply(self, message: Message) -> Steps:
         return decode_ack((yield EngineRequest(path=f"{self._root}/weightcast/apply", body=encode(message))))

@@ -1,0 +1,98 @@
+"""Hands engines the plan of the updates to come, so that the first update need not work it out.
+
+Nothing depends on it.  An engine that cannot take the plan now, or that restarts, works it out in its next update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from weightcast.comm import event_loop
+from weightcast.config import UpdateConfig
+from weightcast.errors import WeightcastError
+from weightcast.protocols import Preparing
+from weightcast.transports.link import Link, in_flight_to
+from weightcast.transports.spec import TransportSpec
+from weightcast.wire.answers import Ack
+from weightcast.wire.bucket_sources import Part
+from weightcast.wire.messages import Prepare, Way
+from weightcast.wire.plans import UpdatePlan
+
+log = logging.getLogger("weightcast.update.prepare")
+
+
+class SharedParts(msgspec.Struct, frozen=True):
+    """The parts that one trainer rank gives of each bucket; ``host`` is that of its buffers, empty for any."""
+
+    buckets: tuple[tuple[Part, ...], ...]
+    host: str = ""
+
+
+class Preparation:
+    """The engines' work on a plan, beside which the trainer does its own."""
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        plan: UpdatePlan,
+        config: UpdateConfig,
+        transport_of: Callable[[str], TransportSpec],
+        parts: Sequence[SharedParts],
+    ) -> None:
+        """Sends the plan to every engine that takes it.
+
+        Args:
+            transport_of: The transport that reaches an engine, by its URL.
+            parts: What each trainer rank gives of each bucket, where engine ranks get shares; else empty.
+        """
+        plan = plan if in_flight_to(links) > 1 else plan.without_runs
+        messages: dict[tuple[Way, str], Prepare] = {}
+        self._asked: list[Link] = []
+        steps: list[Coroutine[Any, Any, Ack]] = []
+        for link in links:
+            if not isinstance(link.adapter, Preparing):
+                continue
+            way = _way_to(link, transport_of(link.url))
+            host = link.info.host_id if way == "buffers" else ""
+            message = messages.get((way, host))
+            if message is None:
+                shares = () if way == "buckets" else _shares_of(parts, way, host)
+                message = Prepare(plan=plan, verify=config.verify, way=way, parts=shares)
+                messages[way, host] = message
+            self._asked.append(link)
+            steps.append(link.prepare(link.adapter.prepare(message), timeout_s=config.timeout_s))
+        self._answers: Sequence[Future[Ack]] = event_loop.submit(steps)
+
+    def wait(self) -> None:
+        """Waits for the engines.  What keeps one of them from preparing is left to its first update, and logged."""
+        for link, answer in zip(self._asked, self._answers, strict=True):
+            try:
+                answer.result()
+            except WeightcastError as error:
+                log.info("%s works out its first update when that comes, which takes longer: %s", link.url, error)
+
+
+def _way_to(link: Link, spec: TransportSpec) -> Way:
+    """How the ranks of an engine get their shares."""
+    if not spec.scattered:
+        return "buckets"
+    if spec.exchanges:
+        return "messages"
+    return "reads" if link.sharing == "remote" else "buffers"
+
+
+def _shares_of(parts: Sequence[SharedParts], way: Way, host: str) -> tuple[tuple[tuple[Part, ...], ...], ...]:
+    """The parts of each bucket in the form of ``Prepare.parts``; ``host`` is that of the engine."""
+    if way == "messages":
+        return tuple(tuple(own.buckets[number] for own in parts) for number in range(_count(parts)))
+    near = [own for own in parts if way == "reads" or own.host in ("", host)]
+    return tuple(tuple(own.buckets[number] for own in near if own.buckets[number]) for number in range(_count(parts)))
+
+
+def _count(parts: Sequence[SharedParts]) -> int:
+    return len(parts[0].buckets) if parts else 0
