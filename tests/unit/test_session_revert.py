@@ -10,7 +10,9 @@ from tests.unit.models import weights_of
 from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
 from weightcast.wire.answers import Ack
-from weightcast.wire.messages import Revert
+from weightcast.wire.layout import Packing, plan_buckets
+from weightcast.wire.messages import Prepare, Revert
+from weightcast.wire.plans import UpdatePlan
 
 
 @pytest.fixture(params=["device", "host"])
@@ -55,6 +57,21 @@ def test_a_revert_brings_back_weights_version_and_digest_and_may_be_said_again(s
     assert timeless(staged.tell(Revert(session=sender.session))) == timeless(ack)
     assert staged.serves(1)
     assert "switched back to version 1" in staged.refuse(sender.commit())
+    staged.update(3)
+    assert staged.serves(3)
+
+
+def test_after_a_revert_the_engine_may_sleep_and_prepare(staged):
+    committed(staged, 1)
+    sender, _ = committed(staged, 2)
+    staged.tell(Revert(session=sender.session))
+    specs = sender.open.specs
+    plan = UpdatePlan(specs, plan_buckets(specs, bucket_bytes=4096, packing=Packing()))
+    staged.tell(Prepare(plan=plan, verify="resident"))
+    for receiver in staged.ranks.receivers:
+        receiver.sleep()
+        receiver.wake()
+    assert staged.serves(1)
     staged.update(3)
     assert staged.serves(3)
 

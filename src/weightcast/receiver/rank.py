@@ -468,6 +468,7 @@ class WeightReceiver:
         self._between_steps(self.loader.undo)
         wait_for_streams(self.device)
         self._did("switch", started)
+        self._open = None  # it is over, and no update is under way
         return self._ack(held=True)
 
     def _abort(self, message: Abort) -> RankAck:
