@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from weightcast.config import PauseMode
 from weightcast.errors import WeightcastError
@@ -46,6 +46,29 @@ class EngineHooks(Protocol):
 
     def set_version(self, version: int) -> None:
         """Stamps whatever is generated from now on with this version."""
+        ...
+
+
+@runtime_checkable
+class GoesOnUnproven(Protocol):
+    """Hooks of an engine that generates while its new weights are read back, and delivers nothing of it before."""
+
+    def resume_unproven(self, version: int) -> None:
+        """Ends the pause.  What is generated has this version and waits for ``proven`` or ``end_unproven``."""
+        ...
+
+    def proven(self) -> None:
+        """Delivers what waits."""
+        ...
+
+    def end_unproven(self, why: str, timeout_s: float) -> int:
+        """Pauses the engine, and ends each request with an error for which the unproven weights have generated.
+
+        What is generated after a ``resume`` has the version of before again.
+
+        Returns:
+            The number of requests that ended so.
+        """
         ...
 
 

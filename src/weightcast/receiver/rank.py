@@ -453,7 +453,7 @@ class WeightReceiver:
         wait_for_streams(self.device)
         self._load_s = self._did("switch", started)
         self._measured()
-        return self._ack(held=session.verify in READ_BACK)
+        return self._ack(held=message.reads_back and session.verify in READ_BACK)
 
     def _switch(self) -> None:
         if self._open is not None:

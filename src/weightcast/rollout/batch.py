@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -187,6 +187,21 @@ class Batch:
                 else:
                     self.waiting.remove(sequence)
                 self._finish(sequence, "abort", version, None)
+
+    def generations(self) -> list[Generation]:
+        """Every request, running or waiting."""
+        return [sequence.generation for sequence in (*self.running, *self.waiting)]
+
+    def end_these(self, generations: Collection[Generation], *, version: int, error: str) -> None:
+        """Ends those of some requests that run or wait, with an error."""
+        for sequence in [*self.running, *self.waiting]:
+            if not any(sequence.generation is one for one in generations):
+                continue
+            if any(sequence is other for other in self.running):
+                self._remove_running(sequence)
+            else:
+                self.waiting.remove(sequence)
+            self._finish(sequence, "error", version, error)
 
     def end_all(self, reason: FinishReason, *, version: int, error: str | None = None) -> None:
         """Ends every request, running or waiting."""

@@ -93,12 +93,21 @@ class Answer:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class _Held:
+    """The end of an answer that its reader must not see yet."""
+
+    tokens: list[tuple[int, float, list[tuple[int, float]], int]] = field(default_factory=list)
+    finish: tuple[FinishReason, int, str | None] | None = None
+
+
 class Generation:
     """A request under way, for one reader: `result` in a thread, `finished` or `progress` in an event loop."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self._answer = Answer()
+        self._held: _Held | None = None
         self._changed = threading.Condition()
         self._read = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,10 +116,45 @@ class Generation:
 
     # -- the scheduler's side
 
+    def hold(self) -> None:
+        """Keeps what comes from now on from the reader, until `let_go` or `drop`; a second call changes nothing."""
+        with self._changed:
+            if self._held is None and self._answer.finish_reason is None:
+                self._held = _Held()
+
+    def let_go(self) -> None:
+        """Gives the reader what was held."""
+        with self._changed:  # tokens that come meanwhile wait, and come after those
+            held, self._held = self._held, None
+            if held is None:
+                return
+            for token, logprob, top, version in held.tokens:
+                self.add(token, logprob, top, version=version)
+            if held.finish is not None:
+                reason, version, error = held.finish
+                self.finish(reason, version=version, error=error)
+
+    def drop(self, error: str) -> bool:
+        """Forgets the tokens that were held.  If there were some, the answer ends with this error; True then."""
+        with self._changed:
+            held, self._held = self._held, None
+            if held is not None and held.tokens:
+                self.finish("error", version=self._answer.version, error=error)
+                return True
+            if held is not None and held.finish is not None:
+                reason, version, words = held.finish
+                self.finish(reason, version=version, error=words)
+            return False
+
     def add(self, token: int, logprob: float, top: list[tuple[int, float]], *, version: int) -> None:
         """Appends one token."""
         answer = self._answer
         with self._changed:
+            if self._held is not None:
+                self._held.tokens.append((token, logprob, top, version))
+                return
+            if answer.finish_reason is not None:  # such as one that was dropped during its last step
+                return
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
             answer.top.append(top)
@@ -126,6 +170,9 @@ class Generation:
         """Completes the answer; calls after the first change nothing."""
         with self._changed:
             if self._answer.finish_reason is not None:
+                return
+            if self._held is not None:
+                self._held.finish = self._held.finish or (reason, version, error)
                 return
             self._answer.finish_reason = reason
             self._answer.error = error

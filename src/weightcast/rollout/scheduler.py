@@ -25,6 +25,7 @@ from weightcast.rollout.batch import Batch, Limits, TokenSequence, check_tokens
 from weightcast.rollout.commands import Chosen, Command, Done, Scores
 from weightcast.rollout.pauses import SLEEP, UPDATE, Pauses
 from weightcast.rollout.requests import Generation, GenerationRequest
+from weightcast.rollout.unproven import Unproven
 
 log = logging.getLogger("weightcast.rollout")
 
@@ -81,6 +82,7 @@ class Scheduler:
         self._pauses = Pauses()
         self._jobs: deque[Callable[[], None]] = deque()
         self._failure: str | None = None
+        self._unproven: Unproven | None = None
         self._closing = False
         self._moving = threading.Lock()  # held while weights move off the accelerator or back
         self._moved = False
@@ -107,6 +109,8 @@ class Scheduler:
         with self._changed:
             self._check_alive()
             self._batch.add(generation, stop=stop, stops_text=stops_text)
+            if self._unproven is not None:
+                self._unproven.hold(generation)
             self._changed.notify_all()
         return generation
 
@@ -138,6 +142,8 @@ class Scheduler:
                 raise Refused("the engine is asleep", hint="POST /wake first")
             if not during_update and self._pauses.held_by(UPDATE):
                 raise Refused("the engine is paused by an update", hint="ask again when the update is over")
+            if not during_update and self._unproven is not None:
+                raise Refused("the new weights are not proven yet", hint="ask again when the update is over")
 
         return self._do(commands.Score(rows=[list(token_ids)]), Scores, timeout_s, check=check).rows[0]
 
@@ -201,6 +207,53 @@ class Scheduler:
         """Sets the version of tokens from now on.  Call it while the engine is paused."""
         with self._changed:
             self._version = version
+
+    # -- weights that are not proven yet
+
+    def resume_unproven(self, version: int, *, holder: str = UPDATE) -> None:
+        """Ends this holder's pause for weights of this version, which are read back next.
+
+        Whatever they generate is kept from its reader until `proven` or `end_unproven`.
+        """
+        with self._changed:
+            self._unproven = Unproven(self._version, self._batch.generations())
+            self._version = version
+            self._pauses.release(holder)
+            self._changed.notify_all()
+
+    def proven(self) -> None:
+        """Gives readers what was generated since `resume_unproven`."""
+        with self._changed:
+            unproven, self._unproven = self._unproven, None
+            if unproven is not None:
+                unproven.let_go()
+
+    def end_unproven(self, why: str, timeout_s: float, *, holder: str = UPDATE) -> int:
+        """Pauses the engine and ends, with an error, each request for which unproven weights have generated.
+
+        The others keep their tokens and cache.  Tokens have the version of before again.
+
+        Returns:
+            The number of requests that ended so.
+
+        Raises:
+            DeadlineExceeded, EngineFailure: The engine is not paused.  The requests have ended all the same.
+        """
+        try:
+            self.pause("in_place", timeout_s, holder=holder)
+        finally:
+            with self._changed:
+                ended = self._drop_unproven(why)
+        return ended
+
+    def _drop_unproven(self, why: str) -> int:
+        unproven, self._unproven = self._unproven, None
+        if unproven is None:
+            return 0
+        self._version = unproven.version_before
+        dropped = unproven.drop(why)
+        self._batch.end_these(dropped, version=self._version, error=why)
+        return len(dropped)
 
     def sleep(
         self,
@@ -324,6 +377,7 @@ class Scheduler:
         """Sends one command to the ranks, or waits for work.  False ends the loop."""
         with self._changed:
             if self._closing:
+                self._drop_unproven("the engine was shut down before its new weights were proven")
                 self._batch.end_all("abort", version=self._version)
                 self._end_jobs()
                 return False
@@ -361,6 +415,7 @@ class Scheduler:
         log.error("the engine has failed: %s", why)
         with self._changed:
             self._failure = why
+            self._drop_unproven(why)
             self._batch.end_all("error", version=self._version, error=why)
             self._end_jobs()
             self._changed.notify_all()

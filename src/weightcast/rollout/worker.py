@@ -21,9 +21,10 @@ from weightcast.receiver.staging import Place, choose_place
 from weightcast.rollout import commands
 from weightcast.rollout.all_reduce import GroupReduce, SharedMemoryReduce, connect, exchange, join
 from weightcast.rollout.checkpoint import parse_dtype, weight_files
+from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.layout import dtype_name
-from weightcast.wire.messages import Message
+from weightcast.wire.messages import Announce, Message
 
 _LEAST_FIRST: tuple[Place, ...] = ("none", "host", "device")
 
@@ -95,6 +96,7 @@ class RolloutWorker:
             max_len=settings.max_len,
         )
         self._model = model
+        self._own_stream = OwnStream(device)
         self._runner = Runner(model, max_batch=settings.max_batch, max_len=settings.max_len, dtype=dtype, device=device)
         self._receiver = WeightReceiver(
             model,
@@ -111,8 +113,13 @@ class RolloutWorker:
             self._stage_at_most(exchange(store, "staging", self._place, rank=rank, size=tp_size))
 
     def apply(self, message: Message) -> RankAck:
-        """Passes a weight message to the receiver."""
-        return self._receiver.apply(message)
+        """Passes a weight message to the receiver, on a stream of its own: no step waits behind copies and sums.
+
+        While weights switch, no step runs.
+        """
+        # Steps write no weights, but a switch or a read-back must see what was loaded at the start or woke up.
+        with self._own_stream.current(behind=not isinstance(message, Announce)):
+            return self._receiver.apply(message)
 
     def run(self, command: bytes) -> bytes:
         """Carries out one of the scheduler's commands."""

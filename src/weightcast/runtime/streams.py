@@ -1,6 +1,9 @@
-"""Waits for work on CUDA streams."""
+"""CUDA streams: waits for their work, and a stream beside that of an engine."""
 
 from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,3 +13,24 @@ def wait_for_streams(*devices: torch.device) -> None:
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+
+class OwnStream:
+    """A stream for copies and sums beside the steps of an engine; nothing where the device is not a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def current(self, *, behind: bool) -> Generator[None]:
+        """Makes the stream current; ``behind`` orders it behind what the default stream has been given."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if behind:
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield

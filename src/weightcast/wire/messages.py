@@ -176,11 +176,13 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         digest: Model digest that the engine's tensors must have, in the dtypes that it keeps and without those that it
             cannot read back; empty without proof.
+        reads_back: Set inside an engine, for its ranks: False if the engine goes on, and a ``Readback`` follows.
         known_tables: Set inside an engine, for its ranks; see ``Readback``.
     """
 
     session: Session
     digest: Digest = ""
+    reads_back: bool = True
     known_tables: KnownTables = ()
 
 

@@ -55,6 +55,18 @@ class Decoding:
     def set_version(self, version: int) -> None:
         """Does nothing: the loop's output has no version."""
 
+    def resume_unproven(self, version: int) -> None:
+        """Resumes the loop, whose output nobody reads."""
+        self._go.set()
+
+    def proven(self) -> None:
+        """Does nothing: no output waits."""
+
+    def end_unproven(self, why: str, timeout_s: float) -> int:
+        """Pauses the loop, which has no requests."""
+        self.pause("in_place", timeout_s)
+        return 0
+
     def start(self) -> None:
         """Starts the loop if it is enabled."""
         if not self._enabled:
