@@ -33,7 +33,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "Every process. Its GPUs; over `ipc`, an engine must see those of the trainer.",
     "GLOO_SOCKET_IFNAME": "Trainer and engines. torch's network interface for gloo; without it, weightcast takes the "
     "interface of the rendezvous address.",
-    "LMDEPLOY_EXECUTOR_BACKEND": "LMDeploy with our launcher. LMDeploy's own choice of an executor; `mp` is refused.",
+    "LMDEPLOY_EXECUTOR_BACKEND": "LMDeploy with our launcher. Its own choice of an executor: `uni`, `ray` or `mp`.",
     "NCCL_CUMEM_ENABLE": "Trainer. Must be set for `broadcast` to SGLang over NCCL, to the server's value.",
     "NO_COLOR": "Command line. If set, output has no colours.",
     "PROMETHEUS_MULTIPROC_DIR": "Trainer and engines. The folder of prometheus_client's multiprocess mode.",

@@ -53,6 +53,7 @@ class Kind:
         receiver: True if it has our receiver.
         options: Its own options.
         tp: Tensor-parallel ranks.
+        executor: LMDeploy's executor of several ranks.
         model: Changes of the model's configuration.
         key: Its API key.
         via: Transport of the updates that are not about one.
@@ -64,6 +65,7 @@ class Kind:
     receiver: bool = True
     options: tuple[str, ...] = ()
     tp: int = 1
+    executor: str = "ray"
     model: Mapping[str, Any] = field(default_factory=dict)
     key: str | None = None
     via: str = "auto"
@@ -93,6 +95,14 @@ KINDS: dict[str, Kind] = {
     "lmdeploy-ray": Kind(
         title="LMDeploy 0.18 with our receiver, two ranks in Ray actors", server="lmdeploy", tp=2, model=NO_PAD, key=KEY
     ),
+    "lmdeploy-mp": Kind(
+        title="LMDeploy 0.18 with our receiver, two ranks of its executor mp",
+        server="lmdeploy",
+        tp=2,
+        executor="mp",
+        model=NO_PAD,
+        key=KEY,
+    ),
     "lmdeploy-stock": Kind(
         title="LMDeploy 0.18 as it ships", server="lmdeploy", receiver=False, model=NO_PAD, via="checkpoint-engine"
     ),
@@ -113,7 +123,8 @@ def served(kind: Kind, folder: Path, logs: Path) -> Iterator[Engine]:
     elif kind.server == "lmdeploy":
         options = (*kind.options, *((f"--api-keys={kind.key}",) if kind.key else ()))
         log = logs / "lmdeploy.log"
-        with lmdeploy(folder, log, *options, key=kind.key or "", receiver=kind.receiver, tp=kind.tp) as engine:
+        more: dict[str, Any] = {"receiver": kind.receiver, "tp": kind.tp, "executor": kind.executor}
+        with lmdeploy(folder, log, *options, key=kind.key or "", **more) as engine:
             yield engine
     else:
         options = (*kind.options, f"--context-length={CONTEXT}", f"--max-total-tokens={8 * CONTEXT}")

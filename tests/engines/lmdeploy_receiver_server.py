@@ -100,7 +100,14 @@ def choices(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[in
 
 
 def command(
-    model: Path, options: Sequence[str], port: int, *, receiver: bool = True, metrics: bool = False, tp: int = 1
+    model: Path,
+    options: Sequence[str],
+    port: int,
+    *,
+    receiver: bool = True,
+    metrics: bool = False,
+    tp: int = 1,
+    executor: str = "ray",
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command and the environment of a server."""
     python = engine_python("lmdeploy-0.18.0-cpu")
@@ -111,9 +118,10 @@ def command(
     words += [] if metrics else ["--disable-metrics"]
     more = [overlay(python, "prometheus-client==0.26.0")] if metrics else []
     if tp > 1:
-        words += [f"--tp={tp}", "--distributed-executor-backend=ray"]
-        more.append(overlay(python, *RAY))
-    environment = _environment(receiver, more) | ({"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'} if tp > 1 else {})
+        words += [f"--tp={tp}", f"--distributed-executor-backend={executor}"]
+    in_ray = tp > 1 and executor == "ray"
+    more += [overlay(python, *RAY)] if in_ray else []
+    environment = _environment(receiver, more) | ({"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'} if in_ray else {})
     return [*words, "--log-level=INFO", *options], environment
 
 
@@ -135,7 +143,14 @@ def _environment(receiver: bool, more: Sequence[Path]) -> dict[str, str]:
 
 @contextmanager
 def lmdeploy(
-    model: Path, log: Path, *options: str, key: str = "", receiver: bool = True, metrics: bool = False, tp: int = 1
+    model: Path,
+    log: Path,
+    *options: str,
+    key: str = "",
+    receiver: bool = True,
+    metrics: bool = False,
+    tp: int = 1,
+    executor: str = "ray",
 ) -> Iterator[Engine]:
     """A server, ended on the way out.
 
@@ -146,10 +161,11 @@ def lmdeploy(
         key: API key for our own questions.
         receiver: False for the server as it ships.
         metrics: True for a server with ``/metrics``.
-        tp: Number of ranks; several are Ray actors.
+        tp: Number of ranks.
+        executor: LMDeploy's executor of several ranks: ``ray`` or ``mp``.
     """
     port = quiet_port()
-    words, environment = command(model, options, port, receiver=receiver, metrics=metrics, tp=tp)
+    words, environment = command(model, options, port, receiver=receiver, metrics=metrics, tp=tp, executor=executor)
     with log.open("w") as output:
         process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
     headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -59,6 +59,12 @@ def model_in(folder: Path, *, seed: int = 0, **changes: Any) -> Any:
     return tiny_model(folder, seed=seed, **settings | changes)
 
 
+def save(model: Any, folder: Path) -> Path:
+    """Writes a checkpoint of a model; returns its folder."""
+    model.save_pretrained(folder)
+    return folder
+
+
 class Served:
     """A server with our receiver, and the model whose weights it has."""
 
@@ -134,6 +140,20 @@ def keeps_its_promise(served: Served, mode: str, via: str = "ipc", *, count: int
             assert SEEN <= switched_at(before, served.model, stream) < len(stream.tokens)
         else:
             assert choices(before, stream.prompt, stream.tokens) != stream.tokens
+    served.answers_with_its_weights()
+
+
+def gives_up(served: Served) -> None:
+    """An update whose trainer raises in the middle."""
+
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("the learner has failed")
+
+    before = served.info()
+    with pytest.raises(RuntimeError, match="the learner has failed"):
+        served.step("retract", progress=fail)
+    now = served.info()
+    assert (now["state"], now["version"], now["digest"]) == ("serving", before["version"], before["digest"])
     served.answers_with_its_weights()
 
 
@@ -215,15 +235,7 @@ class TestRay:
         keeps_its_promise(two_ranks, mode, via)
 
     def test_a_trainer_that_gives_up_changes_nothing(self, two_ranks: Served) -> None:
-        def fail(done: int, total: int) -> None:
-            raise RuntimeError("the learner has failed")
-
-        before = two_ranks.info()
-        with pytest.raises(RuntimeError, match="the learner has failed"):
-            two_ranks.step("retract", progress=fail)
-        now = two_ranks.info()
-        assert (now["state"], now["version"], now["digest"]) == ("serving", before["version"], before["digest"])
-        two_ranks.answers_with_its_weights()
+        gives_up(two_ranks)
 
     @pytest.mark.parametrize("via", ["ipc", "broadcast"])
     def test_a_trainer_that_speaks_lmdeploys_own_protocol_is_served(self, two_ranks: Served, via: str) -> None:
@@ -244,6 +256,104 @@ class TestRay:
             two_ranks.step("retract")
             assert two_ranks.ask("/wakeup?tags=kv_cache").status_code == 200
             two_ranks.answers_with_its_weights()
+
+
+EXPERTS: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+
+@pytest.mark.parametrize(("tp", "executor"), [(1, "uni"), (2, "mp")])
+def test_experts_are_updated_in_the_layout_of_their_kernel(tmp_path: Path, tp: int, executor: str) -> None:
+    model = model_in(tmp_path, **EXPERTS)
+    tiny_tokenizer(tmp_path)
+    with lmdeploy(tmp_path, tmp_path / "server.log", tp=tp, executor=executor) as engine:
+        served = Served(engine, model)
+        first = fresh(engine, PROMPTS, COUNT)
+        assert first == expected(model, PROMPTS, COUNT)
+        for mode, via in zip(MODES, ("ipc", "broadcast", "ipc", "ipc"), strict=True):
+            keeps_its_promise(served, mode, via)
+        assert fresh(engine, PROMPTS, COUNT) != first
+        told = weightcast("verify", str(save(served.model, tmp_path / "sent")), "--at", engine.url)
+        assert told.returncode == 0, told.stdout + told.stderr
+        if tp == 1:
+            for level in (1, 2):
+                assert served.ask(f"/sleep?level={level}").status_code == 200
+                assert served.ask("/wakeup?tags=weights").status_code == 200
+                served.step("retract")
+                assert served.ask("/wakeup?tags=kv_cache").status_code == 200
+                served.answers_with_its_weights()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server of two ranks, processes of LMDeploy's executor mp."""
+    folder = tmp_path_factory.mktemp("lmdeploy-mp")
+    model = model_in(folder)
+    tiny_tokenizer(folder)
+    with lmdeploy(folder, folder / "server.log", tp=2, executor="mp") as engine:
+        yield Served(engine, model)
+
+
+class TestMp:
+    """Two ranks of LMDeploy's executor mp."""
+
+    def test_requests_that_break_off_leave_no_rank_behind(self, two_processes: Served) -> None:
+        """Without our repair, LMDeploy stands still within the first 20 rounds."""
+        for _ in range(80):
+            streams = [LmdeployStream(two_processes.engine.url, prompt, LONG) for prompt in PROMPTS]
+            for stream in streams:
+                stream.wait_for(SEEN)
+            for stream in streams:
+                stream.cut_after(SEEN)
+                assert len(stream.tokens) >= 2 * SEEN
+        two_processes.answers_with_its_weights()
+
+    @pytest.mark.parametrize(("mode", "via"), list(zip(MODES, ("broadcast", "ipc", "ipc", "broadcast"), strict=True)))
+    def test_both_ranks_switch_between_the_same_two_forwards(self, two_processes: Served, mode: str, via: str) -> None:
+        ranks = [psutil.Process(rank["pid"]) for rank in two_processes.info()["ranks"]]
+        [engine_process] = {rank.ppid() for rank in ranks}
+        assert engine_process not in (ranks[0].pid, ranks[1].pid, two_processes.engine.process.pid)
+        two_processes.answers_with_its_weights()
+        keeps_its_promise(two_processes, mode, via)
+
+    def test_a_trainer_that_gives_up_changes_nothing(self, two_processes: Served) -> None:
+        gives_up(two_processes)
+
+    def test_sleep_is_refused_because_the_wake_up_would_take_an_output(self, two_processes: Served) -> None:
+        two_processes.step("retract")
+        for level in (1, 2):
+            two_processes.refused(f"/sleep?level={level}", "takes the next output of the model for the answer")
+        assert two_processes.ask("/wakeup").status_code == 200  # nothing sleeps
+        two_processes.answers_with_its_weights()
+
+    @pytest.mark.parametrize("path", OWN)
+    def test_own_requests_change_nothing(self, two_processes: Served, path: str) -> None:
+        before = two_processes.info()
+        assert two_processes.ask(path, **OWN[path]).status_code in (400, 500)
+        assert two_processes.info() == before
+        two_processes.answers_with_its_weights()
+
+    def test_a_lost_rank_is_named(self, tmp_path: Path) -> None:
+        model = model_in(tmp_path)
+        tiny_tokenizer(tmp_path)
+        with lmdeploy(tmp_path, tmp_path / "server.log", tp=2, executor="mp") as engine:
+            served = Served(engine, model)
+            rank = psutil.Process(served.info()["ranks"][1]["pid"])
+
+            def kill(done: int, total: int) -> None:
+                if 0 < done < total and rank.is_running():
+                    rank.kill()
+
+            with pytest.raises(UpdateFailed, match=rf"rank 1 \(pid {rank.pid}\) is gone"):
+                served.step("retract", progress=kill)
+            assert served.info()["state"] == "quarantined"
 
 
 class TestSleep:

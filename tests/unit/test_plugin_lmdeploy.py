@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from weightcast.errors import ConfigError
 from weightcast.plugins.lmdeploy import hook_points
 from weightcast.plugins.lmdeploy.folder import failure_words, note_failure
-from weightcast.plugins.lmdeploy.settings import check_settings
+from weightcast.plugins.lmdeploy.settings import check_settings, mp_executor
 
 
 def config(**changes: Any) -> Any:
@@ -29,20 +28,24 @@ def test_plain_settings_are_taken() -> None:
     )
 
 
-@pytest.mark.parametrize("executor", [None, "ray"])
-def test_several_ranks_are_taken_as_actors_of_ray(monkeypatch: pytest.MonkeyPatch, executor: str | None) -> None:
-    settings = config(tp=2, distributed_executor_backend=executor)
+@pytest.mark.parametrize(
+    ("asked", "variable", "is_mp"),
+    [(None, "", False), ("ray", "mp", False), ("mp", "", True), (None, "mp", True)],
+)
+def test_several_ranks_are_taken_with_ray_and_mp(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, variable: str, is_mp: bool
+) -> None:
+    settings = config(tp=2, distributed_executor_backend=asked)
+    if variable:
+        monkeypatch.setenv("LMDEPLOY_EXECUTOR_BACKEND", variable)  # LMDeploy looks at it if the option is not given
     check_settings("pytorch", settings, None)
-    monkeypatch.setenv("LMDEPLOY_EXECUTOR_BACKEND", "mp")  # LMDeploy looks at it if the option is not given
-    with nullcontext() if executor else pytest.raises(ConfigError, match="executor mp"):
-        check_settings("pytorch", settings, None)
+    assert mp_executor(settings) == is_mp
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"dp": 2}, "--dp"),
-        ({"tp": 2, "distributed_executor_backend": "mp"}, "executor mp"),
         ({"ep": 2}, "--ep"),
         ({"adapters": {"a": "b"}}, "--adapters"),
         ({"quant_policy": 8}, "--quant-policy"),

@@ -13,7 +13,9 @@ from weightcast.plugins.lmdeploy.engine_calls import EngineCalls
 from weightcast.plugins.lmdeploy.engine_hooks import LmdeployHooks
 from weightcast.plugins.lmdeploy.executor import LmdeployExecutor
 from weightcast.plugins.lmdeploy.hook_points import other_version, version
+from weightcast.plugins.lmdeploy.mp_executor import NO_ANSWERS
 from weightcast.plugins.lmdeploy.own_updates import admit_own_updates
+from weightcast.plugins.lmdeploy.settings import mp_executor
 from weightcast.plugins.lmdeploy.sleep import guard_sleep
 from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
@@ -69,7 +71,8 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(config.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
     engine.sleep_hooks = hooks
-    guard_sleep(router, async_engine, engine, hooks, calls)
+    cannot_wake = f"no sleep: {NO_ANSWERS}, so it could not wake up" if mp_executor(config) else ""
+    guard_sleep(router, async_engine, engine, hooks, calls, never=cannot_wake)
     admit_own_updates(router, engine, hooks, calls, folder)
 
     async def note_loop() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.lmdeploy.folder import folder_of_server, module_map, note_failure
 from weightcast.plugins.lmdeploy.hook_points import IN_ENGINE, check
+from weightcast.plugins.lmdeploy.mp_executor import refuse_lost_answers
 from weightcast.plugins.lmdeploy.requests_at_switch import RequestsAtSwitch
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
@@ -100,6 +101,7 @@ def patch() -> None:
     ModelConfig.from_pretrained = classmethod(from_pretrained)
     EngineLoop.__init__ = made
     engine.build_executor = _on_this_host(engine.build_executor)
+    refuse_lost_answers()
     # LMDeploy serves every public function of this class to the API server.
     for method in METHODS:
         setattr(EngineWorkerBase, method.__name__, method)

@@ -17,6 +17,7 @@ _SCHEDULER = "lmdeploy.pytorch.paging.scheduler:Scheduler"
 _AGENT = "lmdeploy.pytorch.engine.model_agent.agent:"
 _REQUESTS = "lmdeploy.pytorch.engine.request:"
 _WEIGHTS = "lmdeploy.pytorch.weight_loader.model_weight_loader:"
+_MP = "lmdeploy.pytorch.engine.executor.mp_executor:"
 _ZMQ = "lmdeploy.pytorch.engine.mp_engine.zmq_engine:ZMQMPEngine"
 
 # Methods of the agent that write weights for LMDeploy's own routes.
@@ -44,6 +45,9 @@ IN_ENGINE: dict[str, tuple[str, ...]] = {
     "lmdeploy.pytorch.engine.engine:build_executor": ("model_path",),
     "lmdeploy.pytorch.engine.executor.base:ExecutorBase.forward_async": ("self", "inputs"),
     "lmdeploy.pytorch.engine.executor.base:ExecutorBase.get_output_async": ("self",),
+    f"{_MP}Notifier.wait_async": ("self",),
+    f"{_MP}Notifier._update_event_id": ("self",),
+    f"{_MP}MPExecutor.collective_rpc": ("self", "method", "args", "kwargs", "receiver_mask", "return_mask"),
     f"{_SCHEDULER}.preempt_seqs": ("self", "seqs"),
     f"{_SCHEDULER}.end_session": ("self", "session_id"),
     f"{_SCHEDULER}.has_unfinished": ("self",),

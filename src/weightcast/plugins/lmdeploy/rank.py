@@ -20,6 +20,7 @@ from torch import nn
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.lmdeploy.folder import note_failure, note_written
 from weightcast.plugins.lmdeploy.hook_points import IN_RANKS, OWN_UPDATES, check
+from weightcast.plugins.lmdeploy.mp_executor import meet_beside_forwards
 from weightcast.plugins.lmdeploy.requests_at_switch import MARK, RESET
 from weightcast.plugins.lmdeploy.settings import WITHOUT
 from weightcast.plugins.lmdeploy.sleeping_weights import TAGS, WAKE_FIRST, WEIGHTS, SleepingWeights
@@ -198,6 +199,7 @@ def install(folder: str) -> None:
     load_model_weights.weightcast = True  # type: ignore[attr-defined]
     agent.load_model_weights = load_model_weights
     agent_class._async_step, agent_class.sleep, agent_class.wakeup = _async_step, sleep, wakeup
+    meet_beside_forwards()
 
 
 def _check_model(model: nn.Module) -> None:

@@ -20,19 +20,18 @@ def _other_role(config: Any) -> bool:
     return getattr(getattr(config, "role", None), "name", "Hybrid") != "Hybrid"
 
 
-def _mp_executor(config: Any) -> bool:
+def mp_executor(config: Any) -> bool:
+    """True if the ranks are processes of LMDeploy's executor mp.
+
+    Args:
+        config: LMDeploy's ``PytorchEngineConfig``.
+    """
     chosen = getattr(config, "distributed_executor_backend", None) or os.environ.get("LMDEPLOY_EXECUTOR_BACKEND")
     return chosen == "mp"
 
 
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("dp", 1), "several data-parallel engines (--dp)", "start one server for each"),
-    # It hangs under load, also without our receiver.
-    (
-        _mp_executor,
-        "LMDeploy's executor mp (--distributed-executor-backend)",
-        "use --distributed-executor-backend ray, or uni with one rank",
-    ),
     (_set("ep", 1), "expert parallelism (--ep)", "start LMDeploy without it"),
     (_set("adapters"), "LoRA adapters (--adapters)", "merge the adapter in the trainer"),
     (_set("quant_policy"), "a quantised KV cache (--quant-policy)", "start LMDeploy without it"),

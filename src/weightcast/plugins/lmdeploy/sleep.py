@@ -26,7 +26,13 @@ _DISCARDED = (
 
 
 def guard_sleep(
-    router: APIRouter, async_engine: Any, engine: SessionHandler, hooks: LmdeployHooks, calls: EngineCalls
+    router: APIRouter,
+    async_engine: Any,
+    engine: SessionHandler,
+    hooks: LmdeployHooks,
+    calls: EngineCalls,
+    *,
+    never: str = "",
 ) -> None:
     """Wraps an engine's ``sleep`` and replaces the route of its wake-up, which LMDeploy calls without waiting.
 
@@ -38,6 +44,7 @@ def guard_sleep(
         engine: Session that knows whether an update is under way.
         hooks: Hooks that hold requests back.
         calls: Runs coroutines on the server's event loop.
+        never: Reason why this LMDeploy could not wake up, so that sleep is refused; empty if it can.
 
     Raises:
         ConfigError: This LMDeploy has no route for the wake-up.
@@ -49,6 +56,8 @@ def guard_sleep(
         calls.set_loop(asyncio.get_running_loop())
 
         def do() -> None:
+            if never:
+                raise Refused(never, hint="use --distributed-executor-backend ray")
             discarded = _DISCARDED if level >= 2 else ""
             # LMDeploy takes a second sleep while only the KV cache sleeps.
             fall_asleep(engine, hooks, (WEIGHTS,), lambda: calls.result(sleep(level), _SLEEP_S), discarded=discarded)
