@@ -1,8 +1,9 @@
 """LMDeploy's whole server on a CPU: what it asks of CUDA is done with host memory.
 
 LMDeploy's own are its processes, scheduler, paging, engine loop, executor, agent, models, sampling and API server.
-Not its own: attention over the paged cache (torch's, over the same blocks), and the other kernels, for which it has
-versions in torch itself.  Streams and events do nothing, since operations on a CPU are in order.
+Not its own: attention over the paged cache (torch's, over the same blocks), fused experts (over weights in the layout
+of its Triton kernel), and the other kernels, for which it has versions in torch itself.  Streams and events do nothing,
+since operations on a CPU are in order.
 """
 
 from __future__ import annotations
@@ -147,6 +148,34 @@ class PagedAttention:
         return torch.cat(answers)
 
 
+class FusedMoE:
+    """LMDeploy's fused experts, one expert after the other; weights are kept as its Triton kernel wants them.
+
+    Those are the same tensors over memory in which rows and columns have changed places.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self.renormalize = spec.renormalize
+
+    def update_weights(self, gate_up: Any, down: Any) -> Any:
+        return tuple(weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in (gate_up, down))
+
+    def forward(
+        self, hidden: Any, topk_weights: Any, topk_ids: Any, gate_up: Any, down: Any, *more: Any, **named: Any
+    ) -> Any:
+        assert not any(value is not None for value in (*more, *named.values())), "biases and lists of experts"
+        assert gate_up.stride(1) == down.stride(1) == 1, "the kernel's layout"
+        if self.renormalize:
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(hidden)
+        for expert in topk_ids.unique().tolist():
+            rows, places = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = (hidden[rows] @ gate_up[expert].T).chunk(2, -1)
+            answer = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+            out.index_add_(0, rows, answer * topk_weights[rows, places, None].to(answer.dtype))
+        return out
+
+
 def use_host_backend() -> None:
     """Gives LMDeploy a backend for the CPU; called once LMDeploy can be imported."""
     from lmdeploy.pytorch.backends import selector
@@ -160,8 +189,11 @@ def use_host_backend() -> None:
 
         @classmethod
         def build_op(cls, spec: Any, **kwargs: Any) -> Any:
-            if type(spec).__name__ == "PagedAttentionBuildSpec":
-                return PagedAttention(spec)
+            stand_in = {"PagedAttentionBuildSpec": PagedAttention, "FusedMoEBuildSpec": FusedMoE}.get(
+                type(spec).__name__
+            )
+            if stand_in is not None:
+                return stand_in(spec)
             return super().build_op(spec, **kwargs)
 
         @staticmethod
