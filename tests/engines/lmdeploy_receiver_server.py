@@ -20,30 +20,12 @@ import torch
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import LISTS, ROOT, engine_python
-from tests.engines.overlays import overlay
+from tests.engines.overlays import RAY, RAY_SETTINGS, overlay
 from tests.engines.sglang_load import Stream
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
 CONTEXT = 4096
-# Ray, and what it needs that LMDeploy's environment does not have.
-RAY = (
-    "ray==2.60.0",
-    "attrs==26.1.0",
-    "jsonschema==4.26.0",
-    "jsonschema-specifications==2025.9.1",
-    "msgpack==1.2.4",
-    "protobuf==7.36.2",
-    "referencing==0.37.0",
-    "rpds-py==2026.9.1",
-)
-RAY_SETTINGS = {
-    "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20),
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # Ray would end our workers for the memory that others use
-    "RAY_worker_niceness": "0",
-    "RAY_enable_worker_prestart": "0",
-}
 EOS = 1
 
 

@@ -8,6 +8,25 @@ import shutil
 import subprocess
 from pathlib import Path
 
+# Ray, and what it needs that an engine's environment may not have.
+RAY = (
+    "ray==2.60.0",
+    "attrs==26.1.0",
+    "jsonschema==4.26.0",
+    "jsonschema-specifications==2025.9.1",
+    "msgpack==1.2.4",
+    "protobuf==7.36.2",
+    "referencing==0.37.0",
+    "rpds-py==2026.9.1",
+)
+RAY_SETTINGS = {
+    "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # Ray would end our workers for the memory that others use
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+}
+
 
 def overlay(python: Path, *wheels: str) -> Path:
     """A folder with these wheels and nothing that they need, to come first on the path; made if it is not there.
