@@ -9,10 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tests.clock import PATIENCE_S, Clock, wait_until
+from tests.unit.test_head import info
 from weightcast.comm import rendezvous as rendezvous_module
 from weightcast.comm import update_group as group_module
 from weightcast.comm.update_group import GroupFailed, UpdateGroup
@@ -23,6 +25,14 @@ from weightcast.transports import channel as channel_module
 from weightcast.transports.channel import Channel
 from weightcast.watch.listeners import Events
 from weightcast.wire.answers import GROUP_FAILED
+from weightcast.wire.engine_info import EngineInfo, RankInfo
+
+
+def engine_info(tp: int) -> EngineInfo:
+    """An engine of so many ranks, on one host."""
+    ranks = tuple(RankInfo(rank=rank, pid=1, device="cpu") for rank in range(tp))
+    return msgspec.structs.replace(info("native"), tp_size=tp, ranks=ranks)
+
 
 REFUSED = TargetRejected("http://a: Failed to initialize custom process group", url="http://a", status=400)
 LOST = TargetLost("http://b: did not join in time", url="http://b")
@@ -129,7 +139,7 @@ class Answering:
     def __init__(self, url: str, group: Group, answers: threading.Event, error: Exception | None = None) -> None:
         self.url = url
         self.session = "s"
-        self.info = SimpleNamespace(tp_size=1)
+        self.info = engine_info(1)
         self.events = Events()
         self.adapter = SimpleNamespace(
             bucket=lambda session, layout, **_: layout.index, leave=lambda group: None, meeting="weightcast"
@@ -226,7 +236,7 @@ class Member:
         self.url = f"http://{name}"
         self.session = ""
         self.group_rank = 0
-        self.info = SimpleNamespace(tp_size=tp)
+        self.info = engine_info(tp)
         self.adapter = SimpleNamespace(join=lambda invitation: invitation, leave=lambda group: None)
         self._stray, self._told, self._after, self._gives_up = stray, dict(told), after, gives_up
         self.refused = threading.Event()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from tests.unit.test_head import info
 from weightcast import ConfigError
 from weightcast.comm import nixl
 from weightcast.comm.ipc import host_id
@@ -16,6 +17,7 @@ from weightcast.transports.preflight import choose_receivers, choose_transport
 from weightcast.transports.spec import Placement
 from weightcast.update import diagnose
 from weightcast.update.diagnose import Check
+from weightcast.wire.engine_info import RankInfo
 
 EVERYTHING = ("ipc", "direct", "broadcast")
 
@@ -23,9 +25,9 @@ EVERYTHING = ("ipc", "direct", "broadcast")
 def engine(
     *devices: str, transports: tuple[str, ...] = EVERYTHING, host: str | None = None, remote: bool = False
 ) -> Any:
-    ranks = tuple(SimpleNamespace(device=device) for device in devices)
-    return SimpleNamespace(
-        ranks=ranks,
+    return msgspec.structs.replace(
+        info("native"),
+        ranks=tuple(RankInfo(rank=rank, pid=1, device=device) for rank, device in enumerate(devices)),
         host_id=host_id() if host is None else host,
         transports=transports,
         tp_size=len(devices),
@@ -209,13 +211,13 @@ def test_a_trainer_without_nixl_says_so(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "words"),
+    ("found", "words"),
     [
         (engine("cpu", remote=True), "rdma, relay, messages can be used; auto does not take it"),
         (engine("cpu"), "relay, messages can be used; auto does not take it"),
         (engine("GPU-1", remote=True), "relay, messages can be used; auto does not take it"),
     ],
 )
-def test_doctor_names_rdma_where_both_sides_have_it_and_memory_cannot_be_mapped(nixl_here, info, words) -> None:
+def test_doctor_names_rdma_where_both_sides_have_it_and_memory_cannot_be_mapped(nixl_here, found, words) -> None:
     checks = [Check(name="ipc", level="warn", text=""), Check(name="rendezvous", level="ok", text="")]
-    assert [check.text for check in diagnose._scattered(checks, info)] == [words]
+    assert [check.text for check in diagnose._scattered(checks, found)] == [words]

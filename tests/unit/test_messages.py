@@ -157,6 +157,23 @@ ANSWERS = [
         transports=("ipc",),
         specs=(SPEC,),
     ),
+    EngineInfo(
+        protocol=1,
+        engine="weightcast 0",
+        model="m",
+        state="serving",
+        version=None,
+        digest=None,
+        tp_size=2,
+        host_id="",
+        ranks=(
+            RankInfo(rank=0, pid=1, device="cpu", host_id="a", host="alpha"),
+            RankInfo(rank=1, pid=1, device="cpu", host_id="b"),
+        ),
+        staging="host",
+        transports=("ipc",),
+        specs=(SPEC,),
+    ),
 ]
 
 

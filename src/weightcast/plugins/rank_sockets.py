@@ -126,8 +126,18 @@ class SocketRanks(ConnectedRanks):
                 connection.close()
 
     def rank_infos(self) -> tuple[RankInfo, ...]:
-        """The ranks as ``EngineInfo`` describes them."""
-        return tuple(RankInfo(rank=hello.rank, pid=hello.pid, device=hello.device) for hello in self.hellos)
+        """The ranks as ``EngineInfo`` describes them; each with its host if they are on several."""
+        several = self.host_id == ""
+        return tuple(
+            RankInfo(
+                rank=hello.rank,
+                pid=hello.pid,
+                device=hello.device,
+                host_id=hello.host_id if several else "",
+                host=hello.host if several else "",
+            )
+            for hello in self.hellos
+        )
 
     @property
     def host_id(self) -> str:

@@ -209,14 +209,17 @@ def _start(
     )
     stack.callback(scheduler.close)
     name = config.name or Path(config.model_dir).resolve().name
+    several = len(set(described.hosts)) > 1
     facts = EngineFacts(
         engine=f"weightcast {__version__}",
         model=name,
-        # A trainer cannot share memory with ranks on several hosts.
-        host_id=described.hosts[0] if len(set(described.hosts)) == 1 else "",
+        # No trainer can share memory with all ranks if they are on several hosts.
+        host_id="" if several else described.hosts[0],
         ranks=tuple(
-            RankInfo(rank=rank, pid=pid, device=device)
-            for rank, (pid, device) in enumerate(zip(executor.pids(), described.devices, strict=True))
+            RankInfo(rank=rank, pid=pid, device=device, host_id=host if several else "")
+            for rank, (pid, device, host) in enumerate(
+                zip(executor.pids(), described.devices, described.hosts, strict=True)
+            )
         ),
         staging=described.staging,
         staging_bytes=described.staging_bytes,

@@ -16,6 +16,7 @@ from weightcast.comm.update_group import WHERE_TO_LOOK, GroupFailed
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, TargetsFailed, WeightcastError
 from weightcast.transports.link import Link
 from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED
+from weightcast.wire.engine_info import EngineInfo
 
 _LATE_S = 10.0  # engines keep the deadline themselves; an engine that has not answered this much later is lost
 
@@ -156,7 +157,8 @@ def find_culprit(
         assert found is not None
         return found
     if absent:
-        return _did_not_come(what, absent, [answer.exception() for answer in first], error)
+        infos = {link.url: link.info for link in links}
+        return _did_not_come(what, absent, infos, [answer.exception() for answer in first], error)
     group_failed = [answer.exception() for answer in answers if answer.done()]
     if len(links) == 1 and isinstance(group_failed[0], TargetRejected):
         return group_failed[0]
@@ -164,7 +166,11 @@ def find_culprit(
 
 
 def _did_not_come(
-    group: str, absent: Mapping[str, Sequence[int]], unprompted: Sequence[BaseException | None], error: Exception
+    group: str,
+    absent: Mapping[str, Sequence[int]],
+    infos: Mapping[str, EngineInfo],
+    unprompted: Sequence[BaseException | None],
+    error: Exception,
 ) -> TargetError:
     """Returns one error for all absent engines; one error at a time would cost a deadline each.
 
@@ -174,7 +180,9 @@ def _did_not_come(
     limit = f" within {error.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
     found: list[TargetError] = []
     for url, ranks in absent.items():
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        which = f"ranks {', '.join(map(str, ranks))}"
+        if len(ranks) == 1 or infos[url].on_several_hosts:
+            which = ", ".join(map(infos[url].named, ranks))
         words = f": {own_words[url]}" if url in own_words else limit
         own = error.hint if isinstance(error, WeightcastError) else None
         hint = (own_words[url].hint if url in own_words else None) or own or WHERE_TO_LOOK

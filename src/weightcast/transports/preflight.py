@@ -242,8 +242,12 @@ def _check_reach(spec: TransportSpec, placement: Placement) -> None:
     needs = "one host"
     if many:
         needs = "the host of trainer rank 0" if spec.reach == "head" else "a trainer rank on the engine's host"
+    info = placement.infos[far]
+    where = "another host"
+    if info.on_several_hosts:
+        where = f"several hosts ({', '.join(info.named(rank.rank) for rank in info.ranks)})"
     raise ConfigError(
-        f"{far} runs on another host; {spec.name} needs {needs}",
+        f"{far} runs on {where}; {spec.name} needs {needs}",
         hint='use broadcast: transport="broadcast", --via broadcast',
     )
 

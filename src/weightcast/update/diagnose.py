@@ -191,6 +191,13 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
         text=f"{socket.gethostname()}, process {os.getpid()}: what follows about hosts, memory and addresses holds for "
         "it alone, so run doctor on each host that has trainer ranks",
     )
+    if info.on_several_hosts:
+        near = [info.named(rank.rank) for rank in info.ranks if rank.host_id == host_id()]
+        far = [info.named(rank.rank) for rank in info.ranks if rank.host_id != host_id()]
+        here = f"; on this process's host: {', '.join(near)}" if near else ""
+        text = f"several hosts; on others than this process's: {', '.join(far)}{here}: broadcast can work, ipc cannot"
+        yield Check(name="host", level="ok", text=text)
+        return
     if info.host_id != host_id():
         yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")
         return

@@ -20,11 +20,15 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         rank: Tensor-parallel rank.
         pid: Process id; 0 if the engine does not report it.
         device: UUID of the GPU, or ``"cpu"``; ``"cuda"`` if the engine does not report which GPU.
+        host_id: Boot id of the rank's host; empty if all ranks are on the engine's own host.
+        host: Name of that host, for errors; empty if it is not known.
     """
 
     rank: Rank
     pid: Annotated[int, Meta(ge=0, le=1 << 32)]
     device: Label
+    host_id: Label = ""
+    host: Label = ""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +39,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         model: Name under which the engine serves the model.
         version: Version that the engine serves; None if unknown.
         digest: Model digest of the served weights, from the last commit; None if it was never proven.
-        host_id: Boot id of the host: two processes with the same one can share memory.
+        host_id: Boot id of the host: two processes with the same one can share memory.  Empty if the ranks are on
+            several; then each rank names its own.
         staging: Place where a new version waits for its commit: ``device``, ``host`` or ``none``.
         specs: Every tensor that a full update must contain, with the dtype that the engine keeps.
         session_owner: The trainer that updates the engine now; None if there is none.
@@ -94,6 +99,21 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The parallel sizes, in words."""
         more = [f"{name} {size}" for name, size in (("dp", self.dp_size), ("ep", self.ep_size)) if size > 1]
         return ", ".join([f"tp {self.tp_size}", *more])
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Boot id of each rank's host; empty for a rank whose host is not known."""
+        return tuple(rank.host_id or self.host_id for rank in self.ranks)
+
+    @property
+    def on_several_hosts(self) -> bool:
+        """True if the ranks are on several hosts, and it is known on which."""
+        return len(set(self.hosts)) > 1
+
+    def named(self, rank: int) -> str:
+        """Returns a rank in words, with its host if the ranks are on several."""
+        found = next((one for one in self.ranks if one.rank == rank), None)
+        return f"rank {rank}" + (f" on host {found.host or found.host_id}" if found and found.host_id else "")
 
     @property
     def devices(self) -> tuple[str, ...]:
