@@ -123,6 +123,11 @@ def hosts(names: Sequence[str], folder: Path) -> Iterator[list[Host]]:
 def enter(host: Host) -> None:
     """Moves this process to a host; it must have one thread."""
     host.enter_network()
+    appear_on(host)
+
+
+def appear_on(host: Host) -> None:
+    """As ``enter``, but this process stays in the network that it is in."""
     _check(_libc.unshare(_MOUNTS | _NAMES), "unshare")
     socket.sethostname(host.name)
     for command in (

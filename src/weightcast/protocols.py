@@ -419,7 +419,7 @@ class Invitation:
         host: Address of the trainer's store.
         port: Port of the trainer's store.
         token: Prefix of the store's keys, for our own receiver.
-        first_rank: Group rank of the target's rank 0; its other ranks follow in order.
+        first_rank: Group rank of the target's first member; its other members follow in order.
         world_size: Ranks in the group.
         backend: ``nccl`` or ``gloo``.
         bucket_bytes: Size of the largest bucket, in bytes.
@@ -427,6 +427,7 @@ class Invitation:
         unique_id: NCCL's unique id of the group; empty unless ``Adapter.meeting`` is ``nccl-id``.
         wants: True if all trainer ranks are members, and engine ranks tell them which boxes they want.
         relays: True if engine ranks pass pieces on to each other.
+        members: The target's ranks that join; empty for all of them.
     """
 
     session: str
@@ -442,6 +443,7 @@ class Invitation:
     unique_id: bytes = b""
     wants: bool = False
     relays: bool = False
+    members: tuple[int, ...] = ()
 
 
 @runtime_checkable

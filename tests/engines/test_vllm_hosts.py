@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +15,17 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
 
-from tests.e2e.engines import Engine, verify
+from tests.e2e.engines import ENVIRONMENT, Engine, verify
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
 from tests.engines.test_vllm_lora import OPTIONS as ADAPTERS
 from tests.engines.test_vllm_lora import adapted, expected, says, send
 from tests.engines.vllm_hosts import SECRET, START_S, engine_of, nodes
 from tests.engines.vllm_server import greedy_tokens
-from tests.hosts import Host, cannot, hosts
+from tests.hosts import Host, appear_on, cannot, hosts
 from tests.tiny import greedy, tiny_model, tiny_tokenizer
+from tests.unit.ranks import Ranks
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, UpdateFailed
 
@@ -51,7 +57,12 @@ def weights(root: Path) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
 
 def connect(model: Any, engine: Engine, **options: Any) -> WeightUpdater:
     """An updater in this process."""
-    return WeightUpdater.connect(model, [Target(engine.url)], bucket_bytes=1 << 14, timeout_s=60.0, **options)
+    return connect_to(model, engine.url, **options)
+
+
+def connect_to(model: Any, url: str, **options: Any) -> WeightUpdater:
+    """As ``connect``, from any process."""
+    return WeightUpdater.connect(model, [Target(url)], bucket_bytes=1 << 14, timeout_s=60.0, **options)
 
 
 @pytest.mark.engine
@@ -97,6 +108,73 @@ def test_ranks_on_two_hosts_switch_together_and_a_lost_one_is_named(tmp_path: Pa
         for node in (alpha, beta):
             node.process.wait(60)
         assert "ends now, restart it on all its hosts" in alpha.words()
+
+
+def settle_on(places: list[Host], rank: int) -> None:
+    """Each trainer rank is on a host, and in this process's network."""
+    appear_on(places[rank])
+
+
+def from_both(url: str, checkpoint: str, version: int) -> tuple[str, str, str, int]:
+    """An update by one of several trainer ranks that have whole models."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with connect_to(model, url) as updater:
+        (row,) = updater.update(version=version).targets
+    return updater.transport, row.transport, row.proof, row.digests_matched
+
+
+def without(url: str, checkpoint: str, version: int, pid: int) -> str:
+    """An update in the middle of which a rank of the engine is killed; returns the error."""
+    rank = psutil.Process(pid)
+
+    def kill(done: int, total: int) -> None:
+        if 0 < done < total and rank.is_running():
+            rank.kill()
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with connect_to(model, url, progress=kill) as updater:
+        assert updater.transport == "ipc+broadcast"
+        try:
+            updater.update(version=version)
+        except UpdateFailed as error:
+            return str(error)
+    return "updated"
+
+
+def on(host: Host, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command line, in a process on a host."""
+    command = host.command(["-m", "weightcast", *map(str, arguments)])
+    return subprocess.run([sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.engine_full
+def test_each_rank_reads_the_memory_of_its_own_host_if_a_trainer_is_there(tmp_path: Path, two: list[Host]) -> None:
+    _, said = weights(tmp_path)
+    first = tmp_path / "A"
+    with nodes(first, tmp_path, two) as (alpha, beta), engine_of((alpha, beta), first) as engine:
+        for version, (name, host) in enumerate((("B", two[0]), ("A", two[1]), ("B", two[0])), 1):
+            sizes = ("--bucket-bytes", "16KiB", "--json")
+            done = on(host, "push", tmp_path / name, "--to", engine.url, "--version", version, *sizes)
+            assert done.returncode == 0, done.stderr
+            (row,) = json.loads(done.stdout)["targets"]
+            assert (row["transport"], row["proof"], row["digests_matched"]) == ("ipc+broadcast", "resident", 2)
+            assert greedy_tokens(engine, PROMPTS, COUNT) == said[name]
+        told = on(two[0], "doctor", engine.url)
+        assert "rank 0 on host alpha by memory, rank 1 on host beta by broadcast" in told.stdout, told
+        trainers = Ranks(2, place=functools.partial(settle_on, two))
+        try:
+            reports = trainers.run(from_both, engine.url, str(tmp_path / "A"), 4)
+        finally:
+            trainers.close()
+        assert reports == [("ipc", "ipc", "resident", 2)] * 2
+        assert greedy_tokens(engine, PROMPTS, COUNT) == said["A"]
+        pid = engine.info()["ranks"][1]["pid"]
+        trainers = Ranks(1, place=functools.partial(settle_on, two))
+        try:
+            [words] = trainers.run(without, engine.url, str(tmp_path / "B"), 5, pid)
+        finally:
+            trainers.close()
+        assert f"rank 1 (pid {pid} on host beta) is gone" in words
 
 
 @pytest.mark.engine_full

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.models import specs_of, weights_of
 from weightcast.wire.answers import Ack, RankAck
-from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle
+from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, MemoryHandle, RanksMemory
 from weightcast.wire.codec import encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
@@ -53,6 +53,11 @@ HONEST: tuple[bytes, ...] = tuple(
         ),
         Announce(session=SESSION, layout=_LAYOUT, source=IpcSource(handles=(_SHM, _CUDA))),
         Announce(session=SESSION, layout=_LAYOUT, source=BroadcastSource(group="g")),
+        Announce(
+            session=SESSION,
+            layout=_LAYOUT,
+            source=ByRankSource(near=(RanksMemory(ranks=(0,), handles=(_SHM,)),), group="g"),
+        ),
         Close(session=SESSION, buckets=1),
         Commit(session=SESSION, digest="0" * 16),
         Revert(session=SESSION, reason="no"),

@@ -18,7 +18,14 @@ from weightcast.runtime.lru import Lru
 from weightcast.watch.events import Step
 from weightcast.wire import codec, messages
 from weightcast.wire.answers import Ack, RankAck
-from weightcast.wire.bucket_sources import BroadcastSource, IpcSource, MemoryHandle, Part
+from weightcast.wire.bucket_sources import (
+    BroadcastSource,
+    ByRankSource,
+    IpcSource,
+    MemoryHandle,
+    Part,
+    RanksMemory,
+)
 from weightcast.wire.codec import decode, decode_ack, decode_info, decode_rank_ack, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
 from weightcast.wire.held import HeldPart, HeldSums, HeldTable
@@ -86,6 +93,15 @@ EXAMPLES = {
     "leave all": Leave(),
     "announce ipc": Announce(session=SESSION, layout=LAYOUT, source=IpcSource(handles=(SHM, CUDA))),
     "announce broadcast": Announce(session=SESSION, layout=LAYOUT, source=BroadcastSource(group="g")),
+    "announce by rank": Announce(
+        session=SESSION,
+        layout=LAYOUT,
+        source=ByRankSource(near=(RanksMemory(ranks=(0, 2), handles=(SHM,)),), group="g"),
+    ),
+    "announce by rank without a group": Announce(
+        session=SESSION, layout=LAYOUT, source=ByRankSource(near=(RanksMemory(ranks=(0,), handles=(SHM, CUDA)),))
+    ),
+    "join for some ranks": msgspec.structs.replace(JOIN, members=(1, 3)),
     "close": Close(session=SESSION, buckets=0, by_name=True),
     "commit": Commit(session=SESSION, digest="f" * 16),
     "revert": Revert(session=SESSION, reason="another engine failed"),

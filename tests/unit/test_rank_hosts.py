@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import msgspec
 import pytest
 
-from tests.unit.test_head import info
-from tests.unit.test_mixed_choice import HERE, plan_of
+from tests.unit.test_head import SPECS, info
+from tests.unit.test_mixed_choice import HERE, THERE, plan_of
+from weightcast.adapters.receiver_messages import announce_of
 from weightcast.comm.ipc import host_id
-from weightcast.errors import ConfigError
+from weightcast.comm.shared_buckets import Shared
+from weightcast.errors import ConfigError, Refused, TargetRejected
 from weightcast.plugins.rank_sockets import Hello, SocketRanks
 from weightcast.update.diagnose import _sharing
+from weightcast.wire.answers import MAPPING_FAILED
+from weightcast.wire.bucket_sources import BroadcastSource, ByRankSource, IpcSource, MemoryHandle
+from weightcast.wire.codec import decode, encode
 from weightcast.wire.engine_info import EngineInfo, RankInfo
+from weightcast.wire.layout import Packing, plan_buckets
+
+HANDLE = MemoryHandle(kind="shm", device="cpu", size_bytes=64, token="one", pid=1, fd=3)
+OTHER = MemoryHandle(kind="shm", device="cpu", size_bytes=64, token="two", pid=2, fd=3)
+LAYOUT = plan_buckets(SPECS, bucket_bytes=64, packing=Packing())[0]
 
 
 def spread(*hosts: str, device: str = "cpu") -> EngineInfo:
@@ -53,8 +66,57 @@ def test_ipc_is_refused_with_the_host_of_each_rank() -> None:
         plan_of(infos, ["cpu"], transport="ipc").choose()
 
 
+def test_auto_takes_memory_for_the_ranks_on_the_trainers_host_and_a_broadcast_for_the_others() -> None:
+    infos = {HERE: spread("b", host_id(), "c")}
+    plan = plan_of(infos, ["cpu"])
+    choice = plan.choose()
+    link = plan.links[HERE]
+    assert (choice.transport, choice.receivers, choice.ways) == ("ipc+broadcast", (0,), ("weightcast",))
+    assert (link.near, link.members) == ((1,), (0, 2))
+    assert not choice.zero_copy
+    [handle] = link.shared([Shared(memory=HANDLE)])
+    message = announce_of("0" * 32, LAYOUT, group="g", shared=[handle])
+    assert isinstance(message.source, ByRankSource)
+    assert message.source.of(1) == IpcSource(handles=(HANDLE,))
+    assert message.source.of(0) == message.source.of(2) == BroadcastSource(group="g")
+    assert decode(encode(message)) == message
+    note = plan.leave_transport(HERE, TargetRejected(f"{HERE}: cannot map", url=HERE, status=MAPPING_FAILED))
+    assert note is not None
+    assert "ipc+broadcast gave way to broadcast" in note
+    assert plan.choose_again().transport == "broadcast"
+    assert plan.links[HERE].near == ()
+
+
+def test_ranks_read_memory_of_their_own_hosts_if_each_has_trainer_ranks() -> None:
+    infos = {HERE: spread("a", "b"), THERE: spread("b", "c")}
+    plan = plan_of(infos, ["cpu"] * 3, hosts=("a", "a", "b"))
+    choice = plan.choose()
+    assert [plan.transport_of(url).name for url in infos] == ["ipc", "ipc+broadcast"]
+    assert (choice.receivers, set(choice.reading_hosts)) == ((0, 2), {"a", "b"})
+    buffers = [Shared(memory=HANDLE, host="a"), Shared(memory=OTHER, host="b")]
+    first, second = (plan.links[url].shared(buffers) for url in infos)
+    assert [(item.memory, item.ranks) for item in first] == [(HANDLE, (0,)), (OTHER, (1,))]
+    assert [(item.memory, item.ranks) for item in second] == [(OTHER, (0,))]
+    source = announce_of("0" * 32, LAYOUT, group=None, shared=first).source
+    assert isinstance(source, ByRankSource)
+    assert source.of(1) == IpcSource(handles=(OTHER,))
+    with pytest.raises(Refused, match="rank 2 was given neither memory nor a group"):
+        source.of(2)
+
+
+@pytest.mark.parametrize("changes", [{"transports": ("broadcast",)}, {"host_id": ""}])
+def test_other_engines_go_by_broadcast_as_a_whole(changes: dict[str, Any]) -> None:
+    found = msgspec.structs.replace(spread(host_id(), "b"), **changes)
+    if "host_id" in changes:  # an engine that does not say where its ranks are
+        ranks = tuple(msgspec.structs.replace(rank, host_id="", host="") for rank in found.ranks)
+        found = msgspec.structs.replace(found, ranks=ranks)
+    plan = plan_of({HERE: found}, ["cpu"])
+    assert plan.choose().transport == "broadcast"
+    assert (plan.links[HERE].near, plan.links[HERE].members) == ((), (0, 1))
+
+
 def test_doctor_says_which_ranks_are_on_its_host() -> None:
     _, check = _sharing(spread(host_id(), "b"))
     assert (check.name, check.level) == ("host", "ok")
     assert "rank 1 on host B" in check.text
-    assert check.text.index("rank 1 on host B") < check.text.index("on this process's host: rank 0")
+    assert re.search(r"auto reaches rank 0 on host \S+ by memory, rank 1 on host B by broadcast", check.text)

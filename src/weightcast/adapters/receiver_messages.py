@@ -10,12 +10,14 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.protocols import Invitation
 from weightcast.wire.bucket_sources import (
     BroadcastSource,
+    ByRankSource,
     ExchangeSource,
     IpcSource,
     MappedPart,
     MappedSource,
     MemoryHandle,
     PartialBuffer,
+    RanksMemory,
     RemoteBuffer,
     RemoteSource,
     ScatteredSource,
@@ -38,6 +40,7 @@ def join_of(invitation: Invitation) -> Join:
         timeout_s=invitation.timeout_s,
         wants=invitation.wants,
         relays=invitation.relays,
+        members=invitation.members,
     )
 
 
@@ -46,9 +49,13 @@ def announce_of(
 ) -> Announce:
     """Returns the message that announces a bucket.
 
-    It is broadcast or exchanged in ``group``, else read through its handles.  ``plan`` is the hash of the plan that the
+    It is broadcast or exchanged in ``group``, else read through its handles.  With handles for some ranks, the others
+    take part in the broadcast.  ``plan`` is the hash of the plan that the
     engine has the layout from; empty if the message must have it.
     """
+    if any(item.ranks for item in shared):
+        source = ByRankSource(near=_by_host(shared), group=group)
+        return Announce(session=session, layout=layout, source=source, plan=plan)
     if group is not None and shared:
         source = ExchangeSource(group=group, parts=tuple(item.parts for item in shared))
         return Announce(session=session, layout=layout, source=source, plan=plan)
@@ -71,6 +78,15 @@ def announce_of(
     handles = tuple(item.memory for item in shared if item.memory is not None)
     source = BroadcastSource(group=group) if group is not None else IpcSource(handles=handles)
     return Announce(session=session, layout=layout, source=source, plan=plan)
+
+
+def _by_host(shared: Sequence[Shared]) -> tuple[RanksMemory, ...]:
+    """The handles of each host, with the engine ranks that are there."""
+    handles: dict[tuple[int, ...], list[MemoryHandle]] = {}
+    for item in shared:
+        if item.memory is not None:
+            handles.setdefault(item.ranks, []).append(item.memory)
+    return tuple(RanksMemory(ranks=ranks, handles=tuple(found)) for ranks, found in handles.items())
 
 
 def _mapped(shared: Sequence[Shared]) -> MappedSource:

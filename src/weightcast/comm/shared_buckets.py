@@ -71,6 +71,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
         memories: Handles to the rank's own memory, if there is no buffer.
         mapped: The parts that lie there.
         host: Id of the host whose engines read the buffer; empty if all engines may.
+        ranks: Ranks of one engine that read the buffer, if its ranks are on several hosts; otherwise empty.
     """
 
     memory: MemoryHandle | None = None
@@ -82,6 +83,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True):
     torch: tuple[TorchMemory, ...] = ()
     ring: tuple[TorchMemory, ...] = ()
     host: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class Ring:

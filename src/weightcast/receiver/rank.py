@@ -36,7 +36,7 @@ from weightcast.runtime.streams import wait_for_streams
 from weightcast.watch.events import Step
 from weightcast.wire.answers import Cause, RankAck
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.bucket_sources import IpcSource
+from weightcast.wire.bucket_sources import ByRankSource, IpcSource
 from weightcast.wire.held import NOTHING_HELD, HeldSums
 from weightcast.wire.layout import BucketLayout, TensorSpec
 from weightcast.wire.messages import (
@@ -228,7 +228,10 @@ class WeightReceiver:
             case Prepare():
                 return self._prepare(message)
             case Join():
-                self._broadcast.join(message, rank=self.rank, tells=self._shares.wanted() if message.wants else None)
+                if message.members and self.rank not in message.members:
+                    return self._ack()
+                place = message.members.index(self.rank) if message.members else self.rank
+                self._broadcast.join(message, rank=place, tells=self._shares.wanted() if message.wants else None)
                 return self._ack()
             case Leave():
                 if message.group is not None:
@@ -293,13 +296,14 @@ class WeightReceiver:
 
     def _take(self, message: Announce) -> RankAck:
         session = self._session(message.session)
+        source = message.source.of(self.rank) if isinstance(message.source, ByRankSource) else message.source
         started = time.monotonic()
-        if isinstance(message.source, ShareSource):
-            return self._take_share(message.layout, message.source, session, started)
-        if isinstance(message.source, IpcSource):
-            bucket = self._memory.read(message.layout, message.source.handles)
+        if isinstance(source, ShareSource):
+            return self._take_share(message.layout, source, session, started)
+        if isinstance(source, IpcSource):
+            bucket = self._memory.read(message.layout, source.handles)
         else:
-            bucket = self._read(message.layout, message.source.group, session)
+            bucket = self._read(message.layout, source.group, session)
         if self._interrupted.is_set():
             raise Refused("interrupted")
         arrived = time.monotonic()
@@ -310,7 +314,7 @@ class WeightReceiver:
         if session.verify != "none":
             self._received.add(replace(bucket, sums=sums), session)
         digested = time.monotonic()
-        if isinstance(message.source, IpcSource):
+        if isinstance(source, IpcSource):
             # The trainer may overwrite its buffer as soon as it has our answer.  Digests are summed on the GPU of the
             # buffer, which may be another one.
             wait_for_streams(self.device, bucket.data.device)

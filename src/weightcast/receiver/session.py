@@ -29,7 +29,7 @@ from weightcast.runtime.gc_pause import gc_paused
 from weightcast.watch.listeners import Events
 from weightcast.watch.logs import UpdateLog
 from weightcast.wire.answers import Ack, Cause, RankAck, State
-from weightcast.wire.bucket_sources import BroadcastSource, ExchangeSource
+from weightcast.wire.bucket_sources import group_of
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.fields import shown
 from weightcast.wire.messages import (
@@ -347,8 +347,8 @@ class SessionHandler:
         if self._announced.specs is not session.open.specs:
             self._announced = Announced(session.open.specs)
         self._announced.check(message.layout)
-        if isinstance(message.source, BroadcastSource | ExchangeSource):
-            session.groups.add(message.source.group)
+        if (group := group_of(message.source)) is not None:
+            session.groups.add(group)
         ack = self._fan_out(message, timeout_s=session.open.timeout_s)
         session.buckets += 1
         if session.buckets != len(session.open.bucket_runs):

@@ -4,12 +4,16 @@ The receiver is ``receiver/sources/broadcast.py``.
 
 Engines with the same kind of rendezvous share one group (``channel.py``).  Engines with different kinds have separate
 groups, to which the head broadcasts at the same time.  Other trainer ranks only gather and are in no group.
+
+Ranks of one engine may be on several hosts.  Those on hosts with trainer ranks can read the buckets there, as with
+``ipc``; then only the others are members of the group (``BY_RANK``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -53,6 +57,8 @@ class BroadcastTransport(Pumped):
         """
         in_flight = in_flight or in_flight_to(links)
         super().__init__(self._send_one, in_flight=in_flight)
+        if any(link.near for link in links):
+            self.name = BY_RANK.name
         self._device = device
         meetings: dict[Meeting, None] = dict.fromkeys(link.adapter.meeting for link in links)
         self._channels = [
@@ -161,3 +167,23 @@ def _check(placement: Placement) -> None:
 SPEC = TransportSpec(
     name="broadcast", delivery="group", mixes=True, zero_copy=True, suits=lambda _: True, build=_build, check=_check
 )
+
+
+def _suits_by_rank(placement: Placement) -> bool:
+    """True if some ranks of every engine are on hosts with trainer ranks, and some are not."""
+    on_gpu = placement.device.type == "cuda"
+    return all(
+        info.kind == "native"
+        and {"ipc", "broadcast"} <= set(info.transports)
+        and 0 < len(placement.near_ranks(info)) < len(info.ranks)
+        and all(device != "cuda" and (device != "cpu") == on_gpu for device in info.devices)
+        for info in placement.infos.values()
+    )
+
+
+def _accept_all(_: Placement) -> None:
+    """Accepts what ``_suits_by_rank`` has accepted: ranks that share the trainer's GPU are in no group."""
+
+
+# For an engine whose ranks are on several hosts.  ``auto`` chooses it; nobody asks for it by name.
+BY_RANK = replace(SPEC, name="ipc+broadcast", by_rank=True, zero_copy=False, suits=_suits_by_rank, check=_accept_all)

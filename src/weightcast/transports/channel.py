@@ -39,6 +39,7 @@ _TURN_POLL_S = 0.05  # the abort of a group does not wake threads that wait for 
 _OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 
 
+# Over 350 lines: the turns of two threads, the replies that are due and the group are read and changed together.
 class Channel:
     """The group of the targets that share one way of rendezvous.
 
@@ -104,7 +105,7 @@ class Channel:
         rank = self._trainers or 1
         for link in self._links:
             link.group_rank = rank
-            rank += link.info.tp_size
+            rank += len(link.members)
         self._invited = Invited(
             group=f"weightcast-{secrets.token_hex(4)}",
             host=self._host,
@@ -153,6 +154,7 @@ class Channel:
                         unique_id=unique_id,
                         wants=self._trainers is not None,
                         relays=self._relays,
+                        members=link.members if link.near else (),
                     ),
                 )
                 for link in self._links
@@ -227,7 +229,12 @@ class Channel:
             [
                 tell(
                     link,
-                    link.adapter.bucket(link.session, bucket.layout, group=group.name, shared=parts),
+                    link.adapter.bucket(
+                        link.session,
+                        bucket.layout,
+                        group=group.name,
+                        shared=link.shared(shared) if link.near else parts,
+                    ),
                     what=f"bucket {index}",
                     timeout_s=self._timeout_s,
                     bucket=index,
@@ -253,6 +260,9 @@ class Channel:
                 for work in works:
                     group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
                 self._links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)
+            if any(link.near for link in self._links):
+                wait(posts)  # ranks that are in no group may still read the bucket in memory
+                look_for_refusals()
         except BaseException as error:
             self._await_refusals(error, posts)
             answered = _answered(posts)
@@ -363,7 +373,7 @@ class Channel:
             return {}
         found: dict[str, list[int]] = {}
         for link in links:
-            ranks = [rank for rank in range(link.info.tp_size) if link.group_rank + rank in missing]
+            ranks = [rank for place, rank in enumerate(link.members) if link.group_rank + place in missing]
             if ranks:
                 found[link.url] = ranks
         return found

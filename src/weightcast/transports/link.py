@@ -16,6 +16,7 @@ import msgspec
 
 from weightcast.comm import event_loop
 from weightcast.comm.http import Client, Lease
+from weightcast.comm.ipc import host_id
 from weightcast.comm.run_steps import EngineRequest, Steps, converse_on_loop, send_plain
 from weightcast.comm.shared_buckets import Shared
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError, WireError
@@ -48,7 +49,9 @@ class Link:
 
     Attributes:
         info: The target's description, from the last probe.
-        group_rank: Group rank of the target's first engine rank.
+        group_rank: Group rank of the target's first engine rank that joins.
+        near: Engine ranks that read buckets in memory of their own host, where the target's ranks are on several;
+            otherwise empty.
         sharing: Form of the handles to a shared buffer.
         opens: The part of torch's handles to a buffer that belongs to this target.
         planned: True once the weights and the transport were checked against this target.
@@ -71,6 +74,7 @@ class Link:
     adapter: Adapter
     info: EngineInfo
     group_rank: int = 1
+    near: tuple[int, ...] = ()
     sharing: Sharing = "weightcast"
     opens: slice = field(default_factory=lambda: slice(0, 0))
     planned: bool = False
@@ -109,12 +113,29 @@ class Link:
         """True if the engine can restore the old weights after a commit."""
         return self.stages and isinstance(self.adapter, Reverting)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The engine ranks that join a group: those that read no memory of their own host."""
+        return tuple(rank for rank in range(self.info.tp_size) if rank not in self.near)
+
     def shared(self, buffers: Sequence[Shared]) -> list[Shared]:
         """Returns the handles that this target gets."""
+        if self.near:
+            return self._shared_by_host(buffers)
         buffers = [buffer for buffer in buffers if buffer.host in ("", self.info.host_id)]
         if self.sharing == "ring":
             return [Shared(memory=buffer.memory, ring=buffer.ring[self.opens]) for buffer in buffers]
         return [msgspec.structs.replace(buffer, torch=buffer.torch[self.opens], ring=()) for buffer in buffers]
+
+    def _shared_by_host(self, buffers: Sequence[Shared]) -> list[Shared]:
+        """The handles of each host, with the ranks that are there; trainer ranks on one host do not name it."""
+        found: list[Shared] = []
+        for buffer in buffers:
+            host = buffer.host or host_id()
+            ranks = tuple(rank for rank in self.near if self.info.hosts[rank] == host)
+            if ranks:
+                found.append(Shared(memory=buffer.memory, ranks=ranks))
+        return found
 
     async def open(self, message: Open) -> Ack:
         """Starts a session.  A leased engine ends it by itself when this process ends."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from weightcast.config import PauseMode, TransportName, UpdateConfig, VerifyLevel
+from weightcast.config import PauseMode, UpdateConfig, VerifyLevel
 from weightcast.errors import ConfigError
 from weightcast.protocols import Exporter, Mappable, Scattering, Summing
 from weightcast.transports.link import Link
 from weightcast.transports.registry import TRANSPORTS, spec_of
-from weightcast.transports.spec import Placement, TransportSpec
+from weightcast.transports.spec import Placement, SpecName, TransportSpec
 from weightcast.wire.casts import why_no_cast
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
@@ -197,7 +197,7 @@ def check_places(transport: TransportSpec, placement: Placement) -> None:
             )
 
 
-def choose_transport(asked: TransportName, placement: Placement, *, without: Collection[str] = ()) -> TransportSpec:
+def choose_transport(asked: SpecName, placement: Placement, *, without: Collection[str] = ()) -> TransportSpec:
     """Returns the transport that the caller asked for; for ``"auto"``, the first that suits every engine.
 
     ``"auto"`` passes over the transports in ``without``.
@@ -243,11 +243,11 @@ def _check_reach(spec: TransportSpec, placement: Placement) -> None:
     if many:
         needs = "the host of trainer rank 0" if spec.reach == "head" else "a trainer rank on the engine's host"
     info = placement.infos[far]
-    where = "another host"
+    where = "runs on another host"
     if info.on_several_hosts:
-        where = f"several hosts ({', '.join(info.named(rank.rank) for rank in info.ranks)})"
+        where = f"runs on several hosts ({', '.join(info.named(rank.rank) for rank in info.ranks)})"
     raise ConfigError(
-        f"{far} runs on {where}; {spec.name} needs {needs}",
+        f"{far} {where}; {spec.name} needs {needs}",
         hint='use broadcast: transport="broadcast", --via broadcast',
     )
 
@@ -272,7 +272,9 @@ def choose_receivers(transport: TransportSpec, placement: Placement) -> tuple[in
         return tuple(range(len(places)))
     chosen = {0}
     if transport.shares_memory:
-        for host in dict.fromkeys(info.host_id for info in placement.infos.values()):
+        infos = placement.infos.values()
+        hosts = (host for info in infos for host in placement.near_hosts(info) or (info.host_id,))
+        for host in dict.fromkeys(hosts):
             first, *others = placement.ranks_on(host)
             colocated = "cuda" in devices or any(places[rank] in devices for rank in others)
             chosen.add(first)

@@ -5,14 +5,13 @@ A new transport is one file with a ``SPEC``, one entry here and its name in ``co
 
 from __future__ import annotations
 
-from weightcast.config import TransportName
 from weightcast.transports import broadcast, checkpoint_engine, direct, disk, ipc
-from weightcast.transports.spec import TransportSpec
+from weightcast.transports.spec import SpecName, TransportSpec
 
 # In the order in which ``transport="auto"`` tries them.
 TRANSPORTS: tuple[TransportSpec, ...] = (direct.SPEC, ipc.SPEC, broadcast.SPEC, disk.SPEC, checkpoint_engine.SPEC)
 
 
-def spec_of(name: TransportName) -> TransportSpec:
+def spec_of(name: SpecName) -> TransportSpec:
     """Returns the registration of a transport."""
     return next(spec for spec in TRANSPORTS if spec.name == name)

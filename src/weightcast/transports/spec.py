@@ -20,6 +20,7 @@ from weightcast.transports.link import Link
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
 
+SpecName = TransportName | Literal["ipc+broadcast"]
 # The engines that a transport reaches: "head" those on the host of the trainer's head, "trainers" those on any host
 # with a trainer rank, "replicas" those on any host whose trainer ranks hold all weights together.
 Reach = Literal["anywhere", "head", "trainers", "replicas"]
@@ -58,7 +59,25 @@ class Placement:
             covered = frozenset(self.hosts[:1]) or covered
         elif reach == "replicas" and len(covered) > 1:
             covered = self._whole_hosts
-        return next((url for url, info in self.infos.items() if info.host_id not in covered), None)
+        # Each rank can read memory of its own host, if that has whole buckets.
+        each = reach == "trainers"
+        return next(
+            (
+                url
+                for url, info in self.infos.items()
+                if not covered.issuperset(info.hosts if each and info.on_several_hosts else (info.host_id,))
+            ),
+            None,
+        )
+
+    def near_hosts(self, info: EngineInfo) -> tuple[str, ...]:
+        """The hosts of an engine's ranks on which there are trainer ranks, each once."""
+        return tuple(host for host in dict.fromkeys(info.hosts) if host in self._trainer_hosts)
+
+    def near_ranks(self, info: EngineInfo) -> tuple[int, ...]:
+        """The ranks on those hosts, of an engine whose ranks are on several; otherwise none."""
+        near = self.near_hosts(info) if info.on_several_hosts else ()
+        return tuple(rank for rank, host in enumerate(info.hosts) if host in near)
 
     def ranks_on(self, host: str) -> Sequence[int]:
         """The trainer ranks on a host; all of them if they run on one host."""
@@ -119,7 +138,7 @@ class TransportSpec:
     """The registration of one transport.
 
     Attributes:
-        name: The transport's name in ``UpdateConfig.transport``.
+        name: The transport's name in ``UpdateConfig.transport``, or that of several which ``"auto"`` has put together.
         build: Builds the transport; nothing is sent yet.
         delivery: The steps by which engines get the weights.
         scattered: True if shards are not gathered: each trainer rank fills its own parts of a bucket.
@@ -128,6 +147,8 @@ class TransportSpec:
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
         primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
         primitive: Name of the way, if it is one of several; empty otherwise.
+        by_rank: True if engine ranks on hosts with trainer ranks map buffers there, and the others of the same engine
+            do not.
         mixes: True if another transport may send the same gathered buckets to other targets of the update.
         zero_copy: True if host tensors can be sent from the model's own memory.
         sharing: The kind of handle that engines get to a buffer; None takes the kind that the adapter names.
@@ -136,7 +157,7 @@ class TransportSpec:
         lacks: Returns what this process or an engine has not installed for this way; empty if nothing is missing.
     """
 
-    name: TransportName
+    name: SpecName
     build: Callable[[Wiring], Transport]
     delivery: Delivery
     reach: Reach = "anywhere"
@@ -146,6 +167,7 @@ class TransportSpec:
     mapped: bool = False
     primitives: tuple[TransportSpec, ...] = ()
     primitive: str = ""
+    by_rank: bool = False
     mixes: bool = False
     zero_copy: bool = False
     sharing: Sharing | None = None
@@ -156,4 +178,4 @@ class TransportSpec:
     @property
     def shares_memory(self) -> bool:
         """True if engine ranks map the trainer's buffers, so each engine GPU needs a buffer of its own."""
-        return self.delivery in ("memory", "handles")
+        return self.by_rank or self.delivery in ("memory", "handles")

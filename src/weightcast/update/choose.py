@@ -157,7 +157,12 @@ class Plan:
             link.opens = slice(first, opens[link.sharing])
         sharing = [link for link in links if self.transport_of(link.url).shares_memory]
         ways = self._sharings = frozenset(link.sharing for link in sharing)
-        bound = [link.info.host_id for link in sharing if self.transport_of(link.url).reach != "anywhere"]
+        bound = [
+            host
+            for link in sharing
+            for host in placement.near_hosts(link.info)
+            if self.transport_of(link.url).by_rank or self.transport_of(link.url).reach != "anywhere"
+        ]
         self._reading_hosts = tuple(dict.fromkeys(bound)) if placement.on_many_hosts else ()
         # A copy hides behind the link of a GPU; on the host it takes the cores and the memory that the sending needs.
         on_host = len(chosen) == 1 and spec.zero_copy and self._exporter.device.type == "cpu" and not self.gathers
@@ -261,13 +266,16 @@ class Plan:
             check_scattered(link, self._specs, self._config, self._exporter)
         link.adapter.check(self._specs, delivery=spec.delivery, bucket_bytes=self._config.bucket_bytes)
         link.sharing = spec.sharing or link.adapter.sharing
+        reads = spec.shares_memory and not spec.scattered
+        link.near = self._reach.placement({link.url: link.info}).near_ranks(link.info) if reads else ()
         link.planned = True
 
     def _check_late(self, link: Link) -> None:
         """Checks a target that was away, or was another engine, when the transport was chosen."""
         check_fits([link], self._specs)
         # Where trainer ranks run on several hosts, buffers were planned for those that had engines.
-        planned = not self._reading_hosts or link.info.host_id in self._reading_hosts
+        near = self._reach.placement({link.url: link.info}).near_hosts(link.info)
+        planned = not self._reading_hosts or (bool(near) and set(near) <= set(self._reading_hosts))
         self._reach.choose_late(link, planned=planned)
         self._check(link)
 

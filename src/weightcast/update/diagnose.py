@@ -194,9 +194,10 @@ def _sharing(info: EngineInfo) -> Iterator[Check]:
     if info.on_several_hosts:
         near = [info.named(rank.rank) for rank in info.ranks if rank.host_id == host_id()]
         far = [info.named(rank.rank) for rank in info.ranks if rank.host_id != host_id()]
-        here = f"; on this process's host: {', '.join(near)}" if near else ""
-        text = f"several hosts; on others than this process's: {', '.join(far)}{here}: broadcast can work, ipc cannot"
-        yield Check(name="host", level="ok", text=text)
+        ways = f"from here, auto reaches {', '.join(near)} by memory, {', '.join(far)} by broadcast"
+        if not near:
+            ways = f"none is this process's: broadcast can work, ipc cannot: {', '.join(far)}"
+        yield Check(name="host", level="ok", text=f"the ranks are on several; {ways}")
         return
     if info.host_id != host_id():
         yield Check(name="host", level="ok", text="another host than this process: broadcast can work, ipc cannot")

@@ -9,6 +9,7 @@ from weightcast.config import UpdateConfig
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.protocols import Exporter, Scattering
 from weightcast.transports.blame import is_the_transports
+from weightcast.transports.broadcast import BY_RANK
 from weightcast.transports.link import Link
 from weightcast.transports.mixed import join_names
 from weightcast.transports.preflight import check_scattered, choose_transport
@@ -148,9 +149,10 @@ class Reach:
     def _best_for(self, url: str, info: EngineInfo, without: Collection[str] = ()) -> TransportSpec:
         """The best transport for one target that may be mixed with others; raises ``ConfigError`` if there is none."""
         unmixed = {spec.name for spec in TRANSPORTS if not spec.mixes}
-        return choose_transport(
-            "auto", self.placement({url: info}), without={*unmixed, *self._left.get(url, ()), *without}
-        )
+        placement, left = self.placement({url: info}), {*self._left.get(url, ()), *without}
+        if not left & {BY_RANK.name, "ipc"} and BY_RANK.suits(placement):
+            return BY_RANK
+        return choose_transport("auto", placement, without={*unmixed, *left})
 
     def _late(self, link: Link, *, planned: bool) -> TransportSpec:
         """The transport of a target that was away: its best one if that needs no buffers that were not planned."""
@@ -162,6 +164,12 @@ class Reach:
         if not planned and self.best.shares_memory:
             raise ConfigError(
                 f"{link.url} runs on host {link.info.host_id}, for which no trainer rank fills buckets",
+                hint="call retarget() with the targets as they are now",
+            )
+        if self.best is BY_RANK:
+            raise ConfigError(
+                f"{link.url} would be reached by {', '.join(link.info.transports)}, and the update goes over "
+                f"{BY_RANK.name}",
                 hint="call retarget() with the targets as they are now",
             )
         spec = choose_transport(self.best.name, self.placement({link.url: link.info}))
@@ -181,5 +189,5 @@ class Reach:
 
 def _in_order(specs: Iterable[TransportSpec]) -> list[TransportSpec]:
     """Each transport once, best first."""
-    names = [spec.name for spec in TRANSPORTS]
+    names = [spec.name for spec in (*TRANSPORTS, BY_RANK)]
     return sorted(dict.fromkeys(specs), key=lambda spec: names.index(spec.name))

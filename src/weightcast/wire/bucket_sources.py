@@ -10,8 +10,9 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from weightcast.errors import Refused
 from weightcast.wire.box import Box
-from weightcast.wire.fields import GroupName, Label, Text
+from weightcast.wire.fields import GroupName, Label, Rank, Text
 from weightcast.wire.layout import MAX_DIMS, MAX_TENSORS, Size
 
 
@@ -140,6 +141,34 @@ class BroadcastSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     group: GroupName
 
 
+class RanksMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shared memory of one host, and the engine ranks on that host."""
+
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=1 << 20)]
+    handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
+
+
+class ByRankSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="by-rank"):
+    """Engine ranks on hosts with trainer ranks read the bucket in shared memory of their own host.
+
+    The other ranks get it by a broadcast in the named group; None if there are no others.
+    """
+
+    transport: ClassVar[str] = "ipc+broadcast"
+
+    near: Annotated[tuple[RanksMemory, ...], Meta(min_length=1, max_length=4096)]
+    group: GroupName | None = None
+
+    def of(self, rank: int) -> IpcSource | BroadcastSource:
+        """Returns the source of one rank; raises ``Refused`` if it has none."""
+        for memory in self.near:
+            if rank in memory.ranks:
+                return IpcSource(handles=memory.handles)
+        if self.group is None:
+            raise Refused(f"rank {rank} was given neither memory nor a group")
+        return BroadcastSource(group=self.group)
+
+
 class MappedPart(msgspec.Struct, frozen=True, array_like=True):
     """A box of one slot's tensor that lies in a trainer rank's own memory.
 
@@ -187,4 +216,9 @@ class ExchangeSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ]
 
 
-Source = IpcSource | ScatteredSource | RemoteSource | BroadcastSource | ExchangeSource | MappedSource
+Source = IpcSource | ScatteredSource | RemoteSource | BroadcastSource | ExchangeSource | MappedSource | ByRankSource
+
+
+def group_of(source: Source) -> str | None:
+    """Returns the group in which a bucket comes, to some ranks at least; None if it comes in no group."""
+    return source.group if isinstance(source, BroadcastSource | ExchangeSource | ByRankSource) else None

@@ -109,13 +109,14 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         host, port: Address of the trainer's store.
         token: Prefix of the store's keys, so that no rank joins another trainer's group by accident.
-        first_rank: Group rank of this engine's rank 0; the others follow in order.
+        first_rank: Group rank of this engine's first member; the others follow in order.
         world_size: Ranks in the group, the trainer's head (rank 0) included.
         timeout_s: Deadline of the rendezvous, in seconds.
         session: The session that needs the group; empty for a rendezvous outside an update, which lasts half a minute
             at most and ends when an update begins.
         wants: True if all trainer ranks are members, the first ones.  Each engine rank tells them at the rendezvous
             which boxes of the source tensors it wants.
+        members: Engine ranks that join, in the order of their group ranks; empty for all of them.
         relays: True if the trainer then tells each engine rank from which other one it gets its pieces, and to which
             one it passes them on (``comm/relays.py``).
     """
@@ -131,6 +132,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     session: Annotated[str, Meta(max_length=32, pattern=r"^([0-9a-f]{32})?\Z")] = ""
     wants: bool = False
     relays: bool = False
+    members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_GROUP)] = ()
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):

@@ -20,6 +20,7 @@ from weightcast.errors import Refused, WeightcastError
 from weightcast.plugins.vllm.rank_protocol import EPLB_HINT, EPLB_REFUSED
 from weightcast.receiver.sources.broadcast import BroadcastSource
 from weightcast.receiver.sources.ipc import SharedMemorySource
+from weightcast.wire import bucket_sources
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.codec import decode
@@ -130,6 +131,8 @@ class _Loading:
     def _read(self, layout: BucketLayout, message: Announce) -> Bucket:
         if isinstance(message.source, IpcSource):
             return self._shared.read(layout, message.source.handles)
+        if not isinstance(message.source, bucket_sources.BroadcastSource):
+            raise Refused(f"this engine takes no bucket from a source of the kind {message.source.transport}")
         return self._broadcast.read(layout, message.source.group, timeout_s=_PATIENCE_S)
 
     def _leave(self, group: str | None) -> None:

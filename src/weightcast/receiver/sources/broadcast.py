@@ -64,6 +64,8 @@ class BroadcastSource:
     def join(self, message: Join, *, rank: int, tells: bytes | None = None) -> None:
         """Join a group as rank ``first_rank + rank``; ``tells`` as for ``UpdateGroup``.
 
+        ``rank`` is this rank's place among the members of its engine.
+
         Raises:
             Refused: The group has no such rank, or a living group has that name: whoever joins another under it would
                 send in its members' place.
