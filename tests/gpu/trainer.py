@@ -19,7 +19,7 @@ from torch import nn
 from tests.gpu.memory import held_bytes
 from tests.harness import on_every_rank
 from tests.toy_engine import toy_weights
-from weightcast import WeightcastError, WeightUpdater
+from weightcast import Target, WeightcastError, WeightUpdater
 from weightcast.report import UpdateReport
 
 
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--targets", required=True)
+    parser.add_argument("--engine", default="auto", help="kind of the engines")
     parser.add_argument("--transport", required=True)
     parser.add_argument("--versions", default="1")
     parser.add_argument("--model", default="toy")
@@ -118,7 +119,7 @@ def main() -> None:
     try:
         with WeightUpdater.connect(
             model,
-            args.targets.split(","),
+            [Target(url, engine=args.engine) for url in args.targets.split(",")],
             transport=args.transport,
             bucket_bytes=args.bucket_bytes,
             verify=args.verify,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from weightcast.comm import pickle_writer
 from weightcast.errors import WireError
-from weightcast.lab.dialects.live_weights import cut, table
+from weightcast.lab.dialects.live_weights import cut, open_cuda, table
+from weightcast.lab.dialects.sglang_bodies import bucket_of
 from weightcast.lab.dialects.unpickled import Called, Named, read
 
 plain = st.recursive(
@@ -105,3 +106,20 @@ def test_flat_bytes_are_cut_end_to_end() -> None:
         ("a", first.tolist()),
         ("b", second.tolist()),
     ]
+
+
+def cuda_tensor(uuid: str, *, count: int = 15) -> Any:
+    """What ``read`` makes of a CUDA handle in torch's form, as the stock adapters write it."""
+    typed, byte = Named("torch.storage", "TypedStorage"), Named("torch", "uint8")
+    arguments = [Named("torch", "Tensor"), (8,), (1,), 0, typed, byte, uuid, b"h", 8, 0, False, b"r", 0, b"", False]
+    return Called(Named("torch.multiprocessing.reductions", "rebuild_cuda_tensor"), tuple(arguments[:count]))
+
+
+def test_memory_of_a_gpu_that_cannot_be_seen_is_refused_by_its_uuid() -> None:
+    with pytest.raises(WireError, match="does not see GPU 1b2c"):
+        bucket_of({"flattened_tensor": cuda_tensor("1b2c"), "metadata": []})
+
+
+def test_a_handle_of_another_form_is_refused() -> None:
+    with pytest.raises(WireError, match="needs 15 arguments, not 14"):
+        open_cuda(cuda_tensor("1b2c", count=14).arguments, torch.device("cuda", 0))

@@ -1,8 +1,9 @@
 """Shared parts of the dialects: process groups made by a stock engine's trainer, and writes into live weights.
 
 The server's process acts for all ranks of the engine.  It joins a group once for each rank and opens shared memory for
-them.  The ranks then map one buffer of the server, and each keeps its slices.  Only engines on a CPU without staging
-are supported.
+them.  The ranks then map one buffer of the server on the host, and each keeps its slices.  Ranks on GPUs do so too: a
+process cannot open a CUDA handle of its own, and one rank may live in the server's process.  Engines with staging are
+not supported.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from weightcast.comm.ipc import SharedBuffer
-from weightcast.comm.update_group import GroupFailed, UpdateGroup, local_address_towards
-from weightcast.errors import ConfigError, EngineFailure, Refused
+from weightcast.comm.ipc import SharedBuffer, device_of
+from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for, local_address_towards
+from weightcast.errors import ConfigError, EngineFailure, Refused, WireError
+from weightcast.lab.dialects.unpickled import dtype_named
 from weightcast.receiver.session import SessionHandler
 from weightcast.wire.bucket_sources import IpcSource
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Abort, Announce, Message, Open, Owner
 
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
 _LOAD_S = 120.0
 
@@ -36,17 +40,29 @@ class LiveWeights:
     """Writes tensors into an engine's live weights as they arrive.  Thread-safe."""
 
     def __init__(self, receiver: SessionHandler) -> None:
-        """Raises ``ConfigError`` if the engine has staging, or keeps its weights on GPUs."""
+        """Raises ``ConfigError`` if the engine has staging, or GPUs that this process does not see."""
         info = receiver.info()
         if info.staging != "none":
             raise ConfigError(
                 "a dialect writes straight into live weights, so the engine must not have staging",
                 hint="start the engine with --staging none",
             )
-        if any(rank.device != "cpu" for rank in info.ranks):
-            raise ConfigError("dialects need an engine on a CPU", hint="start the engine with --device cpu")
+        found = [device_of(rank.device) for rank in info.ranks]
+        self.devices = tuple(device for device in found if device is not None)
+        if len(self.devices) < len(found):
+            unseen = next(rank for rank, device in zip(info.ranks, found, strict=True) if device is None)
+            raise ConfigError(
+                f"a dialect opens memory for all ranks, and this process does not see GPU {unseen.device} of rank "
+                f"{unseen.rank}",
+                hint="do not hide it with CUDA_VISIBLE_DEVICES",
+            )
         self._receiver = receiver
         self._specs = {spec.name: spec for spec in info.specs}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first rank's weights."""
+        return self.devices[0]
 
     @property
     def tp_size(self) -> int:
@@ -91,7 +107,7 @@ class LiveWeights:
             verify="none",
             specs=tuple(self._specs.values()),
         )
-        buffer = SharedBuffer(max(layout.size_bytes, 1), CPU)
+        buffer = SharedBuffer(max(layout.size_bytes, 1), _CPU)
         try:
             for slot, (_, tensor) in zip(layout.slots, named, strict=True):
                 buffer.data[slot.offset_bytes : slot.end_bytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
@@ -114,8 +130,10 @@ class LiveWeights:
 class ForeignGroups:
     """Named groups made as ``torch.distributed`` makes them, with one member for each rank of the engine."""
 
-    def __init__(self, tp_size: int) -> None:
-        self._tp_size = tp_size
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        """Makes no group; ``devices`` has the device of each rank."""
+        self._devices = tuple(devices)
+        self.backend = backend_for(devices[0])
         self._groups: dict[str, list[UpdateGroup]] = {}
         self._lock = threading.Lock()
 
@@ -145,14 +163,14 @@ class ForeignGroups:
                 token="",
                 rank=first_rank + rank,
                 world_size=world_size,
-                device=CPU,
+                device=self._devices[rank],
                 address=address,
                 timeout_s=timeout_s,
                 meeting="torch",
             )
 
-        with ThreadPoolExecutor(max_workers=self._tp_size) as pool:
-            members = list(pool.map(member, range(self._tp_size)))
+        with ThreadPoolExecutor(max_workers=len(self._devices)) as pool:
+            members = list(pool.map(member, range(len(self._devices))))
         with self._lock:
             self._groups[name] = members
 
@@ -164,14 +182,14 @@ class ForeignGroups:
             Refused: The members received different bytes.
         """
         members = self._groups[name]
-        buffers = [torch.empty(size_bytes, dtype=torch.uint8) for _ in members]
+        buffers = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for device in self._devices]
 
         def receive(index: int) -> None:
             members[index].broadcast(buffers[index], what="a bucket", timeout_s=timeout_s)
 
         with ThreadPoolExecutor(max_workers=len(members)) as pool:
             list(pool.map(receive, range(len(members))))
-        if any(not torch.equal(buffers[0], other) for other in buffers[1:]):
+        if any(not torch.equal(buffers[0], other.to(buffers[0].device)) for other in buffers[1:]):
             raise Refused("the members of one group received different bytes")
         return buffers[0]
 
@@ -182,6 +200,25 @@ class ForeignGroups:
         for member in members or ():
             member.close()
         return members is not None
+
+
+def open_cuda(arguments: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Opens GPU memory that ``torch.multiprocessing`` shares.
+
+    Args:
+        arguments: Those of ``rebuild_cuda_tensor``, as ``unpickled.read`` returns them.
+        device: The GPU that the memory is on, as this process counts.
+
+    Raises:
+        WireError: The arguments have another form.
+    """
+    if len(arguments) != 15:
+        raise WireError(f"rebuild_cuda_tensor needs 15 arguments, not {len(arguments)}")
+    _, size, stride, offset, _, dtype, _, *rest = arguments
+    typed: Any = torch.storage.TypedStorage
+    rebuild: Any = rebuild_cuda_tensor
+    with torch.cuda.device(device):
+        return rebuild(torch.Tensor, size, stride, offset, typed, dtype_named(dtype), device.index, *rest)
 
 
 def table(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:

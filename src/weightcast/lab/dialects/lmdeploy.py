@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from weightcast.errors import ConfigError, WeightcastError, WireError
 from weightcast.lab.dialects.faults import wants_half
-from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensors, cut, table
+from weightcast.lab.dialects.live_weights import ForeignGroups, LiveWeights, NamedTensors, cut, open_cuda, table
 from weightcast.lab.dialects.unpickled import Called, dtype_named, read
 from weightcast.wire.layout import total_bytes
 
@@ -96,14 +96,15 @@ class Dialect:
         """Starts awake, without a mapped buffer.
 
         Raises:
-            ConfigError: The engine has no receiver, has staging, or is not on a CPU.
+            ConfigError: The engine has no receiver, has staging, or has GPUs that this process does not see.
         """
         if engine.receiver is None:
             raise ConfigError("a dialect needs an engine with a receiver")
         self._scheduler = engine.scheduler
         self._weights = LiveWeights(engine.receiver)
-        self._groups = ForeignGroups(self._weights.tp_size)
+        self._groups = ForeignGroups(self._weights.devices)
         self._mapped: torch.Tensor | None = None
+        self._turns: dict[torch.device, Any] = {}  # torch types an imported event as its base class
         self._is_copy = False
         self._asleep: set[str] = set()
         self._level = 1
@@ -117,6 +118,11 @@ class Dialect:
     def tags(self) -> list[str]:
         """Sleeping tags, sorted."""
         return sorted(self._asleep)
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device that the weights are on."""
+        return self._weights.device.type
 
     @property
     def tp_size(self) -> int:
@@ -133,10 +139,15 @@ class Dialect:
         if len(payloads) < self.tp_size:
             raise IndexError("list index out of range")
         # Each rank has a payload of its own. All are opened, since opening counts, and one is read.
-        opened = [self._decode(payload, request.load_format) for payload in payloads[: self.tp_size]]
+        opened = [
+            self._decode(payload, request.load_format, device)
+            for payload, device in zip(payloads, self._weights.devices, strict=False)
+        ]
         self._load(opened[0], half=half)
+        for device, turn in self._turns.items():
+            turn.record(torch.cuda.current_stream(device))
         if request.finished:
-            self._mapped = None
+            self._forget()
 
     def init_group(self, request: InitGroup) -> str:
         """Joins a group; the text of an exception becomes the answer."""
@@ -144,8 +155,9 @@ class Dialect:
             raise ValueError("group_name cannot be empty")
         if request.group_name in self._groups:
             raise ValueError(f"group {request.group_name!r} already initialized")
-        if request.backend != "gloo":
-            raise ValueError(f"Failed to initialize weights update group: no {request.backend} on a CPU")
+        if request.backend != self._groups.backend:
+            where = self.device_type.upper()
+            raise ValueError(f"Failed to initialize weights update group: no {request.backend} on a {where}")
         self._groups.join(
             request.group_name,
             host=request.master_address,
@@ -181,7 +193,7 @@ class Dialect:
         self._asleep = set(_TAGS)
         self._level = level
         self._scheduler.pause("abort", _PAUSE_S, holder=_HOLDER)
-        self._mapped = None
+        self._forget()
 
     def wakeup(self, tags: list[str]) -> None:
         """Wakes some tags; if one of them is awake already, the whole call does nothing."""
@@ -198,7 +210,11 @@ class Dialect:
         """Returns the log-probability and id of each token but the first."""
         return list(zip(self._scheduler.score(request.input_ids), request.input_ids[1:], strict=True))
 
-    def _decode(self, payload: str, load_format: str | None) -> NamedTensors:
+    def _forget(self) -> None:
+        self._mapped = None
+        self._turns.clear()
+
+    def _decode(self, payload: str, load_format: str | None, device: torch.device) -> NamedTensors:
         content = read(base64.b64decode(payload))
         if load_format != _FLAT:
             if content != []:
@@ -208,9 +224,13 @@ class Dialect:
         if not metadata:
             return ()
         if content.get("event_ipc_handle"):
-            raise ValueError("a CPU cannot wait for the event of a GPU: the buffer may not be filled yet")
+            if device.type == "cpu":
+                raise ValueError("a CPU cannot wait for the event of a GPU: the buffer may not be filled yet")
+            self._turns[device] = torch.cuda.Event.from_ipc_handle(device, content["event_ipc_handle"])
+        if device in self._turns:
+            self._turns[device].wait(torch.cuda.current_stream(device))
         if "flattened_tensor" in content:
-            tensor = _open(content["flattened_tensor"])
+            tensor = _open(content["flattened_tensor"], device)
             self._is_copy = bool(content.get("require_clone", True))
             self._mapped = tensor.clone() if self._is_copy else tensor
         elif self._mapped is None:
@@ -298,12 +318,16 @@ def routes(dialect: Dialect) -> APIRouter:
 
     async def receiver_status() -> Response:
         words = 'checkpoint-engine IPC updates require backend="pytorch" and device_type="cuda".'
-        status = {"ready": False, "message": words, "backend": "pytorch", "device_type": "cpu"}
+        if dialect.device_type == "cuda":
+            words = "checkpoint-engine is not installed."
+        status = {"ready": False, "message": words, "backend": "pytorch", "device_type": dialect.device_type}
         status |= {"checkpoint_engine_version": None, "is_sleeping": dialect.is_sleeping}
         return _answer(200, status | {"sleeping_tags": dialect.tags, "device_uuids": [], "worker_ranks": []})
 
     async def from_ipc() -> Response:
-        words = "checkpoint-engine IPC updates require device_type=\"cuda\", got 'cpu'."
+        words = f"checkpoint-engine IPC updates require device_type=\"cuda\", got '{dialect.device_type}'."
+        if dialect.device_type == "cuda":
+            words = "checkpoint-engine is not installed."
         return _answer(501, _error(words, 501))
 
     async def sleep(request: Request) -> Response:
@@ -366,11 +390,13 @@ async def _parsed(request: Request, kind: type[Any], do: Callable[[Any], Respons
     return await run_in_threadpool(do, body)
 
 
-def _open(item: Any) -> torch.Tensor:
-    """Opens the host memory that a payload names in place of a CUDA handle."""
+def _open(item: Any, device: torch.device) -> torch.Tensor:
+    """Opens the memory of a CUDA handle; on a CPU, the host memory that a payload names in its place."""
     function, arguments = item
     if str(function) != "torch.multiprocessing.reductions.rebuild_cuda_tensor" or len(arguments) < 12:
         raise WireError(f"this dialect cannot open memory for {function}")
+    if device.type == "cuda":
+        return open_cuda(arguments, device)  # LMDeploy, too, puts its own device in the place of the payload's
     _, size, stride, offset, _, dtype, _, name, size_bytes, _, _, manager = arguments[:12]
     storage: Any = rebuild_storage_filename(torch.UntypedStorage, manager, name, size_bytes)
     return torch.empty(0, dtype=dtype_named(dtype)).set_(storage, offset, size, stride)

@@ -77,14 +77,14 @@ class Dialect:
     """Implements the routes.  Thread-safe; like SGLang's scheduler it handles one weight request at a time."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Raises ``ConfigError`` if the engine has no receiver, has staging, or is not on a CPU."""
+        """Raises ``ConfigError`` if the engine has no receiver, has staging, or GPUs that this process does not see."""
         if engine.receiver is None:
             raise ConfigError("a dialect needs an engine with a receiver")
         self._engine = engine
         self._receiver = engine.receiver
         self._live = LiveWeights(engine.receiver)
         self._known = {spec.name for spec in engine.receiver.info().specs}
-        self._groups = ForeignGroups(self._live.tp_size)
+        self._groups = ForeignGroups(self._live.devices)
         self._busy = threading.Lock()
         self._session = False
         self._seed = int.from_bytes(os.urandom(4), "little")
@@ -101,7 +101,7 @@ class Dialect:
             "tp_size": self._live.tp_size,
             "dp_size": 1,
             "pp_size": 1,
-            "device": "cpu",
+            "device": self._live.device.type,
             "disable_radix_cache": True,  # the reference engine has no prefix cache
             "random_seed": self._seed,
             "weight_cache_mode": "off",
@@ -154,8 +154,8 @@ class Dialect:
             words = "Failed to initialize custom process group: {}."
             if body.group_name in self._groups:
                 raise _Refused(words.format("The specified group name has already been created"))
-            if body.backend != "gloo":
-                raise _Refused(words.format(f"backend {body.backend} on a CPU"))
+            if body.backend != self._groups.backend:
+                raise _Refused(words.format(f"backend {body.backend} on a {self._live.device.type.upper()}"))
             try:
                 self._groups.join(
                     body.group_name,
@@ -325,7 +325,7 @@ def mount(app: FastAPI, engine: RolloutEngine) -> None:
     """Adds SGLang's routes to an app.
 
     Raises:
-        ConfigError: The engine has no receiver, has staging, or is not on a CPU.
+        ConfigError: The engine has no receiver, has staging, or has GPUs that this process does not see.
     """
     app.include_router(_routes(Dialect(engine)))
 

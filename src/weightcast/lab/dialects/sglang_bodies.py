@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import msgspec
 import torch
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
+from weightcast.comm.ipc import device_of
 from weightcast.errors import WireError
-from weightcast.lab.dialects.live_weights import NamedTensors
+from weightcast.lab.dialects.live_weights import NamedTensors, open_cuda
 from weightcast.lab.dialects.unpickled import Called, Named, dtype_named
 
 Selector = Literal["target", "draft", "all"]
+_CUDA = "torch.multiprocessing.reductions.rebuild_cuda_tensor"
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -132,7 +135,9 @@ def bucket_of(described: Any) -> NamedTensors:
 
 
 def _open(described: Any) -> torch.Tensor:
-    """Opens host memory that ``torch.multiprocessing`` shares by name."""
+    """Opens memory that ``torch.multiprocessing`` shares: by name on the host, by a handle on a GPU."""
+    if isinstance(described, Called) and str(described.function) == _CUDA:
+        return _open_cuda(described.arguments)
     function, (_, typed, seen) = _call(described, "rebuild_tensor", 3)
     _, (untyped, dtype) = _call(typed, "rebuild_typed_storage", 2)
     _, (_, manager, name, size_bytes) = _call(untyped, "rebuild_storage_filename", 4)
@@ -141,6 +146,18 @@ def _open(described: Any) -> torch.Tensor:
         raise WireError(f"{function}: the dtype of a bucket must be uint8")
     storage: Any = rebuild_storage_filename(torch.UntypedStorage, manager, name, size_bytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, size, stride)
+
+
+def _open_cuda(arguments: Sequence[Any]) -> torch.Tensor:
+    """As SGLang, takes the UUID of a GPU where torch has its number."""
+    uuid = arguments[6] if len(arguments) > 6 else None
+    device = device_of(str(uuid)) or device_of(f"GPU-{uuid}")
+    if device is None:
+        raise WireError(f"this process does not see GPU {uuid}")
+    flat = open_cuda(arguments, device)
+    if flat.dtype != torch.uint8:
+        raise WireError("the dtype of a bucket must be uint8")
+    return flat
 
 
 def _call(described: Any, name: str, count: int) -> tuple[Named, tuple[Any, ...]]:

@@ -1,0 +1,132 @@
+"""Stock adapters for SGLang and LMDeploy against the reference engine's dialects on GPUs, over CUDA IPC and NCCL.
+
+The engine starts on checkpoint A.  After each update, what it keeps is compared with the checkpoint that was sent,
+tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.gpu.needs import needs
+from tests.gpu.test_updates_gpu import ENVIRONMENT, digests, start_trainer, train
+from weightcast.digest.definition import tensor_digest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+BUCKET_BYTES = 1 << 20  # the model has about ten of them
+IPC = [
+    pytest.param("ipc", ["cuda:0"], "cuda:0", 1, id="ipc, 1 GPU"),
+    pytest.param("ipc", ["cuda:0", "cuda:1"], "cuda:0", 2, id="ipc, fsdp2 to tp2", marks=needs(2)),
+]
+NCCL = [pytest.param("broadcast", ["cuda:0"], "cuda:1", 1, id="nccl, 1+1", marks=needs(2))]
+
+
+def make_model(folder: Path, *, seed: int) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=None,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make_model(folder / "a", seed=1), make_model(folder / "b", seed=2)
+
+
+def sent(model: Path, *, negated: bool = False) -> dict[str, str]:
+    """The digest of each tensor of a checkpoint, or of its negative."""
+    tensors = load_file(model / "model.safetensors")
+    return {name: tensor_digest(tensor.neg() if negated else tensor) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def serve(dialect: str, model: Path, *, device: str, tp: int) -> Iterator[str]:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.gpu.dialect_engine", dialect, str(model), "--port=0", "--staging=none"),
+            *(f"--tp={tp}", f"--device={device}", "--dtype=bfloat16", "--max-len=256"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("serving"):
+                break
+        assert "".join(lines[-1:]).startswith("serving"), "".join(lines)
+        yield next(word for word in lines[-1].split() if word.startswith("http://"))
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(("transport", "trainer", "device", "tp"), [*IPC, *NCCL])
+@pytest.mark.parametrize("dialect", ["sglang", "lmdeploy"])
+def test_engine_keeps_exactly_what_was_sent(
+    dialect: str, transport: str, trainer: list[str], device: str, tp: int, models: tuple[Path, Path]
+) -> None:
+    a, b = models
+    options = {"engine": dialect, "transport": transport, "dtype": "bfloat16", "bucket_bytes": BUCKET_BYTES}
+    with serve(dialect, a, device=device, tp=tp) as url:
+        assert digests(url) == sent(a)
+        # The second update sends the negative of the first, from other memory.
+        for model, versions, negated in ((b, "1,2", True), (b, "3", False), (a, "4", False)):
+            answer = train(trainer, [url], model=model, versions=versions, between="moved", **options)
+            assert answer["ok"], answer
+            rows = [row for report in answer["reports"] for row in report["targets"]]
+            assert [(row["status"], row["transport"]) for row in rows] == [("serving", transport)] * len(rows)
+            assert all(report["buckets"] >= 5 for report in answer["reports"])
+            assert digests(url) == sent(model, negated=negated)
+
+
+@pytest.mark.parametrize(("transport", "trainer", "device", "tp"), IPC)
+@pytest.mark.parametrize("dialect", ["sglang", "lmdeploy"])
+def test_killed_trainer_leaves_an_engine_that_the_next_one_makes_whole(
+    dialect: str, transport: str, trainer: list[str], device: str, tp: int, models: tuple[Path, Path]
+) -> None:
+    a, b = models
+    options = {"engine": dialect, "transport": transport, "dtype": "bfloat16", "bucket_bytes": BUCKET_BYTES}
+    with serve(dialect, a, device=device, tp=tp) as url:
+        doomed = start_trainer(trainer, [url], model=b, versions="1", die_after=3, **options)
+        for process in doomed:
+            process.communicate(timeout=240)
+        assert doomed[0].returncode == -signal.SIGKILL
+        kept = digests(url)
+        assert kept not in (sent(a), sent(b)), "it should have been killed between two buckets"
+        answer = train(trainer, [url], model=b, versions="2", **options)
+        assert answer["ok"], answer
+        assert digests(url) == sent(b)
