@@ -109,7 +109,7 @@ def test_flat_bytes_are_cut_end_to_end() -> None:
 
 
 def cuda_tensor(uuid: str, *, count: int = 15) -> Any:
-    """What ``read`` makes of a CUDA handle in torch's form, as the stock adapters write it."""
+    """A CUDA handle in torch's form as ``read`` describes it."""
     typed, byte = Named("torch.storage", "TypedStorage"), Named("torch", "uint8")
     arguments = [Named("torch", "Tensor"), (8,), (1,), 0, typed, byte, uuid, b"h", 8, 0, False, b"r", 0, b"", False]
     return Called(Named("torch.multiprocessing.reductions", "rebuild_cuda_tensor"), tuple(arguments[:count]))
