@@ -20,7 +20,7 @@ import torch
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import NO_KEEP_ALIVE, Engine
 from tests.engines.environment import LISTS, ROOT, engine_python
-from tests.engines.overlays import RAY, RAY_SETTINGS, overlay
+from tests.engines.overlays import HTTP_PARSER, RAY, RAY_SETTINGS, overlay
 from tests.engines.sglang_load import Stream
 from weightcast.comm.ports import quiet_port
 
@@ -109,7 +109,7 @@ def command(
 
 def _environment(receiver: bool, more: Sequence[Path]) -> dict[str, str]:
     others = ("WEIGHTCAST_", "LMDEPLOY_", "RAY_")
-    ours = (ROOT / "src",) if receiver else ()
+    ours = (ROOT / "src", overlay(engine_python("lmdeploy-0.18.0-cpu"), HTTP_PARSER)) if receiver else ()
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(others)},
         "PYTHONPATH": os.pathsep.join(map(str, (*ours, LISTS / "lmdeploy_cpu", LISTS, *more))),

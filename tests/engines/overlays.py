@@ -1,12 +1,15 @@
-"""Another version of an engine over the packages of an environment: its wheel alone, without the gigabytes under it."""
+"""Wheels over the packages of an environment: another version of an engine without the gigabytes under it, and ours."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
+
+from tests.engines.environment import package_path
 
 # Ray, and what it needs that an engine's environment may not have.
 RAY = (
@@ -26,6 +29,19 @@ RAY_SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
 }
+
+# weightcast brings it: pip installs it beside an engine that lacks it.  The servers' own HTTP uses it then, too.
+HTTP_PARSER = "httptools==0.9.0"
+
+
+def receiver_path(python: Path, folder: Path) -> str:
+    """A ``PYTHONPATH`` on which an engine finds the package under test as after ``pip install weightcast``.
+
+    Args:
+        python: Of the environment.
+        folder: Where the metadata may be written.
+    """
+    return os.pathsep.join((package_path(folder), str(overlay(python, HTTP_PARSER))))
 
 
 def overlay(python: Path, *wheels: str) -> Path:

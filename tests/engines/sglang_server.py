@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from tests.e2e.engines import NO_KEEP_ALIVE, Engine
-from tests.engines.environment import QUICK, engine_python, package_path
+from tests.engines.environment import QUICK, engine_python
 from tests.engines.forked import start
-from tests.engines.overlays import overlay
+from tests.engines.overlays import overlay, receiver_path
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
@@ -93,7 +93,7 @@ def sglang_command(
     beside = [int(option.partition("=")[2]) for option in options if option.startswith(("--pp-size=", "--dp-size="))]
     ranks = tp if version in OVERLAYS else math.prod((tp, *beside))  # the older version counts those of one engine
     path = [str(overlay(python, *OVERLAYS[version]))] if version in OVERLAYS else []
-    path += [str(STANDINS), _package() if receiver else str(QUICK)]
+    path += [str(STANDINS), _package(python) if receiver else str(QUICK)]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "SGLANG_"))},
         "PYTHONPATH": os.pathsep.join(path),
@@ -134,10 +134,10 @@ def _start(
 
 
 @functools.cache
-def _package() -> str:
+def _package(python: Path) -> str:
     folder = tempfile.TemporaryDirectory(prefix="weightcast-metadata-")
     atexit.register(folder.cleanup)
-    return package_path(Path(folder.name))
+    return receiver_path(python, Path(folder.name))
 
 
 def _wait(engine: Engine, log: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 
 from tests.clock import PATIENCE_S
 from tests.e2e.engines import Engine, weightcast
+from tests.e2e.test_peer_copy import at_first_chunk
+from tests.e2e.test_peer_copy import relay as passing_chunks
 from tests.engines.lmdeploy_receiver_server import (
     CONTEXT,
     LmdeployStream,
@@ -32,7 +34,7 @@ from tests.harness import BeforeCommit
 from tests.raycluster import HEAD, HIGH, LOW
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_watch_metrics import series
-from weightcast import Target, UpdateFailed, WeightUpdater
+from weightcast import Target, UpdateFailed, WeightUpdater, copy_from_peer
 from weightcast.comm.ports import quiet_port
 
 pytestmark = [pytest.mark.engine_full]
@@ -161,6 +163,23 @@ def gives_up(served: Served) -> None:
 def test_each_mode_keeps_its_promise_with_requests_running(served: Served, mode: str) -> None:
     served.answers_with_its_weights()
     keeps_its_promise(served, mode)
+
+
+def test_a_late_server_copies_what_a_busy_one_serves(served: Served, tmp_path: Path) -> None:
+    served.step("in_place")
+    with lmdeploy(served.engine.folder, tmp_path / "late.log") as late:
+        before = fresh(late, PROMPTS, COUNT)
+        running = LmdeployStream(served.engine.url, PROMPTS[0], LONG)
+        with passing_chunks(served.engine.url, at_first_chunk(lambda: running.wait_for(SEEN))) as url:
+            done = copy_from_peer(Target(late.url), Target(url), timeout_s=PATIENCE_S)
+        count = len(running.tokens)
+        running.cut_after(SEEN)
+        assert len(running.tokens) >= count + SEEN
+        assert (done.version, done.digest, done.ranks) == (served.version, served.info()["digest"], 1)
+        assert done.proven == len(late.digests())
+        assert late.digests() == served.engine.digests()
+        assert fresh(late, PROMPTS, COUNT) == expected(served.model, PROMPTS, COUNT) != before
+    served.answers_with_its_weights()
 
 
 def test_a_padding_row_is_proven_and_one_with_values_is_refused(tmp_path: Path) -> None:

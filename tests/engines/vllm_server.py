@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 
 from tests.e2e.engines import NO_KEEP_ALIVE, Engine
-from tests.engines.environment import engine_python, package_path
+from tests.engines.environment import engine_python
 from tests.engines.forked import start
+from tests.engines.overlays import receiver_path
 from weightcast.comm.ports import quiet_port
 
 START_S = 600.0
@@ -76,7 +77,7 @@ def vllm_command(
     python = engine_python("vllm-0.32.0-cpu")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTCAST_", "VLLM_"))},
-        "PYTHONPATH": _path(),
+        "PYTHONPATH": receiver_path(python, Path(_folder())),
         **({"VLLM_SERVER_DEV_MODE": "1"} if stock else {"VLLM_PLUGINS": "weightcast"}),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -114,10 +115,6 @@ def _folder() -> str:
     folder = tempfile.TemporaryDirectory(prefix="weightcast-metadata-")
     atexit.register(folder.cleanup)
     return folder.name
-
-
-def _path() -> str:
-    return package_path(Path(_folder()))
 
 
 def greedy_tokens(engine: Engine, prompts: list[list[int]], count: int, **headers: str) -> list[list[int]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import secrets
+import socket
+import sys
 from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
 
+from tests.clock import PATIENCE_S
 from tests.unit.models import FusedModel, ScalingModel, specs_of, weights_of
 from tests.unit.session_bench import Bench
 from tests.unit.sessions import Sender
-from weightcast.errors import Refused
+from weightcast.errors import EngineFailure, Refused
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.resident_chunks import ResidentChunks
 from weightcast.receiver.sources.peer import PeerSource
@@ -185,6 +188,18 @@ def test_computed_tensors_are_refused_by_name():
     assert ack.refused
     assert "norm.weight" in ack.error
     receiver.close()
+
+
+def test_engine_without_the_http_parser_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httptools", None)
+    source = PeerSource()
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        url = f"http://127.0.0.1:{peer.getsockname()[1]}"
+        message = Fetch(session="0" * 32, index=0, peer=PeerEngine(url=url), version=1, digest="f" * 16)
+        with pytest.raises(EngineFailure, match=rf"{url} for a chunk: .*httptools") as caught:
+            source.read(message, rank=0, layout="0" * 32, timeout_s=PATIENCE_S)
+    assert caught.value.hint == "pip install httptools in the engine's environment"
+    source.close()
 
 
 def test_key_of_a_peer_is_in_no_text():

@@ -25,7 +25,7 @@ class Answer:
 
     def __init__(self, *, stream: bool, max_bytes: int, max_frame_bytes: int) -> None:
         """Takes the limits; ``stream`` is True if a good answer is a stream of frames that stays open."""
-        # Here, not at the top: engines import this module and send no requests, and some have no httptools.
+        # Here, not at the top: engines import this module, and one without httptools can be updated all the same.
         from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

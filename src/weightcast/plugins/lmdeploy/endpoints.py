@@ -21,6 +21,7 @@ from weightcast.plugins.rank_sockets import notes_of, tables_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 
 log = logging.getLogger("weightcast.plugins.lmdeploy")
@@ -78,4 +79,5 @@ def add_routes(router: APIRouter, async_engine: Any, folder: str) -> None:
     async def note_loop() -> None:
         calls.set_loop(asyncio.get_running_loop())
 
-    router.include_router(weight_routes(engine), dependencies=[Depends(note_loop)])
+    for routes in (weight_routes(engine), peer_routes(lambda: engine)):
+        router.include_router(routes, dependencies=[Depends(note_loop)])

@@ -24,6 +24,7 @@ from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.switch_executor import SwitchExecutor
 from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 
@@ -72,8 +73,8 @@ def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level:
     async def note_loop() -> None:
         hooks.set_loop(asyncio.get_running_loop())
 
-    router = weight_routes(engine)
-    for route in router.routes:
-        if isinstance(route, APIRoute):
-            route.endpoint._auth_level = level  # type: ignore[attr-defined]
-    app.include_router(router, dependencies=[Depends(note_loop)])
+    for router in (weight_routes(engine), peer_routes(lambda: engine)):
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                route.endpoint._auth_level = level  # type: ignore[attr-defined]
+        app.include_router(router, dependencies=[Depends(note_loop)])

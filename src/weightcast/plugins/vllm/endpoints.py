@@ -30,6 +30,7 @@ from weightcast.plugins.vllm.sleep import guard_sleep
 from weightcast.receiver.adapter_routes import adapter_routes
 from weightcast.receiver.api_keys import Keys
 from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
 from weightcast.receiver.turns import Turns
@@ -65,6 +66,7 @@ class Endpoints:
         """Adds the routes with a key check, because vLLM's own covers only its own routes."""
         checked = [Depends(self._check_key)]
         app.include_router(weight_routes(self, score=self.score), dependencies=checked)
+        app.include_router(peer_routes(self._ready), dependencies=checked)
         app.include_router(
             adapter_routes(
                 self._ready_adapters,

@@ -1,0 +1,127 @@
+"""One rank of a trainer that keeps training and updating the same engines; functions for ``tests.unit.ranks.Ranks``.
+
+``begin`` comes first and ``end`` last; in between the model and the updater live in the rank's process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from tests.harness import on_every_rank
+from weightcast import Target, WeightUpdater
+from weightcast.comm.group_moves import Move
+from weightcast.comm.update_group import UpdateGroup
+
+
+class Training:
+    """A model under FSDP2, its optimizer, and the updater of some engines.
+
+    Attributes:
+        sent: Bytes of the messages that this rank has sent to engine ranks since the last call began.
+        victim: A process that is killed once the third bucket of an update is on its way.
+    """
+
+    def __init__(self, folder: str) -> None:
+        torch.set_num_threads(1)
+        self.folder = Path(folder)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for layer in self.model.model.layers:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.updater: WeightUpdater | None = None
+        self.sent = 0
+        self.victim: int | None = None
+
+    def connect(self, urls: Sequence[str], options: dict[str, Any]) -> None:
+        settings = {"bucket_bytes": 1 << 16, "timeout_s": 120.0, "on_failure": "quarantine"} | options
+        if self.updater is not None:
+            self.updater.close()
+        self.updater = WeightUpdater.connect(
+            self.model, [Target(url) for url in urls], transport="direct", progress=self._progress, **settings
+        )
+
+    def _progress(self, done: int, total: int) -> None:
+        if self.victim is not None and 3 <= done < total:
+            os.kill(self.victim, signal.SIGKILL)
+            self.victim = None
+
+
+_training: Training | None = None
+_start_moves = UpdateGroup.start_moves
+
+
+def _counting(self: UpdateGroup, sends: Sequence[Move], receives: Sequence[Move] = ()) -> Any:
+    training().sent += sum(move.data.numel() for move in sends)
+    return _start_moves(self, sends, receives)
+
+
+def training() -> Training:
+    assert _training is not None, "begin() comes first"
+    return _training
+
+
+def begin(folder: str) -> None:
+    """Loads a checkpoint, sharded over all ranks."""
+    global _training
+    _training = Training(folder)
+    UpdateGroup.start_moves = _counting
+
+
+def connect(urls: list[str], options: dict[str, Any]) -> None:
+    """Connects to engines by ``direct``, instead of those before."""
+    training().connect(urls, options)
+
+
+def train(save_to: str) -> None:
+    """Takes a step of training, and saves the whole weights as a checkpoint."""
+    held = training()
+    tokens = torch.tensor([[5, 17, 3, 29, 300, 44]])
+    held.model(tokens, labels=tokens).loss.backward()
+    held.optimizer.step()
+    held.optimizer.zero_grad()
+    whole = {name: tensor.full_tensor().detach() for name, tensor in held.model.named_parameters()}
+    if dist.get_rank() == 0:
+        shutil.copytree(held.folder, save_to)
+        save_file(whole, Path(save_to) / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+
+
+def update(version: int, victim: int | None = None) -> tuple[str, int]:
+    """The report of one update as JSON, and the bytes that this rank sent to engine ranks."""
+    held = training()
+    assert held.updater is not None
+    held.sent = 0
+    held.victim = victim if dist.get_rank() == 0 else None
+    report = on_every_rank(held.updater.update(version=version))
+    assert held.victim is None, "the update ended before the process was killed"
+    return report, held.sent
+
+
+def retarget(urls: list[str]) -> tuple[str, int]:
+    """The report of a catch-up from peers as JSON, empty if there was none, and the bytes that this rank sent."""
+    held = training()
+    assert held.updater is not None
+    held.sent = 0
+    report = held.updater.retarget([Target(url) for url in urls], catch_up="peers")
+    return "" if report is None else report.to_json(), held.sent
+
+
+def end() -> None:
+    """Closes the updater."""
+    global _training
+    held, _training = training(), None
+    UpdateGroup.start_moves = _start_moves
+    if held.updater is not None:
+        held.updater.close()
