@@ -65,6 +65,16 @@ class Host:
         """Takes this host from the network, without a word to anybody."""
         _ip("-n", self.namespace, "link", "set", INTERFACE, "down")
 
+    def come_back(self) -> None:
+        """Ends ``cut_off``."""
+        _ip("-n", self.namespace, "link", "set", INTERFACE, "up")
+
+    def sent_bytes(self) -> int:
+        """Bytes that this host has sent to others so far, with all headers."""
+        shown = ["ip", "-n", self.namespace, "-json", "-statistics", "link", "show", INTERFACE]
+        [link] = json.loads(subprocess.run(shown, check=True, capture_output=True).stdout)
+        return int(link["stats64"]["tx"]["bytes"])
+
 
 def cannot() -> str:
     """The reason why this machine cannot make hosts; empty if it can."""

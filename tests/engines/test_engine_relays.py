@@ -6,9 +6,12 @@ A server that was started on the pushed weights, and transformers, say what is r
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +68,7 @@ class Fleet:
         tiny_tokenizer(self.first)
         self._stack = stack
         self.ranks = stack.enter_context(closing(Ranks(2)))
-        self.ranks.run(training.begin, str(self.first))
+        self.ranks.run(training.begin, str(self.first), (2,))
 
     def start(self, name: str, folder: Path | None = None) -> Engine:
         """Starts a server on the first weights, or on others."""
@@ -86,9 +89,9 @@ class Fleet:
     def trained(self) -> Path:
         return self.root / f"version {self.version}"
 
-    def update(self, victim: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    def update(self, strike: Callable[[], object] | None = None) -> tuple[list[dict[str, Any]], int]:
         """Sends the weights: the rows of the report, and the bytes that both trainer ranks sent."""
-        (report, first), (same, second) = self.ranks.run(training.update, self.version, victim)
+        (report, first), (same, second) = self.ranks.run(training.update, self.version, strike)
         assert json.loads(report) == json.loads(same)
         assert json.loads(report)["transport"] == "direct"
         return json.loads(report)["targets"], first + second
@@ -208,7 +211,7 @@ def test_engines_in_a_chain_get_lost_and_come_back(tmp_path: Path, kind: Kind) -
         # Now it is in the chain, as the last.  The middle one dies while it passes shards on.
         rank = two.info()["ranks"][1]
         family = two.family()
-        rows, _ = fleet.update(victim=rank["pid"])
+        rows, _ = fleet.update(partial(os.kill, rank["pid"], signal.SIGKILL))
         by_url = {row["url"]: row for row in rows}
         lost = by_url.pop(two.url)
         assert lost["status"] != "serving"

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +22,7 @@ from tests.harness import on_every_rank
 from weightcast import Target, WeightUpdater
 from weightcast.comm.group_moves import Move
 from weightcast.comm.update_group import UpdateGroup
+from weightcast.errors import TrainerRankFailed
 
 
 class Training:
@@ -29,20 +30,21 @@ class Training:
 
     Attributes:
         sent: Bytes of the messages that this rank has sent to engine ranks since the last call began.
-        victim: A process that is killed once the third bucket of an update is on its way.
+        strike: Called once the third bucket of an update is on its way.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, mesh_shape: tuple[int, ...]) -> None:
         torch.set_num_threads(1)
         self.folder = Path(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
         for layer in self.model.model.layers:
-            fully_shard(layer)
-        fully_shard(self.model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.updater: WeightUpdater | None = None
         self.sent = 0
-        self.victim: int | None = None
+        self.strike: Callable[[], object] | None = None
 
     def connect(self, urls: Sequence[str], options: dict[str, Any]) -> None:
         settings = {"bucket_bytes": 1 << 16, "timeout_s": 120.0, "on_failure": "quarantine"} | options
@@ -53,9 +55,9 @@ class Training:
         )
 
     def _progress(self, done: int, total: int) -> None:
-        if self.victim is not None and 3 <= done < total:
-            os.kill(self.victim, signal.SIGKILL)
-            self.victim = None
+        if self.strike is not None and 3 <= done < total:
+            strike, self.strike = self.strike, None
+            strike()
 
 
 _training: Training | None = None
@@ -72,10 +74,10 @@ def training() -> Training:
     return _training
 
 
-def begin(folder: str) -> None:
-    """Loads a checkpoint, sharded over all ranks."""
+def begin(folder: str, mesh_shape: tuple[int, ...]) -> None:
+    """Loads a checkpoint, sharded over a mesh of all ranks; a first dimension of two is replicas."""
     global _training
-    _training = Training(folder)
+    _training = Training(folder, mesh_shape)
     UpdateGroup.start_moves = _counting
 
 
@@ -98,15 +100,25 @@ def train(save_to: str) -> None:
     dist.barrier()
 
 
-def update(version: int, victim: int | None = None) -> tuple[str, int]:
-    """The report of one update as JSON, and the bytes that this rank sent to engine ranks."""
+def update(version: int, strike: Callable[[], object] | None = None) -> tuple[str, int]:
+    """The report of one update as JSON, and the bytes that this rank sent to engine ranks.
+
+    ``strike`` is called on the head, once the third bucket is on its way.
+    """
     held = training()
     assert held.updater is not None
     held.sent = 0
-    held.victim = victim if dist.get_rank() == 0 else None
+    held.strike = strike if dist.get_rank() == 0 else None
     report = on_every_rank(held.updater.update(version=version))
-    assert held.victim is None, "the update ended before the process was killed"
+    assert held.strike is None, "the update had too few buckets"
     return report, held.sent
+
+
+def failed_update(version: int, strike: Callable[[], object]) -> str:
+    """The error of an update that loses a trainer rank."""
+    with pytest.raises(TrainerRankFailed) as caught:
+        update(version, strike)
+    return str(caught.value)
 
 
 def retarget(urls: list[str]) -> tuple[str, int]:

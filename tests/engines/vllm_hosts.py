@@ -158,8 +158,25 @@ def is_on(host: Host, pid: int) -> bool:
 
 
 @contextmanager
-def engine_of(found: Sequence[Node], model: Path) -> Iterator[Engine]:
-    """Waits until the API server answers."""
+def vllm_on(host: Host, model: Path, logs: Path, *, tp: int) -> Iterator[Engine]:
+    """Starts one vLLM with all its ranks on one host, and ends it."""
+    command, environment = vllm_command(model, logs, 8000, tp=tp)
+    python, *argv = [word if not word.startswith("--host=") else f"--host={host.address}" for word in command]
+    environment |= {"VLLM_HOST_IP": "127.0.0.1"}  # its ranks meet on this host
+    log = logs / f"{host.name}-{len(list(logs.glob('*.log')))}.log"
+    with log.open("w") as output:
+        process = start(Path(python), host.command(argv), modules=IMPORTED, env=environment, output=output)
+    node = Node(host, process, log)
+    try:
+        with engine_of([node], model, tp=tp) as engine:
+            yield engine
+    finally:
+        _end(node)
+
+
+@contextmanager
+def engine_of(found: Sequence[Node], model: Path, *, tp: int = 2) -> Iterator[Engine]:
+    """Waits until the API server answers; ``tp`` is its number of ranks."""
     url = f"http://{found[0].host.address}:8000"
     with httpx.Client(timeout=120.0, trust_env=False) as client:
         deadline = time.monotonic() + START_S
@@ -172,7 +189,7 @@ def engine_of(found: Sequence[Node], model: Path) -> Iterator[Engine]:
                     break
             except httpx.TransportError:
                 time.sleep(0.2)
-        yield Engine(process=found[0].process, url=url, folder=model, tp=2, client=client)
+        yield Engine(process=found[0].process, url=url, folder=model, tp=tp, client=client)
 
 
 def _end(node: Node) -> None:

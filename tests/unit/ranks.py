@@ -21,8 +21,20 @@ from weightcast.comm.ports import quiet_port
 class Ranks:
     """``world_size`` processes joined by gloo or what is asked for.  ``run`` calls a function in all of them."""
 
-    def __init__(self, world_size: int, backend: str = "gloo", place: Callable[[int], None] | None = None) -> None:
-        """Starts the processes; ``place`` is called in each with its rank before anything else."""
+    def __init__(
+        self,
+        world_size: int,
+        backend: str = "gloo",
+        place: Callable[[int], None] | None = None,
+        *,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """Starts the processes.
+
+        Args:
+            place: Called in each with its rank before anything else.
+            address: Address of rank 0, which the others reach.
+        """
         self.world_size = world_size
         self.broken = False  # of no use to another test
         port = quiet_port()
@@ -30,7 +42,8 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, backend, theirs, place), daemon=True)
+            args = (rank, world_size, address, port, backend, theirs, place)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -77,11 +90,17 @@ class Ranks:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, backend: str, pipe: Connection, place: Callable[[int], None] | None
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    backend: str,
+    pipe: Connection,
+    place: Callable[[int], None] | None,
 ) -> None:
     if place is not None:
         place(rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.chdir(tempfile.gettempdir())
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
