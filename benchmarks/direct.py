@@ -7,6 +7,9 @@ On CPUs all bytes go over loopback or shared memory.  With ``--device cuda`` all
 GPUs, rank by rank, and reach each other's memory over CUDA IPC.  Every engine proves every update by digests, which
 must equal those that the trainer ranks took of their own shards; other results end the run.  The file is written anew
 after each way, and ``--limit-s`` ends the run with what was measured until then.
+
+The ways named ``owners`` first put each tensor below ``--owned-kib`` together on one trainer rank, in one exchange of
+packed messages; that is part of the update's time, and also shown by itself.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from weightcast.comm import nixl
 from weightcast.comm.ipc import device_uuid, host_id
 from weightcast.comm.ports import quiet_port
 from weightcast.config import PauseMode
+from weightcast.exporters.stages import StagesExporter
 from weightcast.lab.bench.machine import facts
 from weightcast.lab.bench.shapes import ModelShape, Place, model_shape
 from weightcast.lab.bench.synthetic import Pattern, key_of, nested
@@ -58,6 +62,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "direct, memory": {"transport": "direct", "direct_by": "memory"},
     "direct, rdma": {"transport": "direct", "direct_by": "rdma"},
     "direct, shards": {"transport": "direct", "direct_by": "shards", "keep_mapped": True},
+    "messages, owners": {"transport": "direct", "direct_by": "messages"},
+    "memory, owners": {"transport": "direct", "direct_by": "memory"},
 }
 DEFAULT_WAYS = {
     "cpu": ["broadcast", "direct, messages", "ipc", "direct, memory"],
@@ -221,6 +227,7 @@ class Trainer:
         self._updaters: dict[str, WeightUpdater] = {}
         mesh = init_device_mesh(arguments.device, (arguments.trainers,))
         parameters: dict[str, nn.Parameter] = {}
+        self._owners = Owners(rank, arguments.trainers, self._device)
         for place in model_shape(arguments.model).places:
             step = -(-place.shape[0] // arguments.trainers)
             first = min(rank * step, place.shape[0])
@@ -232,13 +239,15 @@ class Trainer:
                 local, mesh, [Shard(0)], run_check=False, shape=torch.Size(place.shape), stride=stride
             )
             parameters[place.name] = nn.Parameter(whole, requires_grad=False)
+            self._owners.add(place, local, parameters[place.name], owned_bytes=arguments.owned_kib << 10)
         self._model = nested(parameters)
 
     def turn(self, way: str, version: int) -> dict[str, Any]:
         """New weights, and one update."""
         if way not in self._updaters:
             size = self._arguments.bucket_mib << 20
-            self._updaters[way] = WeightUpdater.connect(self._model, self._urls, bucket_bytes=size, **WAYS[way])
+            model = self._owners.exporter() if way.endswith("owners") else self._model
+            self._updaters[way] = WeightUpdater.connect(model, self._urls, bucket_bytes=size, **WAYS[way])
         self._pattern.fill_all(
             (tensor, key_of(version, number), first) for number, (tensor, first) in enumerate(self._local)
         )
@@ -247,6 +256,9 @@ class Trainer:
         dist.barrier()
         before = loopback_bytes()
         started = time.monotonic()
+        if way.endswith("owners"):
+            self._owners.gather()
+        gathered = time.monotonic()
         report = self._updaters[way].update(version=version)
         returned = time.monotonic()
         for row in report.targets:
@@ -255,6 +267,7 @@ class Trainer:
         return {
             "started": started,
             "returned_s": returned - started,
+            "owners_s": gathered - started,
             "loopback_bytes": loopback_bytes() - before,
             "peak_extra_bytes": report.peak_extra_bytes,
             "phases": report.phases,
@@ -264,6 +277,56 @@ class Trainer:
         """Disconnects."""
         for updater in self._updaters.values():
             updater.close()
+
+
+class Owners:
+    """The small tensors, each put together on one trainer rank, and the shards of the others."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self._rank, self._world_size, self._device = rank, world_size, device
+        self._stage: dict[str, nn.Parameter] = {}
+        self._whole: dict[str, nn.Parameter] = {}
+        self._given: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        self._taken: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        self._count = 0
+
+    def add(self, place: Place, local: torch.Tensor, sharded: nn.Parameter, *, owned_bytes: int) -> None:
+        """Takes a tensor in turn, with this rank's rows of it; one that is too large stays sharded."""
+        meta = torch.empty(place.shape, dtype=torch.bfloat16, device="meta")
+        self._whole[place.name] = nn.Parameter(meta, requires_grad=False)
+        if meta.nbytes >= owned_bytes:
+            self._stage[place.name] = sharded
+            return
+        owner, self._count = self._count % self._world_size, self._count + 1
+        self._given[owner].append(local.view(-1))
+        if owner == self._rank:
+            whole = torch.zeros(place.shape, dtype=torch.bfloat16, device=self._device)
+            self._stage[place.name] = nn.Parameter(whole, requires_grad=False)
+            step = -(-place.shape[0] // self._world_size)
+            for number, taken in enumerate(self._taken):
+                taken.append(whole[number * step : (number + 1) * step].view(-1))
+
+    def exporter(self) -> StagesExporter:
+        """The model with small tensors whole on their owners."""
+        return StagesExporter(nested(self._stage), whole=nested(self._whole))
+
+    def gather(self) -> None:
+        """Sends each small tensor's rows to its owner, in one message for each pair of ranks."""
+        sent = [torch.cat(given) if given else torch.empty(0, dtype=torch.bfloat16) for given in self._given]
+        received = [
+            torch.empty(sum(map(torch.Tensor.numel, taken)), dtype=torch.bfloat16, device=self._device)
+            for taken in self._taken
+        ]
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        works = [dist.irecv(received[rank].view(torch.uint8), rank) for rank in others if received[rank].numel()]
+        works += [dist.isend(sent[rank].view(torch.uint8), rank) for rank in others if sent[rank].numel()]
+        for work in works:
+            assert work is not None
+            work.wait()
+        received[self._rank] = sent[self._rank]
+        for taken, data in zip(self._taken, received, strict=True):
+            if taken:
+                torch._foreach_copy_(taken, data.split([part.numel() for part in taken]))  # pyright: ignore[reportPrivateUsage]
 
 
 def train(rank: int, arguments: argparse.Namespace, port: int, urls: list[str], pipe: Any) -> None:
@@ -325,6 +388,7 @@ def main() -> None:
     parser.add_argument(
         "--way", action="append", choices=list(WAYS), help="may be repeated; those of the device if not"
     )
+    parser.add_argument("--owned-kib", type=int, default=64, help="size below which an owner puts a tensor together")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="time limit of the whole run, in seconds")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -416,6 +480,7 @@ def report(arguments: argparse.Namespace, rows: dict[str, list[dict[str, Any]]],
                 "way": way,
                 "usable_s": usable,
                 "returned_s": statistics.median(row["returned_s"] for row in found),
+                "owners_s": statistics.median(row["owners_s"] for row in found),
                 "times_faster": base / usable,
                 "loopback_bytes": int(statistics.median(row["loopback_bytes"] for row in found)),
                 "peak_extra_bytes": max(row["peak_extra_bytes"] for row in found),
@@ -424,7 +489,8 @@ def report(arguments: argparse.Namespace, rows: dict[str, list[dict[str, Any]]],
         )
         print(
             f"{way:18} usable {usable * 1e3:9.1f} ms, {base / usable:5.2f} times {first}; "
-            f"loopback {table[-1]['loopback_bytes'] / size:5.2f} models"
+            f"loopback {table[-1]['loopback_bytes'] / size:5.2f} models; "
+            f"owners {table[-1]['owners_s'] * 1e3:.1f} ms of it"
         )
     print(f"a plain copy of the model's {size / 2**30:.2f} GiB by one process: {limit_s * 1e3:.1f} ms")
     if arguments.out is not None:

@@ -165,6 +165,9 @@ MODELS: dict[str, Callable[[], ModelShape]] = {
         _Decoder(layers=4, hidden=512, heads=8, kv_heads=2, head=64, inter=192, vocab=8192, experts=64),
     ),
     "small-65536": lambda: _equal("small-65536", 65536, 8, 256),  # so small that the host's work for each shows
+    "thin-400-layers": lambda: _decoder(
+        "thin-400-layers", _Decoder(layers=400, hidden=64, heads=4, kv_heads=2, head=16, inter=128, vocab=512)
+    ),
     "many-2048": lambda: _equal("many-2048", 2048, 64, 512),
     "tiny": lambda: _decoder("tiny", _Decoder(layers=2, hidden=64, heads=4, kv_heads=2, head=16, inter=128, vocab=512)),
     "tiny-moe": lambda: _decoder(
