@@ -39,9 +39,9 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import TrainerRankFailed, WeightcastError
-from weightcast.update import bucket_stream
-from weightcast.update.bucket_stream import BucketStream
 from weightcast.update.exchange import Exchange
+from weightcast.update.packs import Packs
+from weightcast.update.served_parts import ServedParts
 
 
 @pytest.fixture(scope="module")
@@ -149,16 +149,16 @@ def flip_in_the_buffer() -> Callable[[], None]:
 
 def flip_in_a_pack() -> Callable[[], None]:
     """The first run that rank 1 has packed for an engine rank."""
-    packing = bucket_stream.pack
+    packing = Packs.pack
 
-    def flipping(bucket, plan, out):
-        packing(bucket, plan, out)
+    def flipping(self, bucket, plan, out):
+        packing(self, bucket, plan, out)
         assert plan.packed_bytes
         if dist.get_rank() == 1:
             out[0] ^= 1
 
-    bucket_stream.pack = flipping
-    return lambda: setattr(bucket_stream, "pack", packing)
+    Packs.pack = flipping
+    return lambda: setattr(Packs, "pack", packing)
 
 
 def flip_before_sending() -> Callable[[], None]:
@@ -231,15 +231,15 @@ def test_a_bit_that_flips_on_any_leg_is_found_before_the_commit(fresh, jobs, opt
 
 
 def die_in_an_update(url: str, version: int, options: dict) -> str:
-    parts, seen = BucketStream._own_parts, []
+    look, seen = ServedParts.look, []
 
     def dying(self, bucket):
         seen.append(1)
         if dist.get_rank() == 1 and len(seen) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return parts(self, bucket)
+        return look(self, bucket)
 
-    BucketStream._own_parts = dying
+    ServedParts.look = dying
     model = sharded(version, (2,))
     try:
         with WeightUpdater.connect(

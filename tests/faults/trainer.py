@@ -22,7 +22,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.sent import SentDigests
 from weightcast.errors import WeightcastError
 from weightcast.exporters.held_parts import region
-from weightcast.update.bucket_stream import BucketStream
+from weightcast.update.served_parts import ServedParts
 from weightcast.wire.bucket import Bucket
 
 
@@ -164,21 +164,21 @@ def _flip_received(index: int) -> Callable[[], None]:
 
 
 def _flip_part(index: int) -> Callable[[], None]:
-    parts, done = BucketStream._own_parts, list[int]()
+    look, done = ServedParts.look, list[int]()
 
-    def parts_then_flip(self: BucketStream, bucket: Bucket) -> Any:
-        found = parts(self, bucket)
+    def look_then_flip(self: ServedParts, bucket: Bucket) -> Any:
+        found = look(self, bucket)
         if bucket.layout.index >= index and found and not done:
             region(bucket, bucket.layout.slots[found[0].slot], found[0].box).view(torch.uint8)[..., 0].bitwise_xor_(1)
             done.append(1)
         return found
 
-    BucketStream._own_parts = parts_then_flip  # type: ignore[method-assign]
+    ServedParts.look = look_then_flip  # type: ignore[method-assign]
     unmap = map_other_memory(lambda: not done)
 
     def restore() -> None:
         done.append(1)
-        BucketStream._own_parts = parts  # type: ignore[method-assign]
+        ServedParts.look = look  # type: ignore[method-assign]
         unmap()
 
     return restore

@@ -180,7 +180,9 @@ def exchange_and_compare(case: dict) -> None:
     ends = [Exchange(rank=n, num_trainers=len(trainers), device=CPU, timeout_s=1.0) for n in range(len(trainers))]
     for end in ends:
         end.use(cast(UpdateGroup, post))
-    for seed in range(2):  # the second time from plans that are known
+    largest = max(layout.size_bytes for layout in layouts)
+    slots = [[torch.empty(largest, dtype=torch.uint8) for _ in range(2)] for _ in trainers]
+    for seed in range(3):  # from the second time on from plans that are known, in the same buffers
         values = values_of(specs, seed)
         for trainer in trainers:
             trainer.fill(values)
@@ -190,8 +192,8 @@ def exchange_and_compare(case: dict) -> None:
         for layout in layouts:
             post.messages.clear()
             parts = []
-            for trainer, end in zip(trainers, ends, strict=True):
-                bucket = Bucket(layout, torch.randint(0, 256, (layout.size_bytes,), dtype=torch.uint8))
+            for trainer, end, buffers in zip(trainers, ends, slots, strict=True):
+                bucket = Bucket(layout, buffers[layout.index % 2].random_(0, 256))
                 trainer.gatherer.fill_own(bucket, layout, trainer.group, SourceSums())
                 served = list(trainer.gatherer.serves(layout, trainer.group))
                 parts.append(tuple(Part(slot=slot, offset=box.offset, shape=box.shape) for slot, box in served))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightcast.errors import NotFinite
-from weightcast.update.finite import FiniteCheck
+from weightcast.update.finite import FiniteCheck, check_parts_finite
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, TensorSpec, dtype_name, plan_buckets
 
@@ -59,10 +59,28 @@ def test_finite_weights_pass_whatever_lies_between_them(packing):
     FiniteCheck().check(bucket_of({"only": torch.tensor([1, 2])}))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_every_part_with_such_a_value_is_named_whatever_its_size_and_strides(value):
+    found = tensors() | {"large": torch.randn(300, 300)}
+    parts = [(name, tensor.t() if tensor.dim() == 2 else tensor) for name, tensor in found.items()]
+    check_parts_finite(parts)
+    for name in ("a", "b", "half", "f16", "scalar", "double", "large"):
+        first = found[name].view(-1)[0].clone()
+        found[name].view(-1)[0] = value
+        with pytest.raises(NotFinite) as caught:
+            check_parts_finite(parts)
+        assert caught.value.names == (name,)
+        found[name].view(-1)[0] = first
+    check_parts_finite(parts)
+
+
 def test_a_sum_that_is_too_large_is_no_reason():
     big = {name: torch.full((100,), torch.finfo(dtype).max, dtype=dtype) for name, dtype in DTYPES.items()}
     FiniteCheck().check(bucket_of(big))
+    check_parts_finite(list(big.items()))
     big["bf16"][3] = math.inf
+    with pytest.raises(NotFinite, match=r"bf16 \(1\)"):
+        check_parts_finite(list(big.items()))
     with pytest.raises(NotFinite, match=r"bf16 \(1\)"):
         FiniteCheck().check(bucket_of(big))
 

@@ -18,7 +18,7 @@ from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import SourceSums
 from weightcast.receiver.rank_answers import fold_resident
 from weightcast.receiver.sources.remote import RemoteMemorySource
-from weightcast.update.packs import Packs, pack
+from weightcast.update.packs import Packs
 from weightcast.wire.answers import RankAck
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Pack, Part, RemoteBuffer
@@ -55,6 +55,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
         arenas.append(Arena(2, BUFFER_BYTES, CPU))
     sources = [RemoteMemorySource() for _ in loaders]
     asked = [count_bytes(source) for source in sources]
+    packers = [Packs([decode_wanted(kind) for kind in kinds], read=True) for _ in trainers]
     try:
         for seed in range(2):  # the second time by reads that are prepared
             values = values_of(specs, seed)
@@ -66,7 +67,7 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                 counts.clear()
             for layout in layouts:
                 buffers = []
-                for trainer, arena in zip(trainers, arenas, strict=False):
+                for trainer, arena, packs in zip(trainers, arenas, packers, strict=False):
                     slot = arena.slot(layout.index % 2)
                     slot.random_(0, 256)
                     trainer.gatherer.fill_own(
@@ -74,9 +75,9 @@ def test_each_engine_rank_reads_its_share_and_nothing_else(arenas, case, packed)
                     )
                     served = trainer.gatherer.serves(layout, trainer.group)
                     parts = tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
-                    plan = Packs([decode_wanted(kind) for kind in kinds], read=True).plan(layout, served)
+                    plan = packs.plan(layout, served)
                     first = -(-layout.size_bytes // 16) * 16
-                    pack(Bucket(layout, slot), plan, slot[first : first + plan.packed_bytes])
+                    packs.pack(Bucket(layout, slot), plan, slot[first : first + plan.packed_bytes])
                     places = tuple(
                         Pack(wanted=name_of(kind), first_byte=first + start)
                         for kind, start in zip(kinds, plan.starts, strict=True)

@@ -23,19 +23,18 @@ from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import WeightcastError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.exporters.held_parts import region
-from weightcast.protocols import Exporter, Lender, Mappable, Planning, Scattering, Summing
+from weightcast.protocols import Exporter, Lender, Mappable, Planning, Summing
 from weightcast.transports.link import margin_s
 from weightcast.update.exchange import Exchange
-from weightcast.update.finite import FiniteCheck, check_parts_finite
+from weightcast.update.finite import check_parts_finite
 from weightcast.update.head import Head
 from weightcast.update.mapped import MappedShares
 from weightcast.update.memory_limit import planned_bytes
 from weightcast.update.messages import Choice
-from weightcast.update.packs import Packs, pack
+from weightcast.update.packs import Packs
 from weightcast.update.prepare import SharedParts
+from weightcast.update.served_parts import ServedParts
 from weightcast.watch.listeners import Events
-from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket, run_sizes
 from weightcast.wire.bucket_sources import Pack, Part
 from weightcast.wire.layout import BucketLayout
@@ -107,6 +106,7 @@ class BucketStream:
         self._progress = progress
         self._events = events
         self._checks_finite = choice.scattered and check_finite
+        self._served = ServedParts(exporter, group, checks_finite=self._checks_finite)
         self._payload_bytes = [sum(slot.size_bytes for slot in layout.slots) for layout in layouts]
         self._plan: UpdatePlan | None = None
         self._slots: list[SharedSlot] = []
@@ -122,8 +122,6 @@ class BucketStream:
         self._boxes: tuple[bytes, ...] = ()
         self._names: tuple[str, ...] = ()
         self._packs = Packs(())
-        self._finite = FiniteCheck()
-        self._own: dict[int, tuple[Sequence[tuple[int, Box]], tuple[Part, ...]]] = {}  # by bucket
 
     @property
     def planned_bytes(self) -> int:
@@ -151,7 +149,7 @@ class BucketStream:
         if not self._choice.scattered:
             return []
         mapped = ((),) * self._num_mapped
-        buckets = tuple(self._parts_of(layout)[1] for layout in self._layouts[self._num_mapped :])
+        buckets = tuple(self._served.parts_of(layout) for layout in self._layouts[self._num_mapped :])
         host = self._group.hosts[self._group.rank] if self._choice.reading_hosts else ""
         mine = SharedParts(buckets=(*mapped, *buckets), host=host)
         gathered = self._group.gather_bytes(msgspec.json.encode(mine), timeout_s=self._wait_s)
@@ -163,9 +161,8 @@ class BucketStream:
         ``lent`` names the zero-copy tensors of each bucket; it is empty if there are none.
         """
         exporter = self._exporter
-        if self._checks_finite:
-            for layout in self._layouts[self._num_mapped :]:
-                self._finite.prepare(layout, ())
+        for layout in self._layouts[self._num_mapped :]:
+            self._served.prepare(layout)
         if not isinstance(exporter, Planning):
             return
         sums = self._verifies and isinstance(exporter, Summing)
@@ -229,9 +226,7 @@ class BucketStream:
         self._boxes = tuple(boxes)
         self._names = tuple(map(name_of, boxes))
         self._packs = Packs([decode_wanted(one) for one in boxes], read=True)
-        for slot in self._slots:  # other packs may need larger buffers
-            slot.close()
-        self._slots.clear()
+        self._free_slots()  # other packs may need larger buffers
 
     @property
     def _is_remote(self) -> bool:
@@ -249,6 +244,10 @@ class BucketStream:
         """Frees the buffers; safe to call twice."""
         self.exchange.close()
         self._mapped.forget()
+        self._free_slots()
+
+    def _free_slots(self) -> None:
+        self._served.forget()
         for slot in self._slots:
             slot.close()
         self._slots.clear()
@@ -310,7 +309,7 @@ class BucketStream:
             if mapped:
                 parts, shared = (), self._gather_mapped(layout)
             else:
-                parts = self._own_parts(bucket) if self._choice.scattered and bucket is not None else ()
+                parts = self._served.look(bucket) if self._choice.scattered and bucket is not None else ()
                 shared = self._gather_shared(slot, parts, self._pack(bucket, slot, parts))
             if head is not None and not head.failed:
                 assert bucket is not None
@@ -322,7 +321,7 @@ class BucketStream:
                 cast(Mappable, self._exporter).sum_own(layout, self._group, sources)  # while engines read
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
                 began = time.monotonic()
-                self.exchange.send(bucket, [(part.slot, part.box) for part in parts])
+                self.exchange.send(bucket, self._served.of(layout))
                 self._sent_since(began)
         return not self._choice.exchanges or self._end_exchange()
 
@@ -365,17 +364,16 @@ class BucketStream:
         """Bytes of a bucket's packs, and of the gap before them."""
         if not self._boxes:
             return 0
-        served = cast(Scattering, self._exporter).serves(layout, self._group)
-        return ALIGNMENT_BYTES + self._packs.plan(layout, served).packed_bytes
+        return ALIGNMENT_BYTES + self._packs.plan(layout, self._served.of(layout)).packed_bytes
 
     def _pack(self, bucket: Bucket | None, slot: SharedSlot | None, parts: tuple[Part, ...]) -> tuple[Pack, ...]:
         """Puts short runs together behind the bucket, for engine ranks that read this rank's buffer."""
         if not self._boxes or bucket is None or slot is None or not parts:
             return ()
         layout = bucket.layout
-        plan = self._packs.plan(layout, cast(Scattering, self._exporter).serves(layout, self._group))
+        plan = self._packs.plan(layout, self._served.of(layout))
         first = -(-layout.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        pack(bucket, plan, slot.data[first : first + plan.packed_bytes])
+        self._packs.pack(bucket, plan, slot.data[first : first + plan.packed_bytes])
         return tuple(
             Pack(wanted=name, first_byte=first + start) for name, start in zip(self._names, plan.starts, strict=True)
         )
@@ -419,22 +417,3 @@ class BucketStream:
             return [one for _, one in shared]
         hosts = self._group.hosts
         return [msgspec.structs.replace(one, host=hosts[rank]) for rank, one in shared]
-
-    def _own_parts(self, bucket: Bucket) -> tuple[Part, ...]:
-        """The parts of a bucket that engines read from this rank's buffer; raises ``NotFinite`` for NaN or infinity."""
-        served, parts = self._parts_of(bucket.layout)
-        if self._checks_finite and self._group.world_size == 1:  # then the bucket is whole
-            self._finite.check(bucket)
-        elif self._checks_finite:
-            views = [(bucket.layout.slots[number], box) for number, box in served]
-            check_parts_finite([(slot.spec.name, region(bucket, slot, box)) for slot, box in views])
-        return parts
-
-    def _parts_of(self, layout: BucketLayout) -> tuple[Sequence[tuple[int, Box]], tuple[Part, ...]]:
-        """The parts of a bucket that this rank serves, in the exporter's form and in that of the wire."""
-        served = cast(Scattering, self._exporter).serves(layout, self._group)
-        known = self._own.get(layout.index)
-        if known is None or known[0] != served:
-            parts = tuple(Part(slot=number, offset=box.offset, shape=box.shape) for number, box in served)
-            known = self._own[layout.index] = served, parts
-        return known

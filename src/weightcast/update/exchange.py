@@ -17,7 +17,7 @@ from weightcast.comm.relays import Relay, chains
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.errors import WeightcastError
 from weightcast.exporters.held_parts import region
-from weightcast.update.packs import PackPlan, Packs, Parts, pack
+from weightcast.update.packs import PackPlan, Packs, Parts
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.pieces import decode_wanted
 
@@ -135,7 +135,7 @@ class Exchange:
 
     def _sends(self, bucket: Bucket, plan: PackPlan) -> list[Move]:
         packed = self._room(bucket.layout.index, plan.packed_bytes)
-        pack(bucket, plan, packed)
+        self._packs.pack(bucket, plan, packed)
         sends: list[Move] = []
         for peer, kind in self._kinds.items():
             message, start = plan.messages[kind], plan.starts[kind]

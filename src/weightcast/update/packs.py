@@ -5,17 +5,20 @@ Engine ranks of one kind want the same boxes, so one pack serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weightcast.digest.copies import Flat, bits, copy_all
+from weightcast.digest.pieces import Piece as TensorPiece
+from weightcast.digest.pieces import Transfer
+from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
 from weightcast.exporters.held_parts import region
 from weightcast.wire.box import Box, contiguous_strides
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
-from weightcast.wire.pieces import ALIGNMENT_BYTES, PieceMessage, Wanted, plan_message
+from weightcast.wire.pieces import ALIGNMENT_BYTES, Piece, PieceMessage, Wanted, plan_message
 
 Parts = Sequence[tuple[int, Box]]
 
@@ -47,6 +50,8 @@ class Packs:
         self._kinds = kinds
         self._read = read
         self._plans: dict[int, PackPlan] = {}
+        self._transfers = RepeatedTransfers()
+        self._rest: dict[tuple[int, int, int], list[tuple[int, Piece]]] = {}  # pieces that are no transfers
 
     def plan(self, layout: BucketLayout, parts: Parts) -> PackPlan:
         """The pieces of a bucket."""
@@ -60,25 +65,54 @@ class Packs:
             plan = self._plans[layout.index] = PackPlan(layout, parts, messages, starts, end)
         return plan
 
+    def pack(self, bucket: Bucket, plan: PackPlan, out: torch.Tensor) -> None:
+        """Copies the packed pieces of a bucket into a flat uint8 buffer of at least ``plan.packed_bytes``.
 
-def pack(bucket: Bucket, plan: PackPlan, out: torch.Tensor) -> None:
-    """Copies the packed pieces of a bucket into a flat uint8 buffer of at least ``plan.packed_bytes``."""
-    flat = Flat(out)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+        Enqueued on the current stream of a GPU, done on a CPU.  For buffers that were packed before nothing is done
+        for each piece but the copy.
+        """
+        if not plan.packed_bytes:
+            return
+        if bucket.lent or not transfers_on(out.device):
+            _copy(bucket, out, _packed(plan))
+            return
+        place = plan.layout.index, bucket.data.data_ptr(), out.data_ptr()
+        rest = self._rest.setdefault(place, [])
+
+        def make() -> list[Transfer]:
+            found = list[Transfer]()
+            rest.clear()
+            flat = Flat(out)
+            for start, piece in _packed(plan):
+                target, source = _views(bucket, flat, start, piece)
+                transfer = Transfer(piece=TensorPiece(tensor=source, full_shape=tuple(source.shape)), target=target)
+                if can_transfer(transfer):
+                    found.append(transfer)
+                else:
+                    rest.append((start, piece))
+            return found
+
+        self._transfers.run(place, plan, out.device, 1, make, summed=False)
+        _copy(bucket, out, rest)
+
+
+def _packed(plan: PackPlan) -> Iterator[tuple[int, Piece]]:
+    """The packed pieces, each with the first byte of its pack."""
     for message, start in zip(plan.messages, plan.starts, strict=True):
         for piece in message.pieces:
             if not piece.straight:
-                slot = bucket.layout.slots[piece.slot]
-                raw = region(bucket, slot, piece.box)
-                sources.append(raw)
-                targets.append(
-                    flat.region(
-                        slot.spec.torch_dtype,
-                        raw.shape,
-                        contiguous_strides(piece.box.shape),
-                        (start + piece.offset_bytes) // slot.spec.torch_dtype.itemsize,
-                        as_bits=False,
-                    )
-                )
-    copy_all([bits(one) for one in targets], [bits(one) for one in sources])
+                yield start, piece
+
+
+def _views(bucket: Bucket, out: Flat, start: int, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of a piece in the packs, and in the bucket."""
+    slot = bucket.layout.slots[piece.slot]
+    dtype, source = slot.spec.torch_dtype, region(bucket, slot, piece.box)
+    offset = (start + piece.offset_bytes) // dtype.itemsize
+    return out.region(dtype, source.shape, contiguous_strides(piece.box.shape), offset, as_bits=False), source
+
+
+def _copy(bucket: Bucket, out: torch.Tensor, pieces: Iterable[tuple[int, Piece]]) -> None:
+    flat = Flat(out)
+    pairs = [_views(bucket, flat, start, piece) for start, piece in pieces]
+    copy_all([bits(target) for target, _ in pairs], [bits(source) for _, source in pairs])
