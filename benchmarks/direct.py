@@ -26,13 +26,14 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import uvicorn
 from fastapi import FastAPI
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weightcast import WeightUpdater
 from weightcast.comm import nixl
@@ -218,7 +219,7 @@ class Trainer:
 
     def __init__(self, rank: int, arguments: argparse.Namespace, urls: list[str]) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import Shard
 
         self.rank, self._arguments, self._urls = rank, arguments, urls
         self._device = device_of(rank, arguments)
@@ -239,7 +240,7 @@ class Trainer:
                 local, mesh, [Shard(0)], run_check=False, shape=torch.Size(place.shape), stride=stride
             )
             parameters[place.name] = nn.Parameter(whole, requires_grad=False)
-            self._owners.add(place, local, parameters[place.name], owned_bytes=arguments.owned_kib << 10)
+            self._owners.add(place, parameters[place.name], owned_bytes=arguments.owned_kib << 10)
         self._model = nested(parameters)
 
     def turn(self, way: str, version: int) -> dict[str, Any]:
@@ -286,19 +287,19 @@ class Owners:
         self._rank, self._world_size, self._device = rank, world_size, device
         self._stage: dict[str, nn.Parameter] = {}
         self._whole: dict[str, nn.Parameter] = {}
-        self._given: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        self._given: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
         self._taken: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         self._count = 0
 
-    def add(self, place: Place, local: torch.Tensor, sharded: nn.Parameter, *, owned_bytes: int) -> None:
-        """Takes a tensor in turn, with this rank's rows of it; one that is too large stays sharded."""
+    def add(self, place: Place, sharded: nn.Parameter, *, owned_bytes: int) -> None:
+        """Takes a tensor in turn; one that is too large stays sharded."""
         meta = torch.empty(place.shape, dtype=torch.bfloat16, device="meta")
         self._whole[place.name] = nn.Parameter(meta, requires_grad=False)
         if meta.nbytes >= owned_bytes:
             self._stage[place.name] = sharded
             return
         owner, self._count = self._count % self._world_size, self._count + 1
-        self._given[owner].append(local.view(-1))
+        self._given[owner].append(sharded)
         if owner == self._rank:
             whole = torch.zeros(place.shape, dtype=torch.bfloat16, device=self._device)
             self._stage[place.name] = nn.Parameter(whole, requires_grad=False)
@@ -312,7 +313,11 @@ class Owners:
 
     def gather(self) -> None:
         """Sends each small tensor's rows to its owner, in one message for each pair of ranks."""
-        sent = [torch.cat(given) if given else torch.empty(0, dtype=torch.bfloat16) for given in self._given]
+        sent: list[torch.Tensor] = []
+        for given in self._given:
+            # Shards may have moved since the last update, so they are looked up in each, as weightcast does.
+            local = [cast(DTensor, one)._local_tensor.view(-1) for one in given]
+            sent.append(torch.cat(local) if local else torch.empty(0, dtype=torch.bfloat16, device=self._device))
         received = [
             torch.empty(sum(map(torch.Tensor.numel, taken)), dtype=torch.bfloat16, device=self._device)
             for taken in self._taken

@@ -50,7 +50,7 @@ class IpcSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     handles: Annotated[tuple[MemoryHandle, ...], Meta(min_length=1, max_length=4096)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of one slot's tensor that lies in one of several buffers, at its place in the bucket."""
 
     slot: Annotated[int, Meta(ge=0, le=MAX_TENSORS)]

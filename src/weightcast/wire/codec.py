@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcast.errors import WireError
+from weightcast.runtime.gc_pause import gc_paused
 from weightcast.runtime.lru import Lru
 from weightcast.wire.answers import Ack, RankAck
 from weightcast.wire.engine_info import EngineInfo
@@ -248,11 +249,12 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"the message has {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     try:
-        form = _decoder.decode(data)
-        if isinstance(form, _OpenForm):
-            return _opened(form)
-        if isinstance(form, _PrepareForm):
-            return _prepared(form)
-        return _announced(form) if isinstance(form, _AnnounceForm) else form
+        with gc_paused():  # tables of tensors and parts are many new objects
+            form = _decoder.decode(data)
+            if isinstance(form, _OpenForm):
+                return _opened(form)
+            if isinstance(form, _PrepareForm):
+                return _prepared(form)
+            return _announced(form) if isinstance(form, _AnnounceForm) else form
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise WireError(f"not a weightcast message: {error}") from None
