@@ -120,11 +120,6 @@ def with_token(store: dist.Store, token: str) -> dist.Store:
     return dist.PrefixStore(f"weightcast/{token}", store)
 
 
-def words_of(rank: int) -> str:
-    """Key of what a member tells the others."""
-    return f"words/{rank}"
-
-
 def relay_of(rank: int) -> str:
     """Key of a member's place in its chain."""
     return f"relay/{rank}"

@@ -21,10 +21,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from weightcast.comm import told_words
 from weightcast.comm.abort_notice import AbortNotice
 from weightcast.comm.group_moves import Move, Tags, start_moves
 from weightcast.comm.relays import Relay, chains
-from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, relay_of, with_token, words_of
+from weightcast.comm.rendezvous import GroupFailed, connect_to_store, first_line, here, relay_of, with_token
 from weightcast.comm.watchdog import groups_that_end_nothing
 from weightcast.errors import ConfigError, DeadlineExceeded, WeightcastError
 from weightcast.runtime import blocking_threads
@@ -134,10 +135,12 @@ class UpdateGroup:
                 else:
                     prefixed = with_token(base, token)
                     if tells is not None:
-                        prefixed.set(words_of(rank), tells)  # type: ignore[arg-type]  # it takes bytes
+                        told_words.tell(prefixed, rank, tells)
                         if not tells:
                             self._store, self._notice = prefixed, AbortNotice(prefixed)
                     self._meet(prefixed, deadline, timeout_s)
+                    if tells is not None and rank == 0:
+                        told_words.publish(prefixed, world_size)  # before the first byte, for which the others wait
                 self._group = group = _new_group(prefixed, rank, world_size, device, address, timeout_s)
                 if self._aborted.is_set():  # that abort found no group yet
                     _hang_up(group, rank, world_size, device)
@@ -237,8 +240,10 @@ class UpdateGroup:
         """Calls ``start_broadcast`` and ``finish``."""
         self.finish(self.start_broadcast(data), what=what, timeout_s=timeout_s)
 
-    def told(self, ranks: Iterable[int]) -> list[bytes]:
+    def told(self, ranks: Iterable[int]) -> Sequence[bytes]:
         """Returns the words of these members, in order; every member has told its own before the rendezvous ended.
+
+        Equal words are read once, and are one object.
 
         Raises:
             GroupFailed: The rendezvous was closed.
@@ -246,8 +251,8 @@ class UpdateGroup:
         self._check()
         assert self._store is not None
         try:
-            return [bytes(self._store.get(words_of(rank))) for rank in ranks]
-        except RuntimeError as error:
+            return told_words.read(self._store, ranks)
+        except (RuntimeError, ValueError) as error:
             raise GroupFailed(f"group {self.name}: {first_line(error)}") from error
 
     def set_relays(self, first_rank: int) -> None:
