@@ -12,10 +12,12 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -272,10 +274,14 @@ class Channel:
             except WeightcastError as cause:
                 raise cause from error
             raise self._give_up(error, posts, index, answered) from error
-        with self._turns:
-            self._unanswered.append((index, posts))
+        self._expect(index, posts)
         if self._in_flight == 1:
             self.drain()
+
+    def _expect(self, index: int, posts: list[Future[None]]) -> None:
+        """Notes replies that are due.  The threads of two buckets may come here in any order."""
+        with self._turns:
+            insort(self._unanswered, (index, posts), key=itemgetter(0))
 
     def drain(self) -> None:
         """Reads the replies that are due; raises as ``send``."""
