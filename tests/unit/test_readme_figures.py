@@ -58,8 +58,8 @@ def vllm(name: str, case: str, said: str) -> dict[str, float]:
     return {"limit": limit, "weightcast": later([step["update_s"] for step in steps])}
 
 
-def sglang(name: str, case: str) -> dict[str, float]:
-    [model] = read(name)["models"].values()
+def sglang(name: str, model_name: str, case: str) -> dict[str, float]:
+    model = read(name)["models"][model_name]
     found = {
         "limit": model["limits"]["copy_of_the_weights_s"],
         "weightcast": later([push["seconds"] for push in model["cases"][case]["pushes"]]),
@@ -82,17 +82,17 @@ def pairs(name: str, case: str, column: str) -> dict[str, float]:
 
 
 REAL = {
-    "vLLM 0.25.1, Qwen3-8B, 16 GB, an H100": lambda: vllm(
-        "gpu-vllm-receiver-own-stream-8b-h100", "8b", "direct, idle, in_place"
+    "vLLM 0.25.1, Qwen3-8B, 16 GB": lambda: vllm("gpu-vllm-receiver-mapped-h200", "8b", "direct, idle, in_place"),
+    "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm(
+        "gpu-vllm-receiver-mapped-h200", "moe", "direct, idle, in_place"
     ),
-    "vLLM 0.25.1, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: vllm("gpu-vllm-receiver-h200", "moe", "idle, in_place"),
-    "SGLang 0.5.17, Qwen3-8B, 16 GB, an H100": lambda: sglang(
-        "gpu-sglang-receiver-h100", "receiver, idle, buckets of 2048 MiB"
+    "SGLang 0.5.17, Qwen3-8B, 16 GB": lambda: sglang(
+        "gpu-sglang-receiver-mapped-h200", "qwen3-8b", "receiver, idle, buckets of 2048 MiB"
     ),
     "SGLang 0.5.17, 16 layers of Qwen3-30B-A3B, 21 GB": lambda: sglang(
-        "gpu-sglang-receiver-30b-h200", "receiver, idle, buckets of 2048 MiB"
+        "gpu-sglang-receiver-mapped-h200", "qwen3-30b-a3b-16-layers", "receiver, idle, buckets of 2048 MiB"
     ),
-    "vLLM 0.25.1, TP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-own-stream-2xh100", "tp2", "vLLM"),
+    "vLLM 0.25.1, TP 2, Qwen3-8B, two H200s": lambda: pairs("gpu-vllm-pairs-mapped-2xh200", "tp2", "vLLM"),
     "vLLM 0.25.1, DP 2, Qwen3-8B, two H100s": lambda: pairs("gpu-vllm-pairs-2xh100", "dp2", "vLLM"),
     "vLLM 0.25.1, TP 2 and EP, 16 layers of Qwen3-30B-A3B, two H200s": lambda: pairs(
         "gpu-vllm-pairs-2xh200", "ep2", "vLLM"
