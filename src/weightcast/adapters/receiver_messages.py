@@ -8,6 +8,7 @@ import msgspec
 
 from weightcast.comm.shared_buckets import Shared
 from weightcast.protocols import Invitation
+from weightcast.runtime.lru import Lru
 from weightcast.wire.bucket_sources import (
     BroadcastSource,
     ByRankSource,
@@ -24,6 +25,10 @@ from weightcast.wire.bucket_sources import (
 )
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Announce, Join
+
+_KEPT_BYTES = 64 << 20
+_PART_BYTES = 512
+_kept: Lru[tuple[int, ...], tuple[tuple[Shared, ...], MappedSource]] = Lru(_KEPT_BYTES)
 
 
 def join_of(invitation: Invitation) -> Join:
@@ -90,7 +95,17 @@ def _by_host(shared: Sequence[Shared]) -> tuple[RanksMemory, ...]:
 
 
 def _mapped(shared: Sequence[Shared]) -> MappedSource:
-    """One list of all trainer ranks' memories, and of the parts in them."""
+    """One list of all trainer ranks' memories, and of the parts in them; the same object for the same ``shared``."""
+    key = tuple(map(id, shared))
+    known = _kept.get(key)
+    if known is None:
+        source = _joined(shared)
+        known = tuple(shared), source  # kept alive, so that their ids stay their own
+        _kept.put(key, known, _PART_BYTES * len(source.parts))
+    return known[1]
+
+
+def _joined(shared: Sequence[Shared]) -> MappedSource:
     memories: list[MemoryHandle] = []
     parts: list[MappedPart] = []
     for item in shared:

@@ -24,6 +24,7 @@ from weightcast.errors import WeightcastError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import Exporter, Lender, Mappable, Planning, Summing
+from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.update.exchange import Exchange
 from weightcast.update.finite import check_parts_finite
@@ -45,6 +46,8 @@ Progress = Callable[[int, int], None]
 
 _NUM_SLOTS = 2
 _shared = msgspec.json.Decoder(Shared)
+_TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
+_known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
 _shared_parts = msgspec.json.Decoder(SharedParts)
 
 
@@ -121,6 +124,7 @@ class BucketStream:
         self._mapped = MappedShares(exporter, group)
         self._boxes: tuple[bytes, ...] = ()
         self._names: tuple[str, ...] = ()
+        self._mine: tuple[Shared, bytes] | None = None  # handles to this rank's own memory, as they were sent last
         self._packs = Packs(())
 
     @property
@@ -408,12 +412,21 @@ class BucketStream:
         shared = self._mapped.share(lying)
         if self._group.world_size == 1:
             return [shared]
-        return self._shared_by(self._group.gather_bytes(msgspec.json.encode(shared), timeout_s=self._wait_s) or [])
+        if self._mine is None or self._mine[0] is not shared:
+            self._mine = shared, msgspec.json.encode(shared)
+        return self._shared_by(self._group.gather_bytes(self._mine[1], timeout_s=self._wait_s) or [])
 
     def _shared_by(self, gathered: Sequence[bytes]) -> list[Shared]:
         """The handles that trainer ranks sent, in order of rank, with the host where they can be opened."""
-        shared = [(rank, _shared.decode(item)) for rank, item in enumerate(gathered) if item]
-        if not self._choice.reading_hosts:
-            return [one for _, one in shared]
-        hosts = self._group.hosts
-        return [msgspec.structs.replace(one, host=hosts[rank]) for rank, one in shared]
+        hosts = self._group.hosts if self._choice.reading_hosts else ()
+        return [_shared_of(item, hosts[rank] if hosts else "") for rank, item in enumerate(gathered) if item]
+
+
+def _shared_of(item: bytes, host: str) -> Shared:
+    """Decodes what a trainer rank sent: the same object for the same bytes, as long as it is kept."""
+    known = _known_shared.get((item, host))
+    if known is None:
+        known = _shared.decode(item)
+        known = msgspec.structs.replace(known, host=host) if host else known
+        _known_shared.put((item, host), known, _TIMES_ITS_BYTES * len(item))
+    return known

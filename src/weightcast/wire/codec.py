@@ -36,6 +36,7 @@ from weightcast.wire.messages import (
     TellBoxes,
 )
 from weightcast.wire.plans import MAX_BUCKETS, PlanHash, Tables, hash_of, kept_plan, take_plan
+from weightcast.wire.source_tables import decode_source, encode_source
 
 MAX_MESSAGE_BYTES = 256 << 20  # specs of 2**20 tensors with long names stay below
 
@@ -59,14 +60,15 @@ _Bucket = Annotated[int, Meta(ge=0, lt=MAX_BUCKETS)]
 # Either the specs of an Open, or the hash of a plan, with the plan itself until the other end has it.
 _OpenForm = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": msgspec.Raw})
 _PrepareForm = _form(Prepare, {"plan": PlanHash, "tables": msgspec.Raw})
-_AnnounceForm = _form(Announce, {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket})
+_ANNOUNCED: dict[str, Any] = {"layout": BucketLayout, "plan": PlanHash, "bucket": _Bucket}
+_AnnounceForm = _form(Announce, _ANNOUNCED | {"source": msgspec.Raw})
 _RankForm = _form(RankAck, {"held": HeldForm})
 # The specs as raw bytes, so that those in the cache are not decoded again; or their hash, if the other end has them.
 _InfoForm = _form(EngineInfo, {"specs": msgspec.Raw, "table": PlanHash})
 # The same for documents, in which every part has its own schema.
 OPEN_SCHEMA = _form(Open, {"specs": _Specs, "plan": PlanHash, "tables": Tables})
 PREPARE_SCHEMA = _form(Prepare, {"plan": PlanHash, "tables": Tables})
-ANNOUNCE_SCHEMA = _AnnounceForm
+ANNOUNCE_SCHEMA = _form(Announce, _ANNOUNCED)
 
 _encoder = msgspec.json.Encoder()
 # Made at import: msgspec inspects a class when its decoder is made, and two threads that do so at once crash.
@@ -120,7 +122,7 @@ def encode(
         rest: dict[str, Any] = {"layout": message.layout, "plan": msgspec.UNSET, "bucket": msgspec.UNSET}
         if message.plan:
             rest = {"layout": msgspec.UNSET, "plan": message.plan, "bucket": message.layout.index}
-        message = _with(_AnnounceForm, message, **rest)
+        message = _with(_AnnounceForm, message, source=encode_source(message.source), **rest)
     elif isinstance(message, RankAck):
         held = form_of(message.held, known_tables) if message.held.table.parts else msgspec.UNSET
         message = _with(_RankForm, message, held=held)
@@ -167,17 +169,20 @@ def _prepared(form: Any) -> Prepare:
 
 def _announced(form: Any) -> Announce:
     """Returns the Announce of its form."""
+    if form.source is msgspec.UNSET:
+        raise ValueError("an Announce needs a source")
+    source = decode_source(form.source)
     if form.layout is not msgspec.UNSET:
         if form.plan is not msgspec.UNSET or form.bucket is not msgspec.UNSET:
             raise ValueError("an Announce has a layout, or a bucket of a plan")
         form.layout.check()
-        return _with(Announce, form, plan="")
+        return _with(Announce, form, source=source, plan="")
     if form.plan is msgspec.UNSET or form.bucket is msgspec.UNSET:
         raise ValueError("an Announce needs a layout, or a bucket of a plan")
     layouts = kept_plan(form.plan).layouts
     if form.bucket >= len(layouts):
         raise ValueError(f"bucket {form.bucket}: its plan has {len(layouts)}")
-    return _with(Announce, form, layout=layouts[form.bucket])
+    return _with(Announce, form, source=source, layout=layouts[form.bucket])
 
 
 def _described(data: bytes) -> EngineInfo:
