@@ -10,7 +10,6 @@ import torch
 
 from tests.gpu.needs import needs
 from weightcast.digest.definition import partial_sums
-from weightcast.digest.kernel import Launches
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.receiver.staging import Staging
 
@@ -125,6 +124,8 @@ def test_more_than_is_free_is_refused_before_anything_moves(live):
 @needs(2)
 @pytest.mark.parametrize("far", [True, False])
 def test_what_comes_from_another_gpu_is_mapped_whole(live, far):
+    from weightcast.digest.kernel import Launches  # which needs Triton
+
     for one, other in ((0, 1), (1, 0)):  # torch lets the GPUs reach each other's memory from then on
         torch.zeros(1, device=f"cuda:{one}").copy_(torch.zeros(1, device=f"cuda:{other}"))
     stage = Staging(live, "device", keep_storage=True, may_move=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
-from weightcast.digest import far_copies, kernel
+from weightcast.digest import far_copies
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.transfers import RepeatedTransfers, can_transfer, prepare_kernels
@@ -143,6 +143,8 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
 
 
 def test_slices_copy_and_sum_what_one_launch_does(monkeypatch):
+    from weightcast.digest import kernel  # which needs Triton
+
     monkeypatch.setattr(kernel, "_PACED_TILES", 3)
     source = torch.randn(2500, 1027, device="cuda").to(torch.bfloat16)
     target = torch.zeros_like(source)

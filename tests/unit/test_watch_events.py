@@ -20,11 +20,13 @@ from weightcast.watch.listeners import Events
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket_sources import (
     BroadcastSource,
+    ByRankSource,
     ExchangeSource,
     IpcSource,
     MappedSource,
     MemoryHandle,
     PartialBuffer,
+    RanksMemory,
     RemoteBuffer,
     RemoteMemory,
     RemoteSource,
@@ -157,6 +159,7 @@ SOURCES = [
     ("direct", MappedSource(memories=(HANDLE,), parts=())),
     ("direct", ExchangeSource(group="g", parts=((),))),
     ("broadcast", BroadcastSource(group="g")),
+    ("ipc+broadcast", ByRankSource(near=(RanksMemory(ranks=(0,), handles=(HANDLE,)),), group="g")),
 ]
 
 
@@ -171,4 +174,5 @@ def test_a_bucket_is_told_with_the_transport_that_sent_it(name, source):
 
 def test_every_source_of_a_bucket_names_its_transport():
     assert {type(source) for _, source in SOURCES} == set(get_args(Source))
-    assert {kind.transport for kind in get_args(Source)} <= set(get_args(TransportName))
+    names = {name for kind in get_args(Source) for name in kind.transport.split("+")}
+    assert names <= set(get_args(TransportName))

@@ -50,14 +50,12 @@ class OutsideReferences:
                 for name, (tensors, leaf) in self._places.items()
                 if (current := tensors.get(leaf)) is not None
             }
-            gone = [
-                (name, tensor)
-                for name, reference in self._found
-                if (tensor := reference()) is not None
-                and tensor.numel()
-                and tensor.untyped_storage().data_ptr() != now.get(name)
-            ]
-        stale = [(name, _holder(tensor)) for name, tensor in gone]
+            stale: list[tuple[str, str]] = []
+            for name, reference in self._found:  # a comprehension's own variables would be found as holders
+                tensor = reference()
+                if tensor is None or not tensor.numel() or tensor.untyped_storage().data_ptr() == now.get(name):
+                    continue
+                stale.append((name, _holder(tensor)))
         if stale:
             name, holder = next((found for found in stale if found[1]), stale[0])
             raise EngineFailure(
