@@ -34,6 +34,7 @@ from weightcast.plugins.switch_executor import CANCEL, GO, NOTHING, READY
 from weightcast.receiver import WeightReceiver
 from weightcast.receiver.rank_connections import Connection
 from weightcast.runtime.pace import paced
+from weightcast.runtime.streams import OwnStream
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Abort, Announce, Commit, Message, Open
 
@@ -92,7 +93,7 @@ class SwitchRank(ABC):
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._beside = OwnStream(device)
         self._tasks: deque[BoundaryTask] = deque()
         self._listener: Listener | None = None
         self._connection: Connection | None = None
@@ -253,16 +254,9 @@ class SwitchRank(ABC):
 
         The exchange stays on the engine's stream, and waits for all of the device.
         """
-        if self.device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
         takes = isinstance(message, Announce)
-        if not takes:
-            # Whoever else writes weights does so on the default stream, and what it wrote is read now.
-            self._stream.wait_stream(torch.cuda.default_stream(self.device))
-        with torch.cuda.stream(self._stream), paced(self._let_a_step_begin) if takes else nullcontext():
+        # Whoever else writes weights does so on the default stream, and what it wrote is read now.
+        with self._beside.current(behind=not takes), paced(self._let_a_step_begin) if takes else nullcontext():
             yield
 
     def _let_a_step_begin(self) -> None:
