@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.mapped import HostMapper
+from tests.unit.test_staging import bits, residents, write
 from weightcast.receiver import staging
 from weightcast.receiver.staging import Staging
 
@@ -20,37 +21,8 @@ def mapper(monkeypatch):
     return found
 
 
-def residents() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {
-        "matrix": torch.nn.Parameter(torch.randn(70, 50), requires_grad=False),
-        "half": torch.nn.Parameter(torch.randn(9000).to(torch.bfloat16)),
-        "transposed": torch.nn.Parameter(torch.randn(4, 6).t(), requires_grad=False),
-        "scalar": torch.tensor(3),
-        "empty": torch.empty(0, 3),
-        "flags": torch.tensor([True, False]),
-        "tail of a larger one": torch.randn(10)[4:8],
-        "with gaps": torch.randn(9, 8)[2:7, 1:6],
-    }
-
-
 def staged(live: dict[str, torch.Tensor]) -> Staging:
     return Staging(live, "device", keep_storage=True, may_move=True)
-
-
-def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {
-        name: tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        for name, tensor in tensors.items()
-    }
-
-
-def write(stage: Staging, live: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    new = {}
-    for name, tensor in live.items():
-        new[name] = (torch.randn(tensor.shape) * 5).to(tensor.dtype)
-        stage.target(name).detach().copy_(new[name])
-    return bits(new)
 
 
 def test_contents_change_places_and_addresses_stay(mapper):
