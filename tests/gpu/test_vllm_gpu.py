@@ -96,7 +96,6 @@ def vllm(
 
 
 ONE = [0]
-STREAMS = ["--worker-extension-cls=tests.vllm_streams.Streams"]
 CASES = [
     pytest.param("llama", "ipc", "ipc", ["cuda:0"], ONE, True, id="vllm stock ipc, tp1, eager"),
     pytest.param("llama", "weightcast", "ipc", ["cuda:0"], ONE, False, id="vllm plug-in ipc, tp1, graphs"),
@@ -173,13 +172,16 @@ def test_an_updated_engine_answers_as_one_started_on_the_weights(
         )
 
 
+@pytest.mark.parametrize("way", ["streams", "copies"])
 def test_forward_passes_are_ordered_behind_the_exchange(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, record: Record, way: str
 ) -> None:
     a, b = models(tmp_path_factory, "llama")
     common: dict[str, Any] = {"backend": "weightcast", "gpus": ONE, "eager": False}
     with (
-        vllm(a, tmp_path / "watched.log", **common, options=STREAMS) as server,
+        vllm(
+            a, tmp_path / "watched.log", **common, options=[f"--worker-extension-cls=tests.vllm_{way}.Streams"]
+        ) as server,
         vllm(b, tmp_path / "expected.log", **common) as other,
     ):
         server.wait_ready()
@@ -200,10 +202,18 @@ def test_forward_passes_are_ordered_behind_the_exchange(
                 assert row.proof == "resident", row
             assert all(each.result()["usage"]["completion_tokens"] == 200 for each in running)
         [seen] = server.post("/collective_rpc", {"method": "streams_seen"})["results"]
+        [mappings] = server.post("/collective_rpc", {"method": "mappings_seen"})["results"]
         record("streams", seen)
-        assert len(seen["exchange"]) == 1
-        assert seen["graph"] == seen["exchange"]
-        assert seen["module"] in ([], seen["exchange"])  # a whole step may be one graph
+        record("mappings", mappings)
+        assert len(seen["graph"]) == 1
+        assert seen["module"] in ([], seen["graph"])  # a whole step may be one graph
+        assert mappings["while a stream worked"] == 0
+        if way == "copies":
+            assert seen["exchange"] == seen["graph"]
+            assert mappings["made"] == 0
+        else:
+            assert seen["exchange"] == []
+            assert mappings["made"] >= version
         assert Vllm().answers(server) == Vllm().answers(other)
 
 

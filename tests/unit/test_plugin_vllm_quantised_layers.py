@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, check_cache_scales, is_quantised, why_refused
+from weightcast.plugins.vllm.quantised_layers import (
+    QuantisedLayer,
+    check_cache_scales,
+    is_quantised,
+    keep_cache_scales,
+    why_refused,
+)
 
 CPU = torch.device("cpu")
 VLLM = "vllm.model_executor.layers.stand_in"  # objects of other packages are not looked into
@@ -243,3 +249,16 @@ def test_other_names_that_a_loader_skips_are_not_scales_of_the_cache() -> None:
     check_cache_scales(
         ["lm_head.weight", "mtp.0.q_proj.weight_scale", "mtp.0.q_proj.input_scale", "a.weight_scale_inv"]
     )
+
+
+def test_scales_of_the_cache_that_are_parameters_become_buffers_of_the_same_memory() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    attention = model[1]
+    attention.register_buffer("_k_scale", torch.ones(()))
+    scale = nn.Parameter(torch.full((1,), 2.0))
+    attention._k_scale = scale  # as vLLM 0.25 does for compressed-tensors: no buffer any more
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1._k_scale"]
+    keep_cache_scales(model)
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
+    assert dict(model.named_buffers())["1._k_scale"].data_ptr() == scale.data_ptr()
+    assert attention._k_scale is dict(model.named_buffers())["1._k_scale"]

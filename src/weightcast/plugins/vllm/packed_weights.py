@@ -24,7 +24,7 @@ from torch import nn
 
 from weightcast.digest.definition import tensor_digest
 from weightcast.errors import ConfigError, EngineFailure
-from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, why_refused
+from weightcast.plugins.vllm.quantised_layers import QuantisedLayer, is_quantised, keep_cache_scales, why_refused
 from weightcast.plugins.vllm.weight_copies import AttentionCopies, OutsideReferences
 from weightcast.receiver.loader import residents_of
 
@@ -68,6 +68,7 @@ class UnpackedModel:
         self._derived: list[tuple[str, Any]] = []  # Any: vLLM is not installed where types are checked
         self._as_found: dict[str, dict[str, str]] = {}
         self._quantised: list[QuantisedLayer] = []
+        keep_cache_scales(model)
         for name, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if method is None or not dict(layer.named_parameters(recurse=False)):

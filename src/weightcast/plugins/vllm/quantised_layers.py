@@ -92,6 +92,19 @@ def check_cache_scales(skipped: Iterable[str]) -> None:
         )
 
 
+def keep_cache_scales(model: nn.Module) -> None:
+    """Makes buffers of the scales of the KV cache, as vLLM does itself from 0.32 on.
+
+    Before, compressed-tensors left them as parameters of attention: a sleep of level 2 lost them, and they looked like
+    weights that no checkpoint brings.
+    """
+    for module in model.modules():
+        for name in ("_k_scale", "_v_scale", "_q_scale"):
+            scale = module._parameters.pop(name, None)
+            if scale is not None:
+                module.register_buffer(name, scale.detach())
+
+
 @dataclass(slots=True)
 class Reached:
     """Tensors and numbers that a layer and its kernels hold, by path from the layer.

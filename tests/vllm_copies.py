@@ -1,0 +1,11 @@
+"""Runs inside vLLM's workers, which then exchange weights by copies where they would map memory.
+
+``--worker-extension-cls tests.vllm_copies.Streams`` does it: vLLM imports this before it loads a model.
+"""
+
+from __future__ import annotations
+
+from tests.vllm_streams import Streams as Streams
+from weightcast.plugins.vllm import worker
+
+worker.maps_weights = lambda vllm_config: False
