@@ -1,4 +1,4 @@
-"""Pushes weights into LMDeploy with our receiver, in every pause mode, idle and under load, and kills a trainer.
+"""Pushes weights into LMDeploy with our receiver: in every pause mode, idle, under load and asleep; kills a trainer.
 
     export PYTHONPATH=src
     python -m benchmarks.gpu_lmdeploy_receiver --site SITE --out benchmarks/results/gpu-lmdeploy-receiver-h200.json
@@ -188,6 +188,11 @@ class Server:
             found.append(answer.json()["output_ids"])
         return found
 
+    def ask(self, path: str) -> None:
+        answer = httpx.post(f"{self.url}{path}", json={}, timeout=120, trust_env=False)
+        if answer.status_code != 200:
+            raise RuntimeError(f"POST {path}: {answer.status_code} {answer.text[:300]}")
+
     def info(self) -> dict[str, Any]:
         answer = httpx.get(f"{self.url}/weightcast/info", timeout=60, trust_env=False).json()
         return {name: answer[name] for name in ("state", "version", "message", "staging", "staging_bytes")}
@@ -296,6 +301,28 @@ class Run:
                 wrong.append("with the first weights again, answers differ from the first ones")
         return found | {"wrong": wrong[:8]}
 
+    def slept(self, level: int) -> dict[str, Any]:
+        """Sleeps, wakes the weights, updates them and wakes the cache; how much memory that gave back."""
+        wrong: list[str] = []
+        free_before = _free_bytes(self.args.device)
+        self.server.ask(f"/sleep?level={level}")
+        given_back = _free_bytes(self.args.device) - free_before
+        self.server.ask("/wakeup?tags=weights")
+        self.version += 1
+        set_weights(self.model, self.version)
+        with self.connect("abort") as updater:
+            report = updater.update(version=self.version)
+        self.server.ask("/wakeup?tags=kv_cache")
+        found = {"seconds": report.seconds, "bytes": report.bytes, "memory_given_back_bytes": given_back}
+        if report.targets[0].proof != "resident":
+            wrong.append(f"it was not proven resident: {report}")
+        if self.args.device == "cuda" and given_back < 2 * report.bytes:
+            wrong.append("sleep did not give both sets of weights back")
+        found["worst_gap_nats"] = round(max(self.gaps(self.server.answers())), 4)
+        if found["worst_gap_nats"] > self.args.tolerance:
+            wrong.append("fresh answers are not those of the new weights")
+        return found | {"wrong": wrong}
+
     @torch.no_grad()
     def gaps(self, answers: Sequence[Sequence[int]]) -> list[float]:
         """By how many nats each token is worse than the trainer's best one in its place."""
@@ -355,6 +382,13 @@ def stall(args: argparse.Namespace) -> None:
         updater.update(version=args.version)
 
 
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
 class Late(BaseException):
     """The time is over.  No case may take it for a failure of its own."""
 
@@ -385,6 +419,9 @@ def run(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> None:
             cases.append(("version 0 again", lambda: runs.push("retract", 0, seed=0)))
             cases.append(("killed trainer", lambda: runs.killed(folder)))
             cases.append(("after the killed trainer", lambda: runs.push("in_place", 0)))
+            for level in (1, 2):
+                cases.append((f"update between sleep {level} and the cache", lambda level=level: runs.slept(level)))
+            cases.append(("after sleep", lambda: runs.push("in_place", 0)))
             for name, do in cases:
                 begun = time.monotonic()
                 try:
@@ -454,7 +491,7 @@ def main() -> int:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     cases = result.get("cases", {})
-    result["ok"] = not result.get("failure") and len(cases) == 12 and not any(case["wrong"] for case in cases.values())
+    result["ok"] = not result.get("failure") and len(cases) == 15 and not any(case["wrong"] for case in cases.values())
     text = json.dumps(result, indent=1)
     if args.out is None:
         print(text)

@@ -65,6 +65,8 @@ class LmdeployRank(SwitchRank):
             world_size=int(here.dist_config.world_size),
             device=self.device,
             between_steps=self.between_steps,
+            # Graphs are captured later, and again after each sleep, for which LMDeploy moves the weights away.
+            may_move=True,
             engine=self.engine,
             without=WITHOUT,
         )
