@@ -101,7 +101,7 @@ REAL = {
     "SGLang 0.5.17, TP 2, 16 layers of Qwen3-30B-A3B, two H200s": lambda: pairs(
         "gpu-sglang-pairs-2xh200", "moe2", "SGLang"
     ),
-    "LMDeploy 0.18.0, 8 layers of Qwen3-8B, 5.6 GB": lmdeploy,
+    "LMDeploy 0.18.0, Qwen3-8B, 16 GB": lmdeploy,
 }
 
 
