@@ -25,7 +25,7 @@ from weightcast.receiver.loader import Finisher
 from weightcast.receiver.recorder import record_routes
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
 
-_METHODS = ("draft_model", "eagle", "mtp")
+_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
