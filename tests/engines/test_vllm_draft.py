@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.e2e.engines import Engine, push, weightcast
 from tests.engines.test_vllm_cpu import COUNT, PROMPTS, SIZES
@@ -95,40 +93,3 @@ def test_a_draft_that_is_kept_is_named(tmp_path: Path) -> None:
         # It is named before anything moves, too.
         assert any("the draft model keeps the weights" in hazard for hazard in engine.info()["hazards"])
         assert "the draft model keeps the weights" in " ".join(weightcast("doctor", engine.url).stdout.split())
-
-
-@pytest.mark.engine_full
-def test_an_eagle_head_is_updated_with_the_model(tmp_path: Path) -> None:
-    import torch
-
-    weights = made(tmp_path)
-    (a, _, said_a), (b, _, said_b) = weights["A"], weights["B"]
-    heads: dict[str, dict[str, torch.Tensor]] = {}
-    for number, name in enumerate(("one", "two")):
-        model = tiny_model(tmp_path / name, seed=10 + number, num_hidden_layers=1, **SIZES)
-        tensors = {
-            path.removeprefix("model."): tensor
-            for path, tensor in model.state_dict().items()
-            if path.startswith("model.layers.") and "input_layernorm" not in path
-        }
-        width = SIZES["hidden_size"]
-        tensors["fc.weight"] = torch.randn(width, 2 * width) * 0.1
-        heads[name] = {path: tensor.detach().clone() for path, tensor in tensors.items()}
-        save_file(heads[name], tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        (tmp_path / name / "config.json").write_text(json.dumps(config | {"architectures": ["EagleLlamaForCausalLM"]}))
-    speculative = {"method": "eagle", "model": str(tmp_path / "one"), "num_speculative_tokens": 2}
-    with vllm(a, tmp_path, "--speculative-config", json.dumps(speculative), *UPDATE, tp=2) as engine:
-        assert greedy_tokens(engine, PROMPTS, COUNT) == said_a
-        names = {spec["name"] for spec in engine.info()["specs"]}
-        assert {f"draft.{path}" for path in heads["two"]} <= names
-        with WeightUpdater.connect(
-            load_file(b / "model.safetensors"),
-            [Target(engine.url)],
-            draft=heads["two"],
-            bucket_bytes=1 << 16,
-            timeout_s=60.0,
-        ) as updater:
-            (row,) = updater.update().targets
-        assert (row.proof, row.digests_matched, row.not_updated) == ("resident", 2, ())
-        assert greedy_tokens(engine, PROMPTS, COUNT) == said_b

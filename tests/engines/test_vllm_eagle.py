@@ -150,7 +150,9 @@ def played(engine: Engine) -> tuple[list[list[int]], list[tuple[int, int]]]:
 def _counted(engine: Engine) -> tuple[int, int]:
     page = engine.client.get(f"{engine.url}/metrics").text
     accepted, tried = (
-        sum(float(value) for value in re.findall(rf"^vllm:spec_decode_num_{name}_tokens_total{{.*}} (\S+)$", page, re.M))
+        sum(
+            float(value) for value in re.findall(rf"^vllm:spec_decode_num_{name}_tokens_total{{.*}} (\S+)$", page, re.M)
+        )
         for name in ("accepted", "draft")
     )
     return int(accepted), int(tried)
@@ -188,7 +190,6 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) 
         assert (row.proof, row.digests_matched, row.not_updated) == ("resident", tp, ())
         # As many tokens of the head are accepted as by a server that was started on the same two checkpoints.
         assert played(engine) == expected
-        print(expected[1], first[1])
         assert 0.4 < share(expected[1]) < 1
         # The head of other weights foresees nothing: model and head are both switched by each commit.
         with WeightUpdater.connect(
@@ -197,6 +198,49 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) 
             (row,) = updater.update().targets
         assert (row.proof, row.version_after) == ("resident", 2)
         tokens, counts = played(engine)
-        print(counts)
         assert tokens == expected[0]
+        assert share(counts) < 0.2
+
+
+@pytest.mark.engine_full
+@pytest.mark.parametrize(("method", "tp"), [("eagle3", 1), ("eagle", 2)])
+def test_a_heads_copy_of_the_embeddings_must_stay_one(tmp_path: Path, method: str, tp: int) -> None:
+    # vLLM computes with the model's embeddings in the place of such a copy, also once the two differ.
+    a, b = (made(tmp_path / name, method, seed, copies=True) for seed, name in enumerate("ab"))
+    other = b.tensors | {"embed_tokens.weight": b.tensors["embed_tokens.weight"].flip(0).contiguous()}
+    without = {name: tensor for name, tensor in b.tensors.items() if name != "embed_tokens.weight"}
+    with vllm(b.model, tmp_path, *options(b, method), tp=tp) as fresh:
+        expected = played(fresh)
+    with vllm(a.model, tmp_path, *options(a, method), *UPDATE, tp=tp) as engine:
+        first = played(engine)
+        assert first != expected
+        assert "draft.embed_tokens.weight" in {spec["name"] for spec in engine.info()["optional"]}
+        with (
+            WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=other, **OPTIONS) as updater,
+            pytest.raises(
+                WeightcastError, match=r"draft\.embed_tokens\.weight differs from model\.embed_tokens\.weight"
+            ),
+        ):
+            updater.update()
+        assert played(engine) == first
+        for version, head in enumerate((b.tensors, without), 1):
+            with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=head, **OPTIONS) as updater:
+                (row,) = updater.update().targets
+            assert (row.proof, row.version_after, row.not_updated) == ("resident", version, ())
+            assert played(engine) == expected
+
+
+@pytest.mark.engine_full
+def test_a_head_that_is_kept_is_named(tmp_path: Path) -> None:
+    a, b = (made(tmp_path / name, "eagle3", seed) for seed, name in enumerate("ab"))
+    with vllm(a.model, tmp_path, *options(a, "eagle3")) as engine:
+        tokens, counts = played(engine)
+        assert share(counts) > 0.4
+        assert any("the draft model keeps the weights" in hazard for hazard in engine.info()["hazards"])
+        with pytest.raises(ConfigError, match=r"draft\."):
+            WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **OPTIONS)
+        (row,) = push(b.model, [engine], 1)["targets"]
+        assert (row["proof"], row["not_updated"]) == ("resident", ["the draft model"])
+        after, counts = played(engine)
+        assert after != tokens
         assert share(counts) < 0.2

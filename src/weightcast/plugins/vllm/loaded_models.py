@@ -9,7 +9,7 @@ and the draft's loader picks; they keep their names.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ from weightcast.plugins.vllm.packed_weights import UnpackedModel
 from weightcast.receiver.loader import Finisher
 from weightcast.receiver.recorder import record_routes
 from weightcast.wire.layout import DRAFT_PREFIX, TensorSpec
+from weightcast.wire.routes import Route
 
 _METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
@@ -38,6 +39,8 @@ class LoadedModels:
         self._parts: dict[str, tuple[UnpackedModel, CheckpointSpecs]] = {"": (unpacked, checkpoint)}
         # Tensors of the model's checkpoint that the draft's loader gets too.
         self._of_both: frozenset[str] = frozenset()
+        # Tensors of the draft's checkpoint in whose place vLLM computes with the model's, and the routes they had.
+        self._lent: dict[str, list[Route]] = {}
 
     def add_draft(self, draft: nn.Module, model: nn.Module, vllm_config: Any, device: torch.device) -> None:
         """Loads the draft's checkpoint once more, as it was done for the model; the draft may share layers with it.
@@ -66,14 +69,9 @@ class LoadedModels:
         shared = {id(layer) for layer in model.modules()}
         own = {name for name, layer in draft.named_modules() if id(layer) not in shared}
         checkpoint.read_specs()
-        lent = [name for name, layer in draft.named_modules() if id(layer) in shared and name]
-        for spec in () if in_checkpoint else checkpoint.specs:
-            for layer in lent:
-                if layer.rpartition(".")[2] in spec.name.split("."):
-                    raise ConfigError(
-                        f"the draft's checkpoint has {spec.name}, and vLLM computes with the model's {layer} instead",
-                        hint="take the tensor out of the draft's checkpoint",
-                    )
+        lent = {name.rpartition(".")[2] for name, layer in draft.named_modules() if id(layer) in shared and name}
+        if not in_checkpoint and any(not lent.isdisjoint(spec.name.split(".")) for spec in checkpoint.specs):
+            self._lent = self._lent_layers(draft, checkpoint.specs, lent, device)
         unpacked = UnpackedModel(draft, device=device, layers=own)
         if unpacked.quantised_bytes:
             raise ConfigError(
@@ -89,7 +87,7 @@ class LoadedModels:
             checkpoint.specs.clear()  # they are the model's
             checkpoint.heads.clear()
         else:
-            unpacked.load_weights(weights)
+            unpacked.load_weights((name, tensor) for name, tensor in weights if name not in self._lent)
         unpacked.check_layouts()
         unpacked.spot_check()
         self._parts[DRAFT_PREFIX] = unpacked, checkpoint
@@ -162,7 +160,73 @@ class LoadedModels:
             self._parts[""][0].load_weights(chain((first,), of_model()))
         if of_draft:
             named = ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in chain(of_draft, rest))
-            self._parts[DRAFT_PREFIX][0].load_weights(named)
+            self._parts[DRAFT_PREFIX][0].load_weights(pair for pair in named if pair[0] not in self._lent)
+
+    def copies(self, routes: Mapping[str, Sequence[Route]]) -> dict[str, str]:
+        """Names of the draft's tensors that vLLM replaced by the model's, each with the name of the model's.
+
+        ``routes`` are those of all tensors on this rank.
+
+        Raises:
+            ConfigError: No single tensor of the model goes where the draft's would have gone.
+        """
+        found: dict[str, str] = {}
+        for name, places in self._lent.items():
+            same = [source for source, other in routes.items() if _places(other) == _places(places)]
+            if len(same) != 1:
+                raise _instead(name, places[0].parameter)
+            found[f"{DRAFT_PREFIX}{name}"] = same[0]
+        return found
+
+    def _lent_layers(
+        self, draft: nn.Module, specs: Sequence[TensorSpec], lent: Set[str], device: torch.device
+    ) -> dict[str, list[Route]]:
+        """The draft's tensors that its loader would put into layers that vLLM lends from the model.
+
+        vLLM lends a layer that the draft's checkpoint has too if both had the same values at the start.
+
+        Args:
+            lent: Last parts of the names of these layers.
+
+        Returns:
+            The routes into the model's parameters.
+
+        Raises:
+            ConfigError: A tensor goes into layers of both, or the loader computes with it.
+        """
+        everything = UnpackedModel(draft, device=device)
+        recording = record_routes(everything.load_weights, specs, everything.residents)
+        of_model = {_memory(tensor): name for name, tensor in self._parts[""][0].residents.items()}
+        found: dict[str, list[Route]] = {}
+        for spec in specs:
+            routes = recording.routes.get(spec.name, [])
+            named = [of_model.get(_memory(everything.residents[route.parameter])) for route in routes]
+            into = [
+                msgspec.structs.replace(route, parameter=name)
+                for route, name in zip(routes, named, strict=True)
+                if name is not None
+            ]
+            suspected = not lent.isdisjoint(spec.name.split("."))
+            if (into and len(into) != len(routes)) or (suspected and spec.name in recording.why):
+                raise _instead(spec.name, next(iter(sorted(lent))))
+            if into:
+                found[spec.name] = into
+        return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+
+
+def _places(routes: Sequence[Route]) -> frozenset[Route]:
+    return frozenset(msgspec.structs.replace(route, source="") for route in routes)
+
+
+def _instead(name: str, layer: str) -> ConfigError:
+    return ConfigError(
+        f"the draft's checkpoint has {name}, and vLLM computes with the model's {layer} instead",
+        hint="take the tensor out of the draft's checkpoint",
+    )
 
 
 def _picked(

@@ -310,7 +310,11 @@ class WeightcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         kept = {digest: name for name, digest in heads.items() if name not in loader.skipped}
         loader.copies = {
             name: kept[digest] for name, digest in heads.items() if name in loader.skipped and digest in kept
-        }
+        } | models.copies(loader.routes)
+        for name, original in loader.copies.items():  # a trainer casts both alike, so that their digests are the same
+            loader.expected[name] = msgspec.structs.replace(
+                loader.expected[name], dtype=loader.expected[original].dtype
+            )
         return receiver
 
     def _add_draft(self, runner: Any) -> None:
