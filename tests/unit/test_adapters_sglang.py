@@ -150,6 +150,21 @@ def test_a_version_that_loads_updates_into_its_draft_takes_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"weight_cache_mode": "daemon"}, "--weight-cache-mode must be off"),
+        ({"enable_lmcache": True}, "keep results of the old weights"),
+        ({"quantization": "fp8"}, "does not compute the scales"),
+        ({"dp_size": 2}, "dp_size must be 1"),
+    ],
+)
+def test_a_draft_lifts_no_other_refusal(more: Answers, words: str) -> None:
+    info = recognised(DRAFT | more)
+    assert info.transports == ()
+    assert words in info.message
+
+
+@pytest.mark.parametrize(
     ("server", "hazards"),
     [
         ({"speculative_algorithm": "NGRAM"}, 0),

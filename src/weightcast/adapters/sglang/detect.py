@@ -161,16 +161,12 @@ def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
         messages.append("dp_size must be 1 (one server for each replica; --enable-dp-attention is fine)")
     if int(server.get("pp_size") or 1) > 1:
         messages.append("pp_size must be 1: pipeline stages would take the same ranks of a group")
-    if _has_own_draft(server):
-        if _release(str(server.get("version") or "")) < _SELECTS_MODELS:
-            messages.append(
-                "this version would load an update into its draft model too: use SGLang 0.5.23 or later, or start it "
-                "without --speculative-draft-model-path"
-            )
-            return (), messages
-        if not messages:
-            # The other transports load into every model of the server.
-            return ("ipc", "broadcast"), messages
+    if _has_own_draft(server) and _release(str(server.get("version") or "")) < _SELECTS_MODELS:
+        messages.append(
+            "this version would load an update into its draft model too: use SGLang 0.5.23 or later, or start it "
+            "without --speculative-draft-model-path"
+        )
+        return (), messages
     online = messages[:]
     if (server.get("weight_cache_mode") or "off") != "off":
         messages.append("--weight-cache-mode must be off: it shares the weights with other servers")
@@ -185,6 +181,8 @@ def _usable_transports(server: Answer) -> tuple[tuple[str, ...], list[str]]:
             "that is quantised already, without --quantization"
         )
         return (), messages
+    if _has_own_draft(server):  # the other transports load into every model of the server
+        return (() if online else ("ipc", "broadcast")), messages
     if online:
         return ("disk",), messages
     # The server does not tell whether checkpoint-engine is installed; a missing one fails at the first update.
