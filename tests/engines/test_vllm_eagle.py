@@ -1,132 +1,26 @@
-"""Real vLLM on this CPU with EAGLE and EAGLE 3 heads, which an update writes together with the model.
-
-In these models and heads a token depends on the one before it almost alone.  So a head of the same weights foresees
-most tokens, a head of other weights few, and the number of accepted tokens shows which head vLLM computes with.
-"""
+"""Real vLLM on this CPU with EAGLE and EAGLE 3 heads, which an update writes together with the model."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.e2e.engines import Engine, push
-from tests.engines.test_vllm_cpu import PROMPTS, SIZES
+from tests.engines.eagle_heads import Weights, made
+from tests.engines.test_vllm_cpu import PROMPTS
 from tests.engines.test_vllm_draft import UPDATE
 from tests.engines.vllm_server import greedy_tokens, vllm
-from tests.tiny import VOCAB, tiny_config, tiny_model, tiny_tokenizer
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError, WeightcastError
 
 pytestmark = [pytest.mark.engine]
 
-WIDTH = SIZES["hidden_size"]
-DRAFT_WORDS = 400  # an EAGLE 3 head may know fewer words than the model
 COUNT = 24
 OPTIONS: dict[str, Any] = {"bucket_bytes": 1 << 16, "timeout_s": 60.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """A model and its head: the folders, and the head's tensors."""
-
-    model: Path
-    head: Path
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def of_model(self) -> dict[str, torch.Tensor]:
-        return load_file(self.model / "model.safetensors")
-
-
-def made(root: Path, method: str, seed: int, *, copies: bool = False) -> Weights:
-    """Writes both checkpoints.  The head may have a copy of the model's embeddings, as trainers of heads write it."""
-    model = tiny_model(root / "model", seed=seed, **SIZES)
-    follows = torch.randperm(VOCAB)  # the token after each token
-    embedding = torch.randn(VOCAB, WIDTH)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(embedding)
-        model.lm_head.weight[follows] = embedding
-        model.model.norm.weight.fill_(1)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.mul_(1e-3)  # enough to tell sets of weights apart, too little to change a token
-    model.save_pretrained(root / "model")
-    tiny_tokenizer(root / "model")
-    write = {"eagle": _eagle, "eagle3": _eagle3}[method]
-    return Weights(model=root / "model", head=root / "head", tensors=write(root / "head", embedding, follows, copies))
-
-
-def _eagle(folder: Path, embedding: torch.Tensor, follows: torch.Tensor, copies: bool) -> dict[str, torch.Tensor]:
-    """An EAGLE head with embeddings of its own, turned, and the model's ``lm_head``."""
-    turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
-    layer = _layer(folder, "layers.0.", "EagleLlamaForCausalLM", WIDTH)
-    del layer["layers.0.input_layernorm.weight"]
-    noise = torch.randn(WIDTH, WIDTH) * 0.1
-    tensors = {"embed_tokens.weight": embedding @ turn, "fc.weight": torch.cat([turn, noise], 1)}
-    if copies:
-        tensors = {"embed_tokens.weight": embedding.clone(), "fc.weight": torch.cat([torch.eye(WIDTH), noise], 1)}
-    return _saved(folder, tensors | layer)
-
-
-def _eagle3(folder: Path, embedding: torch.Tensor, follows: torch.Tensor, copies: bool) -> dict[str, torch.Tensor]:
-    """An EAGLE 3 head with the model's embeddings, and an ``lm_head`` of its own for some of the words."""
-    words = torch.randperm(VOCAB)[:DRAFT_WORDS].sort().values
-    head = torch.empty(VOCAB, WIDTH)
-    head[follows[follows]] = embedding  # it foresees the token after the next one
-    changes = {
-        "draft_vocab_size": DRAFT_WORDS,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2], "use_aux_hidden_state": True},
-    }
-    layer = _layer(folder, "midlayer.", "LlamaForCausalLMEagle3", 2 * WIDTH, **changes)
-    known = torch.zeros(VOCAB, dtype=torch.bool)
-    known[words] = True
-    tensors = {
-        "midlayer.hidden_norm.weight": torch.ones(WIDTH),
-        "fc.weight": torch.cat([torch.eye(WIDTH), torch.randn(WIDTH, WIDTH) * 0.05], 1),
-        "norm.weight": torch.ones(WIDTH),
-        "lm_head.weight": head[words].contiguous(),
-        "d2t": words - torch.arange(DRAFT_WORDS),
-        "t2d": known,
-    }
-    if copies:
-        tensors["embed_tokens.weight"] = embedding.clone()
-    return _saved(folder, tensors | layer)
-
-
-def _layer(folder: Path, prefix: str, architecture: str, inputs: int, **changes: Any) -> dict[str, torch.Tensor]:
-    """Writes the head's configuration; returns its layer, whose attention reads vectors of so many ``inputs``."""
-    config = tiny_config(num_hidden_layers=1, **SIZES)
-    folder.mkdir()
-    config.save_pretrained(folder)
-    saved = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(saved | {"architectures": [architecture]} | changes))
-    heads, kept = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    shapes = {
-        "self_attn.q_proj": (heads, inputs),
-        "self_attn.k_proj": (kept, inputs),
-        "self_attn.v_proj": (kept, inputs),
-        "self_attn.o_proj": (WIDTH, heads),
-        "mlp.gate_proj": (config.intermediate_size, WIDTH),
-        "mlp.up_proj": (config.intermediate_size, WIDTH),
-        "mlp.down_proj": (WIDTH, config.intermediate_size),
-    }
-    tensors = {f"{prefix}{name}.weight": torch.randn(shape) * 0.1 for name, shape in shapes.items()}
-    return tensors | {
-        f"{prefix}{name}.weight": 1 + 0.1 * torch.randn(WIDTH)
-        for name in ("input_layernorm", "post_attention_layernorm")
-    }
-
-
-def _saved(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return tensors
 
 
 def options(weights: Weights, method: str) -> list[str]:

@@ -1,0 +1,85 @@
+"""Real SGLang on a CPU with EAGLE and EAGLE 3 heads; stand-ins of ours take the place of kernels that it lacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.e2e.engines import Engine
+from tests.engines.eagle_heads import WIDTH, Weights, made
+from tests.engines.sglang_server import generate, sglang
+from tests.engines.test_sglang_cpu import PROMPTS
+from weightcast import Target, WeightUpdater
+from weightcast.errors import ConfigError
+
+pytestmark = [pytest.mark.engine]
+
+COUNT = 24
+OPTIONS: dict[str, Any] = {"bucket_bytes": 300_000, "timeout_s": 60.0}
+
+
+def head(root: Path, method: str, seed: int) -> Weights:
+    """Checkpoints as SGLang takes them: heads compute with the model's embeddings, and ``fc`` of EAGLE has a bias."""
+    found = made(root, method, seed, copies=True)
+    if method == "eagle":
+        found.tensors["fc.bias"] = torch.randn(WIDTH) * 0.1
+        save_file(found.tensors, found.head / "model.safetensors", {"format": "pt"})
+        config = json.loads((found.head / "config.json").read_text())
+        (found.head / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle"]}))
+    return found
+
+
+def options(weights: Weights, method: str) -> list[str]:
+    """SGLang's options for the head, which foresees one token; several need kernels that have no stand-in here."""
+    return [
+        f"--speculative-algorithm={method.upper()}",
+        f"--speculative-draft-model-path={weights.head}",
+        "--speculative-num-steps=1",
+        "--speculative-eagle-topk=1",
+        "--speculative-num-draft-tokens=2",
+        "--prefill-attention-backend=intel_amx",
+        "--decode-attention-backend=intel_amx",
+    ]
+
+
+def played(engine: Engine) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Returns the answer to each prompt, asked one after another, and how many tokens were accepted and tried."""
+    answers = [generate(engine, [prompt], COUNT)[0] for prompt in PROMPTS]
+    told = [answer["meta_info"] for answer in answers]
+    counts = [(each["spec_num_correct_drafts"], each["spec_num_proposed_drafts"]) for each in told]
+    return [answer["output_ids"] for answer in answers], counts
+
+
+def share(counts: list[tuple[int, int]]) -> float:
+    """The accepted share of all tokens that a head has tried."""
+    return sum(accepted for accepted, _ in counts) / sum(tried for _, tried in counts)
+
+
+@pytest.mark.parametrize(
+    ("method", "via"), [("eagle3", "ipc"), pytest.param("eagle", "broadcast", marks=pytest.mark.engine_full)]
+)
+def test_stock_sglang_keeps_its_head(tmp_path: Path, method: str, via: str) -> None:
+    a, b = (head(tmp_path / name, method, seed) for seed, name in enumerate("ab"))
+    with sglang(tmp_path, *((each.model, 1, options(each, method)) for each in (a, b))) as (engine, fresh):
+        expected, at_best = played(fresh)
+        assert share(at_best) > 0.4
+        first = played(engine)
+        assert first[0] != expected
+        assert share(first[1]) > 0.4
+        with pytest.raises(ConfigError, match="takes no draft model"):
+            WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **OPTIONS)
+        with WeightUpdater.connect(b.of_model, [Target(engine.url)], transport=via, **OPTIONS) as updater:
+            (row,) = updater.update(version=1).targets
+        assert (row.status, row.version_after, row.not_updated) == ("serving", 1, ("the draft model",))
+        tokens, counts = played(engine)
+        assert tokens == expected  # a head changes no token
+        assert share(counts) < 0.2
+        # Both have a `norm.weight`: the head has kept its own, and foresees the first model's tokens as before.
+        with WeightUpdater.connect(a.of_model, [Target(engine.url)], transport=via, **OPTIONS) as updater:
+            updater.update(version=2)
+        assert played(engine) == first
