@@ -83,3 +83,42 @@ def test_stock_sglang_keeps_its_head(tmp_path: Path, method: str, via: str) -> N
         with WeightUpdater.connect(a.of_model, [Target(engine.url)], transport=via, **OPTIONS) as updater:
             updater.update(version=2)
         assert played(engine) == first
+
+
+@pytest.mark.parametrize(
+    ("method", "tp"),
+    [
+        ("eagle3", 1),
+        pytest.param("eagle", 1, marks=pytest.mark.engine_full),
+        pytest.param("eagle3", 2, marks=pytest.mark.engine_full),
+    ],
+)
+def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) -> None:
+    a, b, c = (head(tmp_path / name, method, seed) for seed, name in enumerate("abc"))
+    settings = [(each.model, tp, options(each, method)) for each in (a, b)]
+    with sglang(tmp_path, *settings, receiver=True, extra={"WEIGHTCAST_DRAFT": "update"}) as (engine, fresh):
+        expected = played(fresh)
+        assert share(expected[1]) > 0.4
+        first = played(engine)
+        assert first[0] != expected[0]
+        info = engine.get("/weightcast/info")
+        optional = {spec["name"] for spec in info["optional"]}
+        # SGLang computes with the model's embeddings, and does not read this table.
+        assert optional == {"draft.embed_tokens.weight"} | ({"draft.t2d"} if method == "eagle3" else set())
+        assert {f"draft.{name}" for name in a.tensors} <= {spec["name"] for spec in info["specs"]} | optional
+        assert not info["hazards"]
+        with pytest.raises(ConfigError, match=r"missing draft\."):
+            WeightUpdater.connect(b.of_model, [Target(engine.url)], **OPTIONS)
+        with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **OPTIONS) as updater:
+            (row,) = updater.update(version=1).targets
+        assert (row.proof, row.digests_matched, row.not_updated) == ("resident", tp, ())
+        # As many tokens of the head are accepted as by a server that was started on the same two checkpoints.
+        assert played(engine) == expected
+        # The head of other weights foresees nothing: model and head are both switched by each commit.
+        more = OPTIONS | {"transport": "broadcast", "pause": "retract"}
+        with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=c.tensors, **more) as updater:
+            (row,) = updater.update(version=2).targets
+        assert (row.proof, row.version_after) == ("resident", 2)
+        tokens, counts = played(engine)
+        assert tokens == expected[0]
+        assert share(counts) < 0.2

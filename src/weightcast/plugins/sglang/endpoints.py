@@ -14,12 +14,13 @@ from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from weightcast.comm.ipc import host_id
+from weightcast.config import PauseMode
 from weightcast.plugins.rank_sockets import notes_of, tables_of, transports_of
 from weightcast.plugins.server_events import server_events
 from weightcast.plugins.sglang.engine_hooks import SglangHooks
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.other_updates import close_other_updates
-from weightcast.plugins.sglang.settings import check_settings, ranks_of
+from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, updates_draft
 from weightcast.plugins.sglang.sleep import guard_sleep, loses_weights
 from weightcast.plugins.sleeping import SleepingSessions
 from weightcast.plugins.switch_executor import SwitchExecutor
@@ -30,6 +31,10 @@ from weightcast.receiver.session import SessionHandler
 
 log = logging.getLogger("weightcast.plugins.sglang")
 
+_KEEPS_DRAFT = (
+    "the draft model keeps the weights that it was started with: answers stay right, and fewer of its tokens are "
+    "accepted; WEIGHTCAST_DRAFT=update in SGLang's environment updates it too"
+)
 _FIRST_VERSION = 0  # of the weights that SGLang was started with
 
 
@@ -58,6 +63,8 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
         specs=specs,
         optional=optional,
         note="; ".join(notes),
+        no_pause=_no_pause(server_args),
+        hazards=(_KEEPS_DRAFT,) if has_draft(server_args) and not updates_draft(server_args) else (),
     )
     events = server_events(facts.model, version=_FIRST_VERSION, metrics=bool(server_args.enable_metrics))
     engine = SleepingSessions(executor, hooks, facts, version=_FIRST_VERSION, events=events)
@@ -65,6 +72,16 @@ def before_serving(server_args: Any, tokenizer_manager: Any, *arguments: Any, **
     guard_sleep(tokenizer_manager, engine, hooks, loses=loses_weights(server_args))
     _add_routes(app, engine, hooks, AuthLevel.ADMIN_OPTIONAL)
     close_other_updates(app, tokenizer_manager, AuthLevel.ADMIN_OPTIONAL)
+
+
+def _no_pause(server_args: Any) -> dict[PauseMode, str]:
+    """Pause modes that SGLang as it was started cannot have, each with the reason."""
+    if not has_draft(server_args) or server_args.disable_overlap_schedule:
+        return {}
+    return {
+        "in_place": "a step with a draft model makes several tokens, and with its overlap loop SGLang would stamp some "
+        "with the wrong version; start SGLang with --disable-overlap-schedule, or use another pause mode"
+    }
 
 
 def _add_routes(app: FastAPI, engine: SessionHandler, hooks: SglangHooks, level: Any) -> None:

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.plugins.sglang.boundary import Boundary
+from weightcast.plugins.sglang.draft_model import DraftModel
 from weightcast.plugins.sglang.hook_points import FOLDER
 from weightcast.plugins.sglang.requests_at_switch import RequestsAtSwitch
-from weightcast.plugins.sglang.settings import check_settings, ranks_of
+from weightcast.plugins.sglang.settings import check_settings, has_draft, ranks_of, updates_draft
 from weightcast.plugins.sglang.sleep import WAKE_FIRST, WEIGHTS, loses_weights, tags_of
 from weightcast.plugins.staged_receiver import staged_receiver
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
 from weightcast.receiver import WeightReceiver
+from weightcast.receiver.loader import residents_of
+from weightcast.wire.layout import DRAFT_PREFIX
 from weightcast.wire.messages import Open
 
 log = logging.getLogger("weightcast.plugins.sglang")
@@ -35,11 +39,12 @@ class SglangRank(SwitchRank):
 
     engine = "SGLang"
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, draft_runner: Any = None) -> None:
         """Makes the receiver and the staging set; SGLang sizes its KV cache afterwards.
 
         Args:
             runner: SGLang's ``ModelRunner`` with its model loaded.
+            draft_runner: That of a draft model which is updated with the model; None for none.
 
         Raises:
             ConfigError: SGLang's settings or this model cannot be updated through our receiver.
@@ -61,12 +66,17 @@ class SglangRank(SwitchRank):
         self._requests: RequestsAtSwitch | None = None
         # Stamps of what is served, and of what the staging set has.
         self._version = self._other = str(getattr(runner.server_args, "weight_version", None) or "default")
+        self._draft = DraftModel(draft_runner) if draft_runner is not None else None
         self.receiver = self._make_receiver(runner, ranks)
+        if has_draft(runner.server_args) and self._draft is None:
+            self.receiver.loader.not_updated += ("the draft model",)
 
     def attach(self, scheduler: Any) -> None:
         """Adds the switch to a scheduler and listens for the API server."""
         self._requests = RequestsAtSwitch(scheduler, self.device)
         self._boundary.attach(scheduler)
+        if self._draft is not None:
+            self._draft.attach(scheduler)
         self.listen(os.environ[FOLDER])
 
     def requests_pulled(self, requests: list[Any] | None) -> None:
@@ -148,13 +158,26 @@ class SglangRank(SwitchRank):
                 hint="start SGLang from a checkpoint in safetensors files",
             )
 
+        draft = self._draft
+
         def checkpoint() -> Iterator[tuple[str, torch.Tensor]]:
-            return read(runner.model_config, runner.model)
+            yield from read(runner.model_config, runner.model)
+            if draft is not None:
+                yield from draft.checkpoint()
+
+        def load_both(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            assert draft is not None
+            of_model, of_draft = apart(weights)
+            runner.model.load_weights(of_model)
+            draft.load_weights(of_draft)
 
         return staged_receiver(
             runner.model,
-            load_weights=runner.model.load_weights,
+            load_weights=load_both if draft is not None else runner.model.load_weights,
             checkpoint=checkpoint,
+            residents=residents_of(runner.model) | draft.residents if draft is not None else None,
+            finishers=(draft.renew,) if draft is not None else (),
+            checks=(draft.check,) if draft is not None else (),
             rank=self.rank,
             world_size=world,
             device=self.device,
@@ -164,6 +187,30 @@ class SglangRank(SwitchRank):
             engine=self.engine,
             without=_WITHOUT,
         )
+
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def apart(weights: Weights) -> tuple[Weights, Weights]:
+    """The tensors of the model and those of its draft, which come after them.
+
+    Each is taken from ``weights`` when it is asked for, so the first part must be used up before the second.
+    """
+    rest = iter(weights)
+    first: list[tuple[str, torch.Tensor]] = []
+
+    def of_model() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in rest:
+            if name.startswith(DRAFT_PREFIX):
+                first.append((name, tensor))
+                return
+            yield name, tensor
+
+    def of_draft() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from chain(first, rest)
+
+    return of_model(), of_draft()
 
 
 def replica_of(runner: Any, parallel: Any) -> int:
@@ -185,15 +232,22 @@ def replica_of(runner: Any, parallel: Any) -> int:
 
 # SGLang calls plain functions, and each scheduler process has one model that is updated.
 _rank: SglangRank | None = None
+# The model's runner, while its draft is not loaded yet.
+_waiting: Any = None
 
 
 def model_loaded(result: Any, runner: Any, *arguments: Any, **named: Any) -> None:
     """After ``ModelRunner.load_model``."""
-    global _rank
-    if runner.is_draft_worker:
-        return
+    global _rank, _waiting
     try:
-        _rank = SglangRank(runner)
+        both = updates_draft(runner.server_args)
+        if runner.is_draft_worker and not both:
+            return
+        if both and not runner.is_draft_worker:
+            _waiting = runner
+            return
+        _rank = SglangRank(_waiting, runner) if both else SglangRank(runner)
+        _waiting = None
     except WeightcastError as error:
         # SGLang's own log of a failed start buries the reason.
         log.error("weightcast cannot update this model: %s%s", error, f" ({error.hint})" if error.hint else "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
 from collections.abc import Callable
 from typing import Any
 
 from weightcast.errors import ConfigError
+
+_WITH_DRAFT = ("0.5.23",)  # versions of SGLang in which drafts were tried
 
 
 def _set(name: str, *off: object) -> Callable[[Any], bool]:
@@ -31,7 +34,12 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("torchao_config"), "quantised weights (--torchao-config)", "serve the model unquantised"),
     (_set("modelopt_quant"), "quantised weights (--modelopt-quant)", "serve the model unquantised"),
     (_set("quantize_and_serve"), "quantised weights (--quantize-and-serve)", "serve the model unquantised"),
-    (_set("speculative_algorithm"), "a draft model (--speculative-algorithm)", "start SGLang without it"),
+    (
+        lambda args: bool(getattr(args, "speculative_algorithm", None)) and not has_draft(args),
+        "a draft model (--speculative-algorithm) other than EAGLE or EAGLE3 with a checkpoint of its own, in 0.5.23",
+        "start SGLang without it",
+    ),
+    (_set("speculative_token_map"), "a table of a draft's words (--speculative-token-map)", "start SGLang without it"),
     (_set("enable_lora"), "LoRA adapters (--enable-lora)", "merge the adapter in the trainer"),
     (_set("enable_eplb"), "experts that move between ranks (--enable-eplb)", "start SGLang without it"),
     (_set("ep_num_redundant_experts"), "redundant experts (--ep-num-redundant-experts)", "start SGLang without them"),
@@ -48,6 +56,43 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (_set("ple_offload_embedding"), "embeddings on the host (--ple-offload-embedding)", "start SGLang without it"),
     (_set("dllm_algorithm"), "diffusion language models (--dllm-algorithm)", "serve another model"),
 )
+
+
+def has_draft(server_args: Any) -> bool:
+    """True if there is a draft model of a kind that was tried with our receiver, and a version in which it was.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``.
+    """
+    path = getattr(server_args, "speculative_draft_model_path", None)
+    return (
+        str(getattr(server_args, "speculative_algorithm", None)).upper() in ("EAGLE", "EAGLE3")
+        and path not in (None, getattr(server_args, "model_path", None))
+        and not getattr(server_args, "enable_multi_layer_eagle", False)
+        and (getattr(server_args, "pp_size", None) or 1) == 1
+        and _version() in _WITH_DRAFT
+    )
+
+
+def updates_draft(server_args: Any) -> bool:
+    """True if an update is to write the draft model too, by the variable ``WEIGHTCAST_DRAFT``.
+
+    Raises:
+        ConfigError: The variable is neither ``keep`` nor ``update``, or there is no draft to update.
+    """
+    value = os.environ.get("WEIGHTCAST_DRAFT") or "keep"
+    if value not in ("keep", "update"):
+        raise ConfigError(f"WEIGHTCAST_DRAFT is {value!r}", hint="use keep or update")
+    if value == "update" and not has_draft(server_args):
+        raise ConfigError("WEIGHTCAST_DRAFT=update, and SGLang has no draft that an update can reach", hint="unset it")
+    return value == "update"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:  # an SGLang that is not installed, but on the path
+        return ""
 
 
 def check_settings(server_args: Any) -> None:
