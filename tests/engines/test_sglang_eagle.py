@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.e2e.engines import Engine
 from tests.engines.eagle_heads import WIDTH, Weights, made
 from tests.engines.sglang_server import generate, sglang
 from tests.engines.test_sglang_cpu import PROMPTS
+from tests.harness import BeforeCommit
 from weightcast import Target, WeightUpdater
 from weightcast.errors import ConfigError
 
@@ -115,10 +118,76 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) 
         # As many tokens of the head are accepted as by a server that was started on the same two checkpoints.
         assert played(engine) == expected
         # The head of other weights foresees nothing: model and head are both switched by each commit.
-        more = OPTIONS | {"transport": "broadcast", "pause": "retract"}
+        more: dict[str, Any] = OPTIONS | {"transport": "broadcast", "pause": "retract"}
         with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=c.tensors, **more) as updater:
             (row,) = updater.update(version=2).targets
         assert (row.proof, row.version_after) == ("resident", 2)
         tokens, counts = played(engine)
         assert tokens == expected[0]
         assert share(counts) < 0.2
+
+
+@pytest.mark.engine_full
+def test_a_head_that_is_kept_is_named(tmp_path: Path) -> None:
+    a, b = (head(tmp_path / name, "eagle3", seed) for seed, name in enumerate("ab"))
+    with sglang(tmp_path, (a.model, 1, options(a, "eagle3")), receiver=True) as [engine]:
+        first = played(engine)
+        assert share(first[1]) > 0.4
+        assert any(
+            "the draft model keeps the weights" in hazard for hazard in engine.get("/weightcast/info")["hazards"]
+        )
+        with pytest.raises(ConfigError, match=r"draft\."):
+            WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **OPTIONS)
+        for version, weights in enumerate((b, a), 1):
+            with WeightUpdater.connect(weights.of_model, [Target(engine.url)], **OPTIONS) as updater:
+                (row,) = updater.update(version=version).targets
+            assert (row.proof, row.version_after, row.not_updated) == ("resident", version, ("the draft model",))
+            if weights is b:
+                tokens, counts = played(engine)
+                assert tokens != first[0]
+                assert share(counts) < 0.2
+        assert played(engine) == first
+
+
+def after(weights: Weights) -> list[int]:
+    """The token that the model makes after each token."""
+    found = weights.of_model
+    states = torch.nn.functional.rms_norm(found["model.embed_tokens.weight"], (WIDTH,)) * found["model.norm.weight"]
+    return (states @ found["lm_head.weight"].t()).argmax(1).tolist()
+
+
+def follow(after_each: list[int], prompt: list[int]) -> list[int]:
+    """The tokens after a prompt."""
+    tokens = [prompt[-1]]
+    for _ in range(COUNT):
+        tokens.append(after_each[tokens[-1]])
+    return tokens[1:]
+
+
+@pytest.mark.engine_full
+@pytest.mark.parametrize("pause", ["retract", "in_place", "wait"])
+def test_requests_go_on_over_a_switch_of_both(tmp_path: Path, pause: Any) -> None:
+    a, b = (head(tmp_path / name, "eagle3", seed) for seed, name in enumerate("ab"))
+    more = () if pause != "in_place" else ("--disable-overlap-schedule",)
+    settings = (a.model, 1, [*options(a, "eagle3"), *more])
+    with sglang(tmp_path, settings, receiver=True, extra={"WEIGHTCAST_DRAFT": "update"}) as [engine]:
+        assert ("in_place" in engine.get("/weightcast/info")["no_pause"]) == (not more)
+        with ThreadPoolExecutor(1) as pool:
+            started = BeforeCommit(lambda: pool.submit(generate, engine, [PROMPTS[0]], 200))
+            during: dict[str, Any] = OPTIONS | {"pause": pause, "progress": started}
+            with WeightUpdater.connect(b.of_model, [Target(engine.url)], draft=b.tensors, **during) as updater:
+                (row,) = updater.update(version=1).targets
+            assert (row.proof, row.version_after) == ("resident", 1)
+            assert started.result is not None
+            [answer] = started.result.result()
+        tokens = answer["output_ids"]
+        assert len(tokens) == 200
+        of_a, of_b = after(a), after(b)
+        made_by = ["a" if new == of_a[old] else "b" if new == of_b[old] else "?" for old, new in pairwise(tokens)]
+        # The stamps of the tokens say so too, although a step makes up to two.
+        old = sum(
+            part["end"] - part["start"] for part in answer["meta_info"]["weight_versions"] if part["version"] != "1"
+        )
+        assert made_by == ["a"] * max(old - 1, 0) + ["b"] * (200 - max(old, 1))
+        assert (old == 200) == (pause == "wait")
+        assert played(engine)[0] == [follow(of_b, prompt) for prompt in PROMPTS]

@@ -9,7 +9,8 @@ import pytest
 
 from weightcast.errors import ConfigError
 from weightcast.plugins import sglang as plugin
-from weightcast.plugins.sglang.settings import check_settings
+from weightcast.plugins.sglang import settings
+from weightcast.plugins.sglang.settings import check_settings, has_draft, updates_draft
 from weightcast.plugins.staged_receiver import staging_setting
 
 
@@ -48,6 +49,50 @@ def test_default_settings_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GRPC_PORT", "30001")
     with pytest.raises(ConfigError, match="SGLANG_GRPC_PORT"):
         check_settings(plain)
+
+
+DRAFT = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head", "model_path": "/model"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "version", "taken"),
+    [
+        ({}, "0.5.23", True),
+        ({"speculative_algorithm": "EAGLE"}, "0.5.23", True),
+        ({}, "0.5.17", False),
+        ({"speculative_algorithm": "STANDALONE"}, "0.5.23", False),
+        ({"speculative_algorithm": "NGRAM"}, "0.5.23", False),
+        ({"speculative_draft_model_path": "/model"}, "0.5.23", False),
+        ({"speculative_draft_model_path": None}, "0.5.23", False),
+        ({"enable_multi_layer_eagle": True}, "0.5.23", False),
+        ({"pp_size": 2}, "0.5.23", False),
+        ({"speculative_token_map": "/words"}, "0.5.23", False),
+    ],
+)
+def test_drafts_that_were_tried_are_taken(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], version: str, taken: bool
+) -> None:
+    monkeypatch.setattr(settings.importlib.metadata, "version", lambda name: version)
+    args = SimpleNamespace(**DRAFT | setting)
+    if taken:
+        check_settings(args)
+    else:
+        with pytest.raises(ConfigError, match="draft"):
+            check_settings(args)
+
+
+def test_a_draft_is_kept_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.importlib.metadata, "version", lambda name: "0.5.23")
+    args = SimpleNamespace(**DRAFT)
+    assert has_draft(args)
+    assert not updates_draft(args)
+    monkeypatch.setenv("WEIGHTCAST_DRAFT", "update")
+    assert updates_draft(args)
+    with pytest.raises(ConfigError, match="no draft that an update can reach"):
+        updates_draft(SimpleNamespace(speculative_algorithm=None))
+    monkeypatch.setenv("WEIGHTCAST_DRAFT", "yes")
+    with pytest.raises(ConfigError, match="'yes'"):
+        updates_draft(args)
 
 
 def test_staging_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def _check_no_draft(link: Link, ours: Mapping[str, TensorSpec]) -> None:
     if draft is not None:
         raise ConfigError(
             f"{link.url} ({link.info.engine}) takes no draft model, and would skip {draft} without a word",
-            hint="leave draft= out; vLLM with weightcast's plug-in updates draft models",
+            hint="leave draft= out; vLLM and SGLang with weightcast's plug-in update draft models if told so",
         )
 
 

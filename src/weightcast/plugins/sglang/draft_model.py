@@ -50,7 +50,9 @@ class DraftModel:
         everything = residents_of(self._model)
         lent = {name for name in _lent(self._model, eagle3=_is_eagle3(runner)) if name in everything}
         table = getattr(self._model, "hot_token_id", None)
-        self._table = None if table is None else table.detach() - torch.arange(len(table), device=table.device)
+        # SGLang leaves what it computed where the checkpoint was read.
+        device = next(self._model.parameters()).device
+        self._table = None if table is None else table.to(device) - torch.arange(len(table), device=device)
         self._skipped: frozenset[str] = frozenset()
         specs = [TensorSpec.of(name, tensor) for name, tensor in self._checkpoint()]
         before = _attributes(self._model)

@@ -1,4 +1,4 @@
-"""What SGLang needs to speculate on a CPU, for chains of draft tokens (``--speculative-eagle-topk 1``).
+"""Kernels with which SGLang speculates on a CPU, for chains of draft tokens (``--speculative-eagle-topk 1``).
 
 Its backend ``intel_amx`` computes the attention of drafts on CPUs; here plain torch does.
 """
