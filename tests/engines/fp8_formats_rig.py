@@ -13,9 +13,11 @@ from collections.abc import Callable
 
 import torch
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import quantize
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.quant_scheme import NVFP4A16
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -24,8 +26,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from tests.unit.exports import export, raw
 from weightcast.exporters.module import ModuleExporter
-from weightcast.exporters.quantise import Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
+from weightcast.exporters.quantise import Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8, Nvfp4
 
+Stored = dict[str, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 MX = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 
@@ -53,6 +56,18 @@ def compressed_mxfp8(x: torch.Tensor) -> Pair:
     return stored["weight"], stored["weight_scale"]
 
 
+def compressed_nvfp4(x: torch.Tensor) -> Stored:
+    """NVFP4 as compressed-tensors stores it, by the last part of a tensor's name."""
+    scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
+    assert scheme.weights is not None
+    x = x.float()
+    groups = x.unflatten(-1, (-1, 16))
+    overall = generate_gparam(x.amin(), x.amax())
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale=overall)
+    stored = {"weight": x.clone(), "weight_scale": scale, "weight_global_scale": overall}
+    return NVFP4PackedCompressor.compress(stored, scheme)
+
+
 def vllm_native(group: GroupShape) -> Callable[[torch.Tensor], Pair]:
     """vLLM's own quantisation, in PyTorch."""
 
@@ -73,7 +88,39 @@ def weights() -> dict[str, torch.Tensor]:
     return found
 
 
+def extremes() -> dict[str, torch.Tensor]:
+    """Matrices with the largest values of float32, with subnormals, with zeros of both signs, and with ties."""
+    torch.manual_seed(7)
+    x = torch.randn(24, 64)
+    x[0], x[1, :16], x[2] = 0, 0, -0.0
+    x[3] = torch.logspace(-14, 1, 64, 2)
+    limits = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    for row, step in enumerate((0.0, 2.0**-10, -(2.0**-10)), 4):
+        x[row, :7], x[row, 7:14], x[row, 14], x[row, 15] = limits + step, -limits - step, 6, -6
+    x[7, 0] = 2688
+    most, least = torch.finfo(torch.float32).max / 2688, torch.finfo(torch.float32).tiny / 64
+    return {f"l{number}.down_proj": x * size for number, size in enumerate((1, most, least, 1e-30, 0))}
+
+
+def differing_nvfp4(wanted: Stored) -> list[str]:
+    """Names of the tensors that we store otherwise than compressed-tensors."""
+    got = export(ModuleExporter(model_of(wanted), quantise=Nvfp4()), bucket_bytes=3_000)
+    judged = {f"{name}.{part}": value for name, x in wanted.items() for part, value in compressed_nvfp4(x).items()}
+    assert set(got) == set(judged)
+    return [name for name, value in judged.items() if got[name] != raw(value)]
+
+
 def differing(form: Fp8Format, judge: Callable[[torch.Tensor], Pair], wanted: dict[str, torch.Tensor]) -> list[str]:
+    got = export(ModuleExporter(model_of(wanted), quantise=form), bucket_bytes=3_000)
+    wrong: list[str] = []
+    for name, tensor in wanted.items():
+        q, scale = judge(tensor)
+        pairs = ((f"{name}.weight", q), (f"{name}.weight_scale", scale))
+        wrong += [key for key, value in pairs if got[key] != raw(value)]
+    return wrong
+
+
+def model_of(wanted: Stored) -> nn.Module:
     model = nn.Module()
     for name, tensor in wanted.items():
         path, _, last = name.partition(".")
@@ -81,13 +128,7 @@ def differing(form: Fp8Format, judge: Callable[[torch.Tensor], Pair], wanted: di
         linear = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=tensor.dtype)
         linear.weight.data.copy_(tensor)
         model.get_submodule(path).add_module(last, linear)
-    got = export(ModuleExporter(model, quantise=form), bucket_bytes=3_000)
-    wrong: list[str] = []
-    for name, tensor in wanted.items():
-        q, scale = judge(tensor)
-        pairs = ((f"{name}.weight", q), (f"{name}.weight_scale", scale))
-        wrong += [key for key, value in pairs if got[key] != raw(value)]
-    return wrong
+    return model
 
 
 def main() -> None:
@@ -97,6 +138,8 @@ def main() -> None:
             "tensors, compressed-tensors": differing(Fp8Tensors(), compressed_tensors("tensor"), found),
             "channels, compressed-tensors": differing(Fp8Channels(), compressed_tensors("channel"), found),
             "mxfp8, compressed-tensors": differing(Mxfp8(), compressed_mxfp8, found),
+            "nvfp4, compressed-tensors": differing_nvfp4(found),
+            "nvfp4 at the edges, compressed-tensors": differing_nvfp4(extremes()),
             "tensors, vllm": differing(Fp8Tensors(reciprocal=True), vllm_native(GroupShape.PER_TENSOR), found),
             "channels, vllm": differing(Fp8Channels(reciprocal=True), vllm_native(GroupShape.PER_TOKEN), found),
             # The comparison can fail.

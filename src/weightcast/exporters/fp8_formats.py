@@ -36,7 +36,8 @@ from weightcast.errors import ConfigError
 from weightcast.wire.layout import TensorSpec
 
 FP8 = torch.float8_e4m3fn
-SCALE_SUFFIXES = ("_scale_inv", "_scale")
+# Of the tensors that travel for a quantised weight, beside those in 8-bit floats.
+SCALE_SUFFIXES = ("_scale_inv", "_scale", "_packed")
 
 _MOST = torch.finfo(FP8).max
 _LEAST_IN_BLOCKS = 1e-4
@@ -61,6 +62,10 @@ class Fp8Format(ABC):
     suffix: ClassVar[str] = "_scale"
     scale_dtype: ClassVar[torch.dtype] = torch.float32
     stacks: ClassVar[bool] = False
+    weight_suffix: ClassVar[str] = ""
+    weight_dtype: ClassVar[torch.dtype] = FP8
+    packs: ClassVar[int] = 1  # elements of a row in one that travels
+    overall_suffix: ClassVar[str] = ""  # of one more scale, for the whole weight; empty if there is none
 
     @property
     def multiplies(self) -> bool:
@@ -98,9 +103,24 @@ class Fp8Format(ABC):
         rows, columns = self.block_of(shape)
         return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
 
+    def joined(self, name: str) -> str:
+        """A name for the weights that share their overall scale with this one."""
+        return name
+
+    def overall(self, most: torch.Tensor) -> torch.Tensor:
+        """The overall scales of weights, float32, from the largest magnitudes in them."""
+        return torch.ones_like(most)
+
     @abstractmethod
-    def finish(self, maxima: torch.Tensor) -> None:
-        """Turns maxima of magnitudes, float32, into scales, in place."""
+    def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
+        """Turns maxima of magnitudes, float32, into scales, in place; those of one weight if there is an overall scale.
+
+        A value is divided by its scale, and that by the overall one.
+        """
+
+    def encoded(self, q: torch.Tensor) -> torch.Tensor:
+        """Divided values, float32, as they are stored."""
+        return q.clamp_(-_MOST, _MOST)
 
     def stored(self, scales: torch.Tensor) -> torch.Tensor:
         """Float32 scales as they travel."""
@@ -157,7 +177,7 @@ class Fp8Blocks(Fp8Format):
         """Implements the base's method."""
         return self.block, self.block
 
-    def finish(self, maxima: torch.Tensor) -> None:
+    def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
         """Implements the base's method."""
         if self.reciprocal:
             maxima.clamp_(min=_LEAST_IN_BLOCKS)
@@ -189,7 +209,7 @@ class _Coarse(Fp8Format):
         """Implements the base's method."""
         return self.reciprocal
 
-    def finish(self, maxima: torch.Tensor) -> None:
+    def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
         """Implements the base's method."""
         maxima.div_(_MOST)
         if self.reciprocal:
@@ -232,7 +252,7 @@ class Fp8Channels(_Coarse):
     def quantization_config(self, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
         """Implements the base's method."""
         float8 = {"num_bits": 8, "type": "float", "symmetric": True}
-        return _compressed(
+        return compressed_tensors_config(
             "float-quantized",
             specs,
             weights=float8 | {"strategy": "channel", "dynamic": False},
@@ -259,7 +279,7 @@ class Mxfp8(Fp8Format):
         """Implements the base's method."""
         return 1, _GROUP
 
-    def finish(self, maxima: torch.Tensor) -> None:
+    def finish(self, maxima: torch.Tensor, overall: torch.Tensor | None = None) -> None:
         """Implements the base's method."""
         bits = maxima.view(torch.int32)
         infinite = bits >= 0x7F800000
@@ -276,14 +296,16 @@ class Mxfp8(Fp8Format):
         """Implements the base's method."""
         group = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": _GROUP}
         group |= {"scale_dtype": "torch.uint8"}
-        return _compressed(
+        return compressed_tensors_config(
             "mxfp8-quantized", specs, weights=group | {"dynamic": False}, inputs=group | {"dynamic": True}
         )
 
 
-def _compressed(form: str, specs: Sequence[TensorSpec], **schemes: dict[str, Any]) -> dict[str, Any]:
+def compressed_tensors_config(
+    form: str, specs: Sequence[TensorSpec], *, weights: dict[str, Any], inputs: dict[str, Any] | None
+) -> dict[str, Any]:
     """A ``quantization_config`` of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": schemes["weights"], "input_activations": schemes["inputs"]}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": form,

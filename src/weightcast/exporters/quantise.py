@@ -1,33 +1,33 @@
-"""Quantises weights to 8-bit floats, on the trainer's device, before they are sent.
+"""Quantises weights to floats of 8 or 4 bits, on the trainer's device, before they are sent.
 
-``fp8_formats`` has the formats and their arithmetic.  A scale belongs to a *block* of a matrix, which may also be a
-row, a part of one, or the matrix.  A block has one scale, independent of shards and buckets: where shards cut through
-blocks, the ranks first exchange the maxima, a few bytes for each block.  The result is therefore the same on every
-mesh, and about half the size of bfloat16.
+``fp8_formats`` and ``nvfp4`` have the formats and their arithmetic.  A scale belongs to a *block* of a matrix, which
+may also be a row, a part of one, or the matrix.  A block has one scale, independent of shards and buckets: where shards
+cut through blocks, the ranks first exchange the maxima, a few bytes for each block.  The result is therefore the same
+on every mesh, and a half or a quarter of the size of bfloat16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.errors import ConfigError
-from weightcast.exporters.fp8_formats import FP8, Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
+from weightcast.exporters.fp8_formats import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
 from weightcast.exporters.held_parts import Held, Local, slices
 from weightcast.exporters.lora import CHUNK_ELEMENTS, rows_of
+from weightcast.exporters.nvfp4 import Nvfp4
 from weightcast.exporters.ownership import Shared, SharedPart
 from weightcast.wire.box import Box, intersection
 from weightcast.wire.layout import BucketLayout, TensorSpec, dtype_name
 
-__all__ = ["Fp8Blocks", "Fp8Channels", "Fp8Format", "Fp8Tensors", "Mxfp8", "Quantiser", "quantised_specs"]
+__all__ = ["Fp8Blocks", "Fp8Channels", "Fp8Format", "Fp8Tensors", "Mxfp8", "Nvfp4", "Quantiser", "quantised_specs"]
 
 # Elements of one chunk where values are read in place: 8 MiB of float32.
 _CHUNK_IN_PLACE = 1 << 21
-_MOST = torch.finfo(FP8).max
 
 
 def quantised_specs(specs: Sequence[TensorSpec], form: Fp8Format) -> list[TensorSpec]:
@@ -39,21 +39,26 @@ def quantised_specs(specs: Sequence[TensorSpec], form: Fp8Format) -> list[Tensor
     return [spec for spec, _, _ in _expanded(specs, form)]
 
 
-_WEIGHT, _SCALES, _AS_IT_IS = "weight", "scales", "as it is"
+_WEIGHT, _SCALES, _OVERALL, _AS_IT_IS = "weight", "scales", "overall scale", "as it is"
 
 
 def _expanded(specs: Sequence[TensorSpec], form: Fp8Format) -> list[tuple[TensorSpec, int, str]]:
-    """Each travelling tensor, the number of its source, and its kind: weight, scales or unchanged."""
+    """Each travelling tensor, the number of its source, and its kind: weight, scales, overall scale or unchanged."""
     found: list[tuple[TensorSpec, int, str]] = []
     for number, spec in enumerate(specs):
         if not form.wants(spec):
             found.append((spec, number, _AS_IT_IS))
             continue
-        found.append((TensorSpec(name=spec.name, dtype=dtype_name(FP8), shape=spec.shape), number, _WEIGHT))
+        shape = (*spec.shape[:-1], spec.shape[-1] // form.packs)
+        weight = TensorSpec(name=spec.name + form.weight_suffix, dtype=dtype_name(form.weight_dtype), shape=shape)
+        found.append((weight, number, _WEIGHT))
         scales = TensorSpec(
             name=spec.name + form.suffix, dtype=dtype_name(form.scale_dtype), shape=form.scale_shape(spec.shape)
         )
         found.append((scales, number, _SCALES))
+        if form.overall_suffix:
+            overall = TensorSpec(name=spec.name + form.overall_suffix, dtype="float32", shape=(1,))
+            found.append((overall, number, _OVERALL))
     return found
 
 
@@ -108,6 +113,8 @@ class _Blocks:
         """First and end index, in the grid's dimension 0, of the scales for some rows of a travelling tensor."""
         if len(self.shape) > 2:
             return first, last
+        if kind == _OVERALL:
+            return 0, 0
         if kind == _SCALES:
             return (first, last) if len(self.scales) > 1 else (0, 1)
         return first // self.rows, -(-last // self.rows)
@@ -185,11 +192,16 @@ class Quantiser:
         self._kinds = [(number, kind) for _, number, kind in expanded]
         self._blocks = {n: _Blocks.of(specs[n].shape, form) for n, kind in self._kinds if kind == _WEIGHT}
         self._number = {spec.name: number for number, spec in enumerate(self.specs)}
+        # Weights that share an overall scale.
+        self._joined: dict[str, list[int]] = {}
+        for source in self._blocks if form.overall_suffix else ():
+            self._joined.setdefault(form.joined(specs[source].name), []).append(source)
         self._shared = shared
         self._group: TrainerGroup | None = None
         self._split: set[int] = set()
         # For the bucket that is being filled, by source.
         self._grids: dict[int, torch.Tensor] = {}
+        self._overall: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Sequence[Held]] = {}
 
     def source(self, number: int) -> int:
@@ -197,7 +209,11 @@ class Quantiser:
         return self._kinds[number][0]
 
     def agree(self, group: TrainerGroup) -> None:
-        """Implements ``Shared.agree``; also finds the weights whose shards cut through blocks."""
+        """Implements ``Shared.agree``; also finds the weights whose shards cut through blocks.
+
+        Raises:
+            ConfigError: Shards cut through a byte that several values are packed into.
+        """
         if self._group is group:
             return
         self._shared.agree(group)
@@ -208,6 +224,12 @@ class Quantiser:
                 parts = self._shared.parts(source)
                 key = id(parts), self._wide[source].shape  # layers that are held alike share their list
                 if key not in known:
+                    if any(part.box.offset[-1] % self._form.packs for part in parts):
+                        raise ConfigError(
+                            f"shards of {self._wide[source].name} begin at an odd column, and "
+                            f"{type(self._form).__name__} packs {self._form.packs} columns into a byte",
+                            hint="shard it by rows, or at even columns",
+                        )
                     known[key] = any(self._blocks[source].cut_by(part.box) for part in parts)
                 if known[key]:
                     self._split.add(source)
@@ -220,8 +242,8 @@ class Quantiser:
         if kind == _AS_IT_IS:
             return parts
         if kind == _WEIGHT:
-            return [replace(part, ready=False, computed=True) for part in parts]
-        if source not in self._split:
+            return [replace(part, box=self._packed(part.box), ready=False, computed=True) for part in parts]
+        if kind == _SCALES and source not in self._split:
             blocks = self._blocks[source]
             return [replace(part, box=blocks.scales_of(part.box), ready=False, computed=True) for part in parts]
         assert self._group is not None
@@ -247,18 +269,30 @@ class Quantiser:
         self._grids = {source: part.view(shapes[source]) for source, part in zip(wanted, parts, strict=True)}
         shared: list[torch.Tensor] = []
         for source, ranges in wanted.items():
-            first, last = min(start for start, _ in ranges), max(end for _, end in ranges)
+            rows = [rows for rows in ranges if rows[0] < rows[1]] or [(0, 0)]
+            first, last = min(start for start, _ in rows), max(end for _, end in rows)
             grid = self._grids[source]
             self._measure(source, grid, first, last)
             if source in self._split:
                 shared.append(grid[first:last])
+        most = self._most_of_joined(wanted, group.device)
+        if most.numel():
+            shared.append(most)
         if shared and group.world_size > 1:
             _share_maxima(shared, group, f"the scales of bucket {layout.index}")
-        self._form.finish(scales)
+        if not self._form.overall_suffix:
+            self._form.finish(scales)
+            return
+        overall = self._form.overall(most)
+        found = {name: overall[number : number + 1] for number, name in enumerate(self._sets(wanted))}
+        for source, grid in self._grids.items():
+            self._overall[source] = found[self._form.joined(self._wide[source].name)]
+            self._form.finish(grid, self._overall[source])
 
     def end(self) -> None:
         """Frees the scales."""
         self._grids = {}
+        self._overall = {}
         self._parts = {}
 
     def local(self, number: int) -> Sequence[Held]:
@@ -267,6 +301,8 @@ class Quantiser:
         if kind == _AS_IT_IS:
             return self._local(source)
         blocks = self._blocks[source]
+        if kind == _OVERALL:
+            return [_Overall(_whole((1,)), self._overall_of, source)]
         if kind == _SCALES:
             # Every rank has all scales of a split weight.
             whole = [_whole(blocks.scales)]
@@ -274,9 +310,33 @@ class Quantiser:
             return [_Scales(box, self._grid_of, source, blocks, self._form) for box in boxes]
         wide = self._wide[source].torch_dtype
         return [
-            _Quantised(held.box, held, wide, self._grid_of, source, blocks, self._form.multiplies)
+            _Quantised(self._packed(held.box), held, wide, self._grid_of, self._overall_of, source, blocks, self._form)
             for held in self._held(source)
         ]
+
+    def _packed(self, box: Box) -> Box:
+        """The box of the travelling weight that belongs to a box of elements."""
+        packs = self._form.packs
+        if packs == 1:
+            return box
+        return Box(offset=(*box.offset[:-1], box.offset[-1] // packs), shape=(*box.shape[:-1], box.shape[-1] // packs))
+
+    def _sets(self, sources: Iterable[int]) -> list[str]:
+        """Names of the sets of weights that share an overall scale with one of these."""
+        return list(dict.fromkeys(self._form.joined(self._wide[source].name) for source in sources))
+
+    def _most_of_joined(self, sources: Collection[int], device: torch.device) -> torch.Tensor:
+        """The largest magnitude in this rank's parts of each set, float32; empty without overall scales."""
+        sets = self._sets(sources) if self._form.overall_suffix else []
+        most = torch.zeros(len(sets), dtype=torch.float32, device=device)
+        for found, members in zip(most, (self._joined[name] for name in sets), strict=True):
+            for source in members:
+                for held in self._held(source):
+                    for piece in self._blocks[source].pieces(held.box, held):
+                        x = _values(held, piece, self._wide[source].torch_dtype, device)
+                        if x.numel():
+                            torch.maximum(found, x.abs().amax().float(), out=found)
+        return most
 
     def _held(self, source: int) -> Sequence[Held]:
         found = self._parts.get(source)
@@ -284,6 +344,9 @@ class Quantiser:
 
     def _grid_of(self, source: int) -> torch.Tensor:
         return self._grids[source]
+
+    def _overall_of(self, source: int) -> torch.Tensor | None:
+        return self._overall.get(source)
 
     def _measure(self, source: int, grid: torch.Tensor, first: int, last: int) -> None:
         """Writes the maxima of this rank's parts into some rows of a grid."""
@@ -325,16 +388,39 @@ class _Scales:
 
 
 @dataclass(frozen=True, slots=True)
+class _Overall:
+    """The overall scale of a weight, which every rank has."""
+
+    box: Box
+    overall: Callable[[int], torch.Tensor | None]
+    source: int
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        return None
+
+    @property
+    def origin(self) -> torch.Tensor:
+        found = self.overall(self.source)
+        assert found is not None
+        return found
+
+    def write(self, box: Box, out: torch.Tensor) -> None:
+        out.copy_(self.origin[slices(box, (0,))])
+
+
+@dataclass(frozen=True, slots=True)
 class _Quantised:
-    """A part of a weight, divided by its scales."""
+    """A part of a weight, divided by its scales.  Its box is one of the travelling weight."""
 
     box: Box
     held: Held
     dtype: torch.dtype
     grid: Callable[[int], torch.Tensor]
+    overall: Callable[[int], torch.Tensor | None]
     source: int
     blocks: _Blocks
-    multiplies: bool
+    form: Fp8Format
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -345,31 +431,38 @@ class _Quantised:
         return self.held.origin
 
     def write(self, box: Box, out: torch.Tensor) -> None:
-        grid = self.grid(self.source)
-        for piece in self.blocks.pieces(box, self.held):
+        grid, overall, packs = self.grid(self.source), self.overall(self.source), self.form.packs
+        elements = Box(
+            offset=(*box.offset[:-1], box.offset[-1] * packs), shape=(*box.shape[:-1], box.shape[-1] * packs)
+        )
+        for piece in self.blocks.pieces(elements, self.held):
             x = _values(self.held, piece, self.dtype, grid.device)
-            target = out[slices(piece, box.offset)]
+            rows = slices(Box(offset=piece.offset[:-1], shape=piece.shape[:-1]), elements.offset[:-1])
+            target = out[rows]  # a piece has whole rows of the box
             touched = self.blocks.touched(piece)
-            scales = grid[slices(touched, (0,) * len(box.shape))]
+            scales = grid[slices(touched, (0,) * len(elements.shape))]
+            if overall is not None:
+                scales = scales / overall
             if _spreads(touched.shape, piece.shape):
-                target.copy_(self._divided(x, scales))
+                target.copy_(self._encoded(x, scales))
                 continue
-            blocks, into = self.blocks.in_blocks(x, piece), self.blocks.in_blocks(target, piece)
+            blocks = self.blocks.in_blocks(x, piece)
+            into = self.blocks.in_blocks(target, piece) if packs == 1 else None
             if blocks is not None and into is not None:
-                into.copy_(self._divided(blocks, scales[..., :, None, :, None]))
+                into.copy_(self._encoded(blocks, scales[..., :, None, :, None]))
                 continue
             for dim, step in ((-2, self.blocks.rows), (-1, self.blocks.columns)):
                 start = piece.offset[dim]
                 index = torch.arange(start, start + piece.shape[dim], device=grid.device) // step - touched.offset[dim]
                 # Indexing both dimensions at once would need eight bytes of index for each element.
                 scales = scales.index_select(dim, index)
-            target.copy_(self._divided(x, scales))
+            target.copy_(self._encoded(x, scales))
 
-    def _divided(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _encoded(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         # The arithmetic is in float32 because the scales are.
         x = x.float() if x.dtype.itemsize > 4 else x
-        q = torch.mul(x, 1.0 / scales) if self.multiplies else torch.div(x, scales)
-        return q.clamp_(-_MOST, _MOST)
+        q = torch.mul(x, 1.0 / scales) if self.form.multiplies else torch.div(x, scales)
+        return self.form.encoded(q)
 
 
 def _values(held: Held, box: Box, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
