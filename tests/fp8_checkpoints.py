@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.exports import export
 from weightcast.exporters.module import ModuleExporter
-from weightcast.exporters.quantise import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8
+from weightcast.exporters.quantise import Fp8Blocks, Fp8Channels, Fp8Format, Fp8Tensors, Mxfp8, Nvfp4
 
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
@@ -26,6 +26,7 @@ EXPORTED: dict[str, Fp8Format] = {
     "exported-scalars": Fp8Tensors(scalar=True),
     "exported-channels": Fp8Channels(),
     "exported-mxfp8": Mxfp8(),
+    "exported-nvfp4": Nvfp4(),
 }
 
 

@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
 REFUSED: dict[str, tuple[str, str, str, str]] = {
     "mxfp8": ("mxfp8", "qwen3", "", "Mxfp8OnlineLinearMethod"),
     "exported mxfp8": ("mxfp8-stored", "qwen3", "exported-mxfp8", "CompressedTensorsW8A8Mxfp8"),
+    "exported nvfp4": ("nvfp4-stored", "qwen3", "exported-nvfp4", "CompressedTensorsW4A4Fp4"),
     "nvfp4": ("nvfp4", "qwen3", "", "ModelOptNvFp4FusedMoE"),
     "static activations, experts": ("static", "qwen3_moe", "static", "experts with static scales of activations"),
 }

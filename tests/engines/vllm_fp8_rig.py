@@ -31,6 +31,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w8a8_fp8 as compressed_experts,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w4a4_nvfp4 as compressed_nvfp4,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w8a8_mxfp8 as compressed_mxfp8,
 )
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
@@ -57,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {},
     "channels": {},
     "mxfp8-stored": {},
+    "nvfp4-stored": {},
     "dummy": {"load_format": "dummy"},
     "online": {"quantization": "fp8"},
     "online-blocks": {"quantization": "fp8_per_block"},
@@ -114,6 +118,9 @@ def on_this_cpu(kernel: type[Blocks]) -> None:
         module.init_mxfp8_linear_kernel = lambda *_, **__: SimpleNamespace(
             process_weights_after_loading=lambda layer: None
         )
+    compressed_nvfp4.init_nvfp4_linear_kernel = lambda **_: SimpleNamespace(
+        process_weights_after_loading=lambda layer: None, input_quant_key=lambda: None
+    )
     for module in (fp8, online, compressed_experts):
         module.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
 
