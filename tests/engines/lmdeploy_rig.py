@@ -1,11 +1,12 @@
 """LMDeploy on a CPU, as far as it goes: ``python lmdeploy_rig.py MODEL_DIR``, in LMDeploy's own environment.
 
 LMDeploy's own: its HTTP routes and schemas, its middlewares, the engine's sleep and waking, the agent's methods that
-take weights, checkpoint-engine's receiver, and its Llama with packed projections, loader and finalisation.
+take weights, checkpoint-engine's receiver, and its models (Llama, Qwen3-VL with its vision tower) with packed
+projections, loader, finalisation and what they make of an image's patches.
 
-Not LMDeploy's: scheduler, paged cache, attention kernel and generation (``POST /rig_generate``, the whole sequence anew
-for each token).  What CUDA would do is replaced by what torch does with host memory: the current device is "cpu", a
-CUDA handle is the name of a shared segment in the same place, an event is nothing.
+Not LMDeploy's: scheduler, paged cache, attention kernels and generation (``POST /rig_generate``, the whole sequence
+anew for each token).  What CUDA would do is replaced by what torch does with host memory: the current device is "cpu",
+a CUDA handle is the name of a shared segment in the same place, an event is nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import socket
 import threading
 import types
@@ -73,6 +75,20 @@ def build_model(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
             attend = torch.nn.functional.scaled_dot_product_attention
             return attend(query, key, value, is_causal=True, scale=self.spec.scale).transpose(1, 2)[0]
 
+    class FlashAttention:
+        """Attention within each image or window, without a cache."""
+
+        def __init__(self, spec: Any) -> None:
+            self.spec = spec
+
+        def forward(self, query: Any, key: Any, value: Any, *, q_seqlens: Any, **_: Any) -> Any:
+            attend, scale = torch.nn.functional.scaled_dot_product_attention, self.spec.scale
+            parts = zip(*(part.split(q_seqlens.tolist()) for part in (query, key, value)), strict=True)
+            heads = ([one.transpose(0, 1)[None] for one in part] for part in parts)
+            return torch.cat(
+                [attend(*part, scale=scale, is_causal=self.spec.causal)[0].transpose(0, 1) for part in heads]
+            )
+
     class HostOps(DefaultOpsBackend):
         @staticmethod
         def get_name() -> str:
@@ -81,8 +97,9 @@ def build_model(folder: str, dtype: torch.dtype) -> tuple[Any, Any]:
         @classmethod
         def build_op(cls, spec: Any, **kwargs: Any) -> Any:
             """From 0.17 on."""
-            attention = type(spec).__name__ == "PagedAttentionBuildSpec"
-            return Attention(spec) if attention else super().build_op(spec, **kwargs)
+            kinds = {"PagedAttentionBuildSpec": Attention, "FlashAttentionBuildSpec": FlashAttention}
+            kind = kinds.get(type(spec).__name__)
+            return super().build_op(spec, **kwargs) if kind is None else kind(spec)
 
         @classmethod
         def get_layer_impl_builder(cls, layer_type: Any) -> Any:
@@ -237,9 +254,16 @@ def build_app(model: Any, config: Any, *, executor: str, device_type: str, keys:
 
     @app.post("/rig_generate")
     def rig_generate(
-        input_ids: Annotated[list[int], Body()], max_tokens: Annotated[int, Body()]
+        input_ids: Annotated[list[int], Body()],
+        max_tokens: Annotated[int, Body()],
+        image: Annotated[dict[str, Any] | None, Body()] = None,
     ) -> dict[str, list[int]]:
-        return {"output_ids": generate(model, config, input_ids, max_tokens)}
+        return {"output_ids": generate(model, config, input_ids, max_tokens, image)}
+
+    @app.get("/rig_weights")
+    def rig_weights() -> dict[str, str]:
+        kept = (*model.named_parameters(), *model.named_buffers())
+        return {name: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for name, tensor in kept}
 
     @app.post("/rig_calls")
     def rig_calls() -> dict[str, Any]:
@@ -250,17 +274,54 @@ def build_app(model: Any, config: Any, *, executor: str, device_type: str, keys:
 
 
 @torch.inference_mode()
-def generate(model: Any, config: Any, prompt: list[int], count: int) -> list[int]:
-    """Greedily, the whole sequence anew for each token."""
+def generate(model: Any, config: Any, prompt: list[int], count: int, image: dict[str, Any] | None = None) -> list[int]:
+    """Greedily, the whole sequence anew for each token; the image has ``pixel_values``, ``grid_thw`` and ``start``."""
     tokens: list[int] = []
     nothing = types.SimpleNamespace(quant_policy=None)
+    text = config.get_text_config()
     for _ in range(count):
         ids = torch.tensor([prompt + tokens])
-        positions = torch.arange(ids.size(1)).unsqueeze(0)
-        hidden = model(ids, positions, [[None, None]] * config.num_hidden_layers, nothing)
+        context = types.SimpleNamespace(
+            input_ids=ids,
+            position_ids=torch.arange(ids.size(1)).unsqueeze(0),
+            attn_metadata=nothing,
+            input_multimodals=None,
+            input_embeddings=None,
+            input_embedding_indexing=None,
+        )
+        if image is not None:
+            seen = picture(model, config, image)
+            context.input_multimodals = [{"mm_data": [seen]}]
+            context.mrope_position_ids = positions(ids.size(1), seen)
+        caches = [[None, None]] * text.num_hidden_layers
+        if image is None:
+            hidden = model(ids, context.position_ids, caches, nothing)
+        else:
+            hidden = model(**model.prepare_inputs_for_generation(caches, context=context))
         hidden = hidden["hidden_states"] if isinstance(hidden, dict) else hidden
         tokens.append(int(model.get_logits(hidden[:, -1:])[0, -1].argmax()))
     return tokens
+
+
+def picture(model: Any, config: Any, image: dict[str, Any]) -> Any:
+    """LMDeploy's description of an image."""
+    grid = torch.tensor(image["grid_thw"])
+    words = int(grid.prod()) // model.visual.spatial_merge_size**2
+    told = {
+        "pixel_values": torch.tensor(image["pixel_values"]),
+        "image_grid_thw": grid,
+        "offset": (image["start"], image["start"] + words),
+        "image_token_id": config.image_token_id,
+    }
+    return model.get_input_processor()._make_image_mm_data(told)
+
+
+def positions(length: int, seen: Any) -> torch.Tensor:
+    """Position of each token on three axes: text counts on from the largest position of the image."""
+    of_image = torch.as_tensor(seen.mrope_pos_ids) + seen.start
+    before = torch.arange(seen.start)[:, None].expand(-1, 3)
+    after = (torch.arange(length - seen.end) + int(of_image.max()) + 1)[:, None].expand(-1, 3)
+    return torch.cat([before, of_image, after]).t()
 
 
 def main() -> None:

@@ -351,6 +351,23 @@ def test_engine_that_slept_before_the_update_is_left_asleep() -> None:
     assert "asleep before" in ack.message
 
 
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["model.layers.0.mlp.up_proj.weight"], ()),
+        (["model.language_model.layers.0.mlp.up_proj.weight"], ("the vision tower, if this server has one",)),
+        (["model.language_model.norm.weight", "model.visual.blocks.0.attn.proj.weight"], ()),
+    ],
+)
+def test_a_vision_tower_that_is_not_sent_is_named(names: list[str], kept: tuple[str, ...]) -> None:
+    adapter = LmdeployAdapter(info())
+    specs = [TensorSpec(name=name, dtype="float32", shape=(4, 8)) for name in names]
+    adapter.check(specs, delivery="memory", bucket_bytes=1 << 20)
+    opened(adapter)
+    _, ack = talk(adapter.commit(Commit(session="a" * 32)), b"{}")
+    assert ack.not_updated == kept
+
+
 def test_score_checks_that_the_tokens_are_the_given_ones() -> None:
     adapter = LmdeployAdapter(info())
     answer = {"text": "", "meta_info": {"input_token_logprobs": [[-1.5, 8], [-0.25, 9]]}}

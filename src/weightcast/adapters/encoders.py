@@ -16,7 +16,17 @@ TAKES_IMAGES = (
     "it encodes images, and does not tell which of its tensors an update leaves as they are: an update must contain "
     "its vision tower"
 )
+KEPT_TOWER = "the vision tower, if this server has one"
 _OF_VISION = re.compile(r"visual|vision|image|img|\bvit\b|\bvpm\b|siglip|clip|patch_embed|pixtral", re.IGNORECASE)
+
+
+def without_tower(specs: Sequence[TensorSpec]) -> bool:
+    """True if an update is the language model of a model that also has a vision tower, by the names of its tensors.
+
+    It may be meant so: some engines serve the language model of such a checkpoint alone.
+    """
+    inner = any("language_model." in spec.name for spec in specs)
+    return inner and not any(_OF_VISION.search(spec.name) for spec in specs)
 
 
 def check_encoders(info: EngineInfo, specs: Sequence[TensorSpec]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from weightcast.adapters.encoders import KEPT_TOWER, without_tower
 from weightcast.adapters.lmdeploy.handle_cache import HandleCache
 from weightcast.adapters.lmdeploy.payload import END, bucket_payload, check_readable
 from weightcast.comm.run_steps import EngineRequest, Steps
@@ -50,6 +51,7 @@ class LmdeployAdapter:
         self._mixed = False  # from the first bucket on: weights may be parts of two versions
         self._sleep_refused = False  # the engine may still map our buffers after an aborted update
         self._paused_at: float | None = None
+        self._kept: tuple[str, ...] = ()
 
     def renew(self, info: EngineInfo) -> None:
         """As ``Adapter.renew``."""
@@ -62,6 +64,8 @@ class LmdeployAdapter:
     def check(self, specs: Sequence[TensorSpec], *, delivery: Delivery, bucket_bytes: int) -> None:
         """As ``Adapter.check``."""
         self._delivery = delivery
+        # LMDeploy does not tell whether it encodes images, and may serve the language model alone.
+        self._kept = (KEPT_TOWER,) if without_tower(specs) else ()
         if delivery == "handles" and any(rank.device == "cuda" for rank in self._info.ranks):
             raise ConfigError(
                 f"LMDeploy ({self._info.model}) does not tell the UUIDs of its GPUs, which checkpoint-engine needs; "
@@ -160,6 +164,7 @@ class LmdeployAdapter:
             ranks=self._info.tp_size,
             stall_s=stall_s,
             message=words,
+            not_updated=self._kept,
         )
 
     def abort(self, session: str, reason: str) -> Steps:
