@@ -20,7 +20,7 @@ import torch
 
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers
+from weightcast.digest.transfers import PlacedLaunches, transfers_on
 from weightcast.lab.bench.machine import facts
 from weightcast.lab.bench.shapes import model_shape
 from weightcast.wire.box import Box
@@ -115,10 +115,11 @@ def one_tensor_cases(size_bytes: int, device: torch.device) -> dict[str, Callabl
 
 def measure(pieces: list[Piece], device: torch.device, repeats: int) -> dict[str, float]:
     size_bytes = sum(piece.tensor.nbytes for piece in pieces)
-    repeated = RepeatedSums()
+    launches = PlacedLaunches(device, len(pieces))
+    transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
 
     def sums() -> torch.Tensor:
-        return repeated.sums("", "", device, lambda: pieces)
+        return launches.run("", lambda: transfers) if transfers_on(device) else partial_sums(pieces)
 
     first_host_s = host_seconds(sums, device)
     again_host_s = host_seconds(sums, device)
@@ -150,8 +151,8 @@ def on_the_way(shapes: list[Shape], device: torch.device, repeats: int) -> dict[
         for number, (piece, target) in enumerate(zip(pieces, targets, strict=True))
     ]
     size_bytes = sum(piece.tensor.nbytes for piece in pieces)
-    repeated = RepeatedTransfers()
-    taken_s = seconds(lambda: repeated.run("", "", device, len(pieces), lambda: transfers), device, repeats)
+    launches = PlacedLaunches(device, len(pieces))
+    taken_s = seconds(lambda: launches.run("", lambda: transfers), device, repeats)
     copies_s = seconds(
         lambda: [target.copy_(piece.tensor) for piece, target in zip(pieces, targets, strict=True)], device, repeats
     )

@@ -23,6 +23,7 @@ from tests.harness import (
 from tests.unit.ranks import Ranks
 from weightcast import UpdateFailed, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.digest.sent import SentDigests
 from weightcast.digest.source_sums import SourceSums
@@ -174,15 +175,13 @@ def test_no_rank_sums_without_proof(engines, two_ranks):
 
 
 def test_the_head_does_not_sum_a_bucket_that_engines_digest(engines, monkeypatch):
-    from weightcast.digest import sent
+    summed, of = list[int](), PlanSums.of
 
-    summed, sums_of_slots = list[int](), sent.sums_of_slots
-
-    def noting(bucket, repeated):
+    def noting(self, bucket):
         summed.append(bucket.layout.index)
-        return sums_of_slots(bucket, repeated)
+        return of(self, bucket)
 
-    monkeypatch.setattr(sent, "sums_of_slots", noting)
+    monkeypatch.setattr(PlanSums, "of", noting)
     version = next_version()
     with connect(trainer_of(version), [engines.one], transport="ipc") as updater:
         assert updater.update(version=version).targets[0].proof == "resident"

@@ -17,8 +17,8 @@ from weightcast.digest.definition import (
     sha256_digest,
     tensor_digest,
 )
-from weightcast.digest.pieces import Piece
-from weightcast.digest.transfers import RepeatedSums
+from weightcast.digest.pieces import Piece, Transfer
+from weightcast.digest.transfers import PlacedLaunches
 from weightcast.wire.box import Box
 
 pytestmark = [
@@ -264,18 +264,20 @@ def test_digests_of_a_gpu_tensor():
 
 def test_sums_that_are_asked_for_again_see_new_values_and_new_readings():
     memory = torch.randint(0, 256, (4 << 20,), dtype=torch.uint8, device="cuda")
-    repeated = RepeatedSums()
+    launches: dict[int, PlacedLaunches] = {}
     made: list[int] = []
 
     def sums(rows: int) -> list[int]:
-        def pieces() -> list[Piece]:
+        def transfers() -> list[Transfer]:
             made.append(rows)
+            parts = memory.view(torch.bfloat16).view(rows, -1).split(rows // 2)
             return [
-                Piece(tensor=part, full_shape=tuple(part.shape))
-                for part in memory.view(torch.bfloat16).view(rows, -1).split(rows // 2)
+                Transfer(piece=Piece(tensor=part, full_shape=tuple(part.shape)), total=number)
+                for number, part in enumerate(parts)
             ]
 
-        return repeated.sums(memory.data_ptr(), rows, memory.device, pieces).tolist()
+        found = launches.setdefault(rows, PlacedLaunches(memory.device, 2))
+        return found.run(memory.data_ptr(), transfers).tolist()
 
     def wanted(rows: int) -> list[int]:
         parts = memory.cpu().view(torch.bfloat16).view(rows, -1).split(rows // 2)
@@ -284,6 +286,6 @@ def test_sums_that_are_asked_for_again_see_new_values_and_new_readings():
     for rows in (64, 64, 128, 64, 64):
         memory.random_(0, 256)
         assert sums(rows) == wanted(rows)
-    assert made == [64, 128, 64]  # the description of a place is that of its last reading
+    assert made == [64, 128]
     with torch.cuda.stream(torch.cuda.Stream()):
         assert sums(64) == wanted(64)

@@ -12,7 +12,7 @@ import torch
 from tests.gpu.needs import needs
 from weightcast.comm.cuda_driver import as_tensor
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.transfers import RepeatedTransfers, prepare_kernels
+from weightcast.digest.transfers import PlacedLaunches, prepare_kernels
 from weightcast.plugins.switch_rank import BoundaryTask, SwitchRank
 from weightcast.wire.answers import RankAck
 from weightcast.wire.messages import Message, Open, Readback
@@ -73,7 +73,7 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
     source = as_tensor(there.data_ptr(), size_bytes, DEVICE, OTHER).view(torch.int16).view(-1, 4096)
     target = torch.zeros_like(source)
     transfers = [Transfer(piece=Piece(tensor=source, full_shape=tuple(source.shape)), target=target, total=0, far=True)]
-    repeated = RepeatedTransfers()
+    launches = PlacedLaunches(DEVICE, 1)
     matrix = torch.randn(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
 
     def step() -> None:
@@ -88,7 +88,7 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
 
     copying = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(copying):
-        repeated.run("here", 1, DEVICE, 1, lambda: transfers)
+        launches.run("here", lambda: transfers)
     torch.cuda.synchronize(DEVICE)
     alone = min(seconds_of_a_step() for _ in range(5))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -96,7 +96,7 @@ def test_steps_do_not_wait_for_a_copy_from_another_gpu():
     torch.cuda.synchronize(DEVICE)
     with torch.cuda.stream(copying):
         start.record()
-        repeated.run("here", 1, DEVICE, 1, lambda: transfers)
+        launches.run("here", lambda: transfers)
         end.record()
     beside = list[float]()
     while not end.query():

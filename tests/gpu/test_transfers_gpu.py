@@ -9,7 +9,7 @@ from tests.gpu.test_digest_gpu import SHAPES, on_gpu, part, random_tensor, whole
 from weightcast.digest import far_copies
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer, prepare_kernels
+from weightcast.digest.transfers import PlacedLaunches, can_transfer, prepare_kernels
 from weightcast.runtime.pace import paced
 from weightcast.wire.box import Box
 
@@ -53,10 +53,10 @@ def test_every_shape_in_one_launch(dtype, first, far, monkeypatch):
         for number, (piece, goal) in enumerate(zip(there, goals, strict=True))
     ]
     assert all(can_transfer(transfer) for transfer in transfers)
-    repeated = RepeatedTransfers()
+    launches = PlacedLaunches(DEVICE, len(pieces))
     expected = partial_sums(pieces)
     for _ in range(2):  # the second time finds what the first has worked out
-        sums = repeated.run("here", 1, DEVICE, len(pieces), lambda: transfers).cpu()
+        sums = launches.run("here", lambda: transfers).cpu()
         for number, (piece, goal) in enumerate(zip(pieces, goals, strict=True)):
             assert sums[number] == (0 if number % 3 == 2 else expected[number]), piece.tensor.shape
             arrived = torch.zeros_like(piece.tensor) if number % 3 == 1 else piece.tensor
@@ -70,7 +70,7 @@ def test_nothing_is_written_beside_the_target():
     wanted = around.clone()
     wanted[5:75, 8:1508] = source
     transfers = [Transfer(piece=whole(source), target=around[5:75, 8:1508], total=0)]
-    sums = RepeatedTransfers().run("here", 1, DEVICE, 1, lambda: transfers)
+    sums = PlacedLaunches(DEVICE, 1).run("here", lambda: transfers)
     assert torch.equal(raw(around), raw(wanted))
     assert sums.cpu().equal(partial_sums([whole(source.cpu())]))
 
@@ -81,15 +81,15 @@ def test_boxes_of_one_tensor_add_up():
     there = tensor.to(DEVICE)
     goal = torch.zeros_like(there)
     transfers = [Transfer(piece=part(there, box), target=part(goal, box).tensor, total=0) for box in boxes]
-    sums = RepeatedTransfers().run("here", 1, DEVICE, 1, lambda: transfers)
+    sums = PlacedLaunches(DEVICE, 1).run("here", lambda: transfers)
     assert sums.cpu().equal(partial_sums([whole(tensor)]))
     assert torch.equal(raw(goal), raw(tensor))
 
 
-def test_what_is_read_otherwise_and_what_runs_on_another_stream_is_worked_out_anew():
+def test_another_place_and_another_stream_are_worked_out_anew():
     memory = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=DEVICE)
     goal = torch.zeros_like(memory)
-    repeated = RepeatedTransfers()
+    launches = PlacedLaunches(DEVICE, 1)
     made: list[int] = []
 
     def check(rows: int) -> None:
@@ -99,17 +99,17 @@ def test_what_is_read_otherwise_and_what_runs_on_another_stream_is_worked_out_an
             return [Transfer(piece=whole(view), target=goal.view(torch.bfloat16).view(rows, -1), total=0)]
 
         memory.random_(0, 256)
-        sums = repeated.run("here", rows, DEVICE, 1, transfers).cpu()
+        sums = launches.run(rows, transfers).cpu()
         assert torch.equal(goal, memory)
         assert sums.equal(partial_sums([whole(memory.cpu().view(torch.bfloat16).view(rows, -1))]))
 
     for rows in (64, 64, 128, 64):
         check(rows)
-    assert made == [64, 128, 64]
+    assert made == [64, 128]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         check(64)
-    assert made == [64, 128, 64, 64]
+    assert made == [64, 128, 64]
 
 
 def test_what_cannot_be_one_launch():
@@ -138,7 +138,7 @@ def test_nothing_is_compiled_after_the_kernels_were_prepared():
                 Transfer(piece=piece, target=torch.empty_like(piece.tensor), total=number, far=far)
                 for number, piece in enumerate(sources)
             ]
-            RepeatedTransfers().run("here", 1, DEVICE, len(copies), lambda copies=copies: copies)
+            PlacedLaunches(DEVICE, len(copies)).run("here", lambda copies=copies: copies)
     assert variants() == prepared
 
 

@@ -19,7 +19,7 @@ from weightcast.digest import on_cpu
 from weightcast.digest.definition import _sums_by_torch, as_unsigned, partial_sums
 from weightcast.digest.jobs import CPU_COLS
 from weightcast.digest.pieces import Piece, Transfer
-from weightcast.digest.transfers import RepeatedSums, can_transfer
+from weightcast.digest.transfers import PlacedLaunches, can_transfer
 from weightcast.wire.box import Box
 
 # Around the edges of tiles, of narrow tiles, and of rows that are summed four or eight at a time.
@@ -143,16 +143,17 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_repeated_sums_read_the_memory_anew():
-    repeated, tensor = RepeatedSums(), random_tensor((64, 64), torch.bfloat16)
+def test_launches_that_are_kept_read_the_memory_anew():
+    tensor = random_tensor((64, 64), torch.bfloat16)
+    launches = PlacedLaunches(tensor.device, 1)
     made: list[int] = []
 
-    def pieces():
+    def transfers():
         made.append(1)
-        return [whole(tensor)]
+        return [Transfer(piece=whole(tensor), total=0)]
 
     def sums():
-        return repeated.sums("here", "so", tensor.device, pieces).tolist()
+        return launches.run("here", transfers).tolist()
 
     assert sums() == _sums_by_torch([whole(tensor)]).tolist()
     tensor.copy_(random_tensor((64, 64), torch.bfloat16, seed=9))

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.digest import on_cpu
+from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import CPU_TILING, GPU_TILING, plans_of_transfers
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in, form_of
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer
+from weightcast.digest.transfers import PlacedLaunches, can_transfer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64]
@@ -85,16 +86,14 @@ def test_one_template_serves_memory_that_moves():
     piece = Piece(tensor=flat_like, full_shape=(3, 50))
     transfer = Transfer(piece=piece, target=StandIns().of(parameter), total=0)
     template = Template([transfer], [(0, 1)], CPU)
-    repeated = RepeatedTransfers()
+    launches = PlacedLaunches(CPU, 1)
     for place in range(3):
         source, target = torch.randn(3, 50), torch.zeros(3, 50)
         addresses = [source.data_ptr(), target.data_ptr()]
         placed = Placed(template, addresses)
-        sums = repeated.run(place, None, CPU, 1, lambda placed=placed: placed)
+        sums = launches.run(place, lambda placed=placed: placed)
         assert torch.equal(source, target)
-        expected = RepeatedTransfers().run(
-            0, None, CPU, 1, lambda source=source: [Transfer(piece=Piece(tensor=source, full_shape=(3, 50)), total=0)]
-        )
+        expected = partial_sums([Piece(tensor=source, full_shape=(3, 50))])
         assert torch.equal(sums, expected)
 
 

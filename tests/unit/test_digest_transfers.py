@@ -11,11 +11,11 @@ from tests.unit.exports import ALONE, CPU, raw
 from tests.unit.models import FusedModel, ScalingModel, Weights, buckets_of, differing, specs_of, state, weights_of
 from tests.unit.ranks import allocate_slots
 from weightcast.digest import on_cpu, transfers
-from weightcast.digest.bucket_sums import RepeatedTotals
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.source_sums import SourceSums
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer
+from weightcast.digest.transfers import PlacedLaunches, can_transfer
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
 from weightcast.receiver.loader import Loader
@@ -55,7 +55,7 @@ def test_a_loader_copies_as_ever_and_sums_what_it_was_given(kind, dtype, bucket_
         loader = Loader(model, load_weights=model.load_weights, expected=specs_of(NEW))
         if not loader.unstaged_because():
             loader.stage("device")
-        totals = RepeatedTotals()
+        totals = PlanSums()
         for weights in (NEW, OLD, NEW):  # both sets of weights, and one of them again
             loader.begin()
             sums = [(bucket.layout, loader.load(bucket)) for bucket in buckets_of(weights, bucket_bytes=bucket_bytes)]
@@ -105,18 +105,18 @@ def test_a_trainer_sums_what_it_copies(bucket_bytes):
     sums = [(bucket.layout, bucket.sums) for bucket in found if bucket.sums is not None]
     assert len(sums) == len(found)
     whole = {name: value.detach() for name, value in model.named_parameters()}
-    assert RepeatedTotals().totals(sums).by_name() == digests(whole)
+    assert PlanSums().totals(sums).by_name() == digests(whole)
 
 
 def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
-    whats: list[object] = []
-    run = RepeatedTransfers.run
+    works: list[object] = []
+    run = PlacedLaunches.run
 
-    def noting(self, place, what, *others, **options):
-        whats.append(what)
-        return run(self, place, what, *others, **options)
+    def noting(self, place, *others, **options):
+        works.append((self, place))
+        return run(self, place, *others, **options)
 
-    monkeypatch.setattr(RepeatedTransfers, "run", noting)
+    monkeypatch.setattr(PlacedLaunches, "run", noting)
     model = nn.Linear(4, 4, bias=False)
     memory = torch.randn(4, 8)
     model.weight.data = memory.view(-1)[:16].view(4, 4)
@@ -129,7 +129,7 @@ def test_memory_that_is_read_otherwise_is_other_work(monkeypatch):
         (bucket,) = bucketize(exporter, layouts, ALONE, slots)
         parts = {slot.spec.name: view.clone() for slot, view in bucket.views()}
         assert torch.equal(parts["weight"], model.weight)
-    first, again, other = whats
+    first, again, other = works
     assert first == again
     assert first != other
 
@@ -158,6 +158,6 @@ def test_sums_of_several_parts_and_copies_alone():
         Transfer(piece=Piece(tensor=tensor, full_shape=(4, 3)), total=1),
         Transfer(piece=Piece(tensor=tensor[:2], full_shape=(2, 3)), target=goal[2:]),
     ]
-    sums = RepeatedTransfers().run("here", 1, CPU, 2, lambda: some)
+    sums = PlacedLaunches(CPU, 2).run("here", lambda: some)
     assert (sums != 0).tolist() == [False, True]
     assert goal.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 2], [3, 4, 5]]

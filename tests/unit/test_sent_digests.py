@@ -11,7 +11,9 @@ from msgspec.structs import replace
 from tests.unit.models import buckets_of, specs_of, weights_of
 from weightcast.digest import sent as sent_module
 from weightcast.digest.definition import model_digest, sha256_digest, tensor_digest, unequal
-from weightcast.digest.sent import Repeated, Sent, SentDigests, casts_of
+from weightcast.digest.sent import Sent, SentDigests, casts_of
+from weightcast.update import send_plan
+from weightcast.update.send_plan import SendPlan
 
 WEIGHTS = weights_of(4) | {"empty": torch.zeros(0, 5), "hollow": torch.zeros(5, 0)}
 
@@ -92,17 +94,16 @@ def test_what_engines_cast_is_looked_for_again_whenever_a_table_is_another(monke
         looked.append(len(kept))
         return casts_of(specs, kept)
 
-    monkeypatch.setattr(sent_module, "casts_of", looking)
-    repeated = Repeated()
-    specs, same, other = keeping({}), keeping({}), keeping({"scale": "bfloat16"})
+    monkeypatch.setattr(send_plan, "casts_of", looking)
+    same, other = keeping({}), keeping({"scale": "bfloat16"})
+    plan = SendPlan(keeping({}), (), ())
     for _ in range(3):
-        assert repeated.casts(specs, [same]) == {}
+        assert plan.casts([same]) == {}
     assert looked == [1]
-    assert repeated.casts(specs, [same, other]) == {"scale": {"bfloat16"}}
-    assert repeated.casts(specs, [other]) == {"scale": {"bfloat16"}}
-    assert repeated.casts(specs, [same]) == {}
-    assert repeated.casts(other, [other]) == {}
-    assert looked == [1, 2, 1, 1, 1]
+    assert plan.casts([same, other]) == {"scale": {"bfloat16"}}
+    assert plan.casts([other]) == {"scale": {"bfloat16"}}
+    assert plan.casts([same]) == {}
+    assert looked == [1, 2, 1, 1]
 
 
 def test_sha256_where_a_tensor_travels_whole():

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.unit.exports import ALONE, CPU
 from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.bucket_sums import RepeatedTotals
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import tensor_digest
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
-from weightcast.digest.transfers import RepeatedSums, transfers_on
+from weightcast.digest.transfers import transfers_on
 from weightcast.exporters import gather, own_parts, sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.checkpoint import CheckpointExporter
@@ -92,7 +92,7 @@ def summed(exporter: Exporter, group: TrainerGroup, *, bucket_bytes: int, flip: 
         return None
     folded, _ = sum_messages.decode(exporter, layouts, group, messages)
     known = all(bool(one.known.all()) for one in folded)
-    totals = RepeatedTotals().totals([(layout, one.sums) for layout, one in zip(layouts, folded, strict=True)])
+    totals = PlanSums().totals([(layout, one.sums) for layout, one in zip(layouts, folded, strict=True)])
     gathered = {name: tensor_digest(torch.cat(some) if some[0].dim() else some[0]) for name, some in parts.items()}
     mismatches = [(one.name, one.ranks, one.gathered) for folds in folded for one in folds.mismatches]
     return (totals.by_name() if known else None), gathered, mismatches, len(flipped)
@@ -423,7 +423,7 @@ def test_weights_of_now_are_summed_whatever_became_of_their_memory():
 
 def test_what_is_summed_while_it_is_copied_is_not_read_again(monkeypatch):
     assert transfers_on(CPU)
-    monkeypatch.setattr(RepeatedSums, "sums", None)
+    monkeypatch.setattr(own_parts.OwnParts, "_sum_views", None)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     for bucket_bytes in (64, 4096):
         sums, gathered, _, _ = summed(ModuleExporter(model), ALONE, bucket_bytes=bucket_bytes)

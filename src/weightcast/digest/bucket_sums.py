@@ -10,30 +10,28 @@ from functools import cached_property
 import msgspec
 import torch
 
-from weightcast.digest.definition import key_of
-from weightcast.digest.pieces import Piece
+from weightcast.digest.definition import key_of, partial_sums
+from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.table import Absent, DigestTable
-from weightcast.digest.transfers import RepeatedSums
+from weightcast.digest.templates import NOWHERE, Placed, Template, flat_stand_in
+from weightcast.digest.transfers import PlacedLaunches, worth_launch
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 
-def sums_of_slots(bucket: Bucket, repeated: RepeatedSums) -> torch.Tensor:
+def sums_of_slots(bucket: Bucket) -> torch.Tensor:
     """One partial sum for each slot: int64 ``[slots]`` on the bucket's device, to be read mod 2**64.
 
     Sums that came with the bucket are returned as they are.
     """
     if bucket.sums is not None:
         return bucket.sums
-    layout, data = bucket.layout, bucket.data
-    lent = tuple((name, memory.data_ptr()) for name, memory in bucket.lent.items())
-    return repeated.sums(
-        (layout.index, data.data_ptr(), lent),
-        layout,
-        data.device,
-        lambda: [piece_of(slot, view, slot.first_row) for slot, view in bucket.views()],
-    )
+    return partial_sums(_pieces_of(bucket))
+
+
+def _pieces_of(bucket: Bucket) -> list[Piece]:
+    return [piece_of(slot, view, slot.first_row) for slot, view in bucket.views()]
 
 
 def piece_of(slot: TensorSlot, tensor: torch.Tensor, first_row: int) -> Piece:
@@ -128,19 +126,68 @@ class Contents:
 NOTHING = Totals(Contents(()), torch.zeros(0, dtype=torch.int64))
 
 
-class RepeatedTotals:
-    """``Totals`` of update after update; the contents of the same buckets are worked out once."""
+class PlanSums:
+    """The sums of one plan's buckets, and their digests.  All that is worked out once goes with the plan.
 
-    def __init__(self) -> None:
-        self._layouts: list[BucketLayout] = []
-        self._contents = Contents(())
+    Buckets of no plan, or of another one, are summed as well, without help from an earlier update.
+
+    Attributes:
+        layouts: Layouts of all buckets of the plan, in order.
+    """
+
+    def __init__(self, layouts: Sequence[BucketLayout] = ()) -> None:
+        """Works out nothing yet."""
+        self.layouts = list(layouts)
+        self._layout_of = {layout.index: layout for layout in layouts}
+        self._launches: dict[tuple[int, torch.device, tuple[str, ...]], tuple[Template, PlacedLaunches]] = {}
+
+    def prepare(self, device: torch.device, lent: Sequence[Collection[str]] = ()) -> None:
+        """Works out the sums of buckets on a device; ``lent`` names the lent slots of each, in the order of slots."""
+        for number, layout in enumerate(self.layouts):
+            if worth_launch(layout.size_bytes, device):
+                self._launch(layout, device, tuple(lent[number]) if lent else ())
+
+    def prepare_totals(self) -> Totals:
+        """Works out the digests of all buckets together; returns those of sums that are 0."""
+        return Totals(self._contents, torch.zeros(len(self._contents.numbers), dtype=torch.int64))
+
+    def of(self, bucket: Bucket) -> torch.Tensor:
+        """As ``sums_of_slots``."""
+        layout, device = bucket.layout, bucket.data.device
+        if bucket.sums is not None or not self._has(layout) or not worth_launch(layout.size_bytes, device):
+            return sums_of_slots(bucket)
+        template, launches = self._launch(layout, device, tuple(bucket.lent))
+        addresses = tuple(memory.data_ptr() for memory in (bucket.data, *bucket.lent.values()))
+        return launches.run(addresses, lambda: Placed(template, addresses))
 
     def totals(self, sums: Sequence[tuple[BucketLayout, torch.Tensor]]) -> Totals:
-        """Builds the digests of all that travelled, from each bucket's ``sums_of_slots``.  Waits for the device."""
+        """Builds the digests of all that travelled, from the sums of each bucket's slots.  Waits for the device."""
         if not sums:
             return NOTHING
         layouts = [layout for layout, _ in sums]
-        if layouts != self._layouts:
-            self._layouts, self._contents = layouts, Contents(layouts)
+        contents = self._contents if layouts == self.layouts else Contents(layouts)
         # Few calls of CUDA and torch: engines wait meanwhile, and with cold caches each call is slow.
-        return Totals(self._contents, torch.cat([values for _, values in sums]).cpu())
+        return Totals(contents, torch.cat([values for _, values in sums]).cpu())
+
+    @cached_property
+    def _contents(self) -> Contents:
+        return Contents(self.layouts)
+
+    def _has(self, layout: BucketLayout) -> bool:
+        return self._layout_of.get(layout.index) == layout
+
+    def _launch(
+        self, layout: BucketLayout, device: torch.device, lent: tuple[str, ...]
+    ) -> tuple[Template, PlacedLaunches]:
+        """The sums of a bucket wherever it and its lent slots lie."""
+        known = self._launches.get((layout.index, device, lent))
+        if known is None:
+            numbers = {name: 1 + number for number, name in enumerate(lent)}
+            sizes = {slot.spec.name: slot.size_bytes for slot in layout.slots} if lent else {}
+            lying = {name: flat_stand_in(sizes[name]) for name in lent}
+            bucket = Bucket(layout, flat_stand_in(layout.size_bytes), lent=lying)
+            transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(_pieces_of(bucket))]
+            memories = [(numbers.get(slot.spec.name, 0), NOWHERE) for slot in layout.slots]
+            known = Template(transfers, memories, device), PlacedLaunches(device, len(layout.slots))
+            self._launches[layout.index, device, lent] = known
+        return known

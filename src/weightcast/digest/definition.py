@@ -66,7 +66,7 @@ def partial_sums(pieces: Sequence[Piece]) -> torch.Tensor:
         return kernel.partial_sums(pieces)
     if device.type != "cpu":
         raise ValueError(f"digests are computed on cpu and cuda, not on {device}")
-    if on_cpu.worth_it(pieces) and all(map(on_cpu.takes, pieces)):
+    if on_cpu.worth_it(sum(piece.tensor.nbytes for piece in pieces)) and all(map(on_cpu.takes, pieces)):
         return on_cpu.sums_of(pieces).launch()
     return _sums_by_torch(pieces)
 

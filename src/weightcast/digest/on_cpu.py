@@ -69,10 +69,9 @@ def takes(piece: Piece) -> bool:
     return tensor.is_contiguous() or is_rows_of_runs(words_of(tensor))
 
 
-def worth_it(pieces: Sequence[Piece]) -> bool:
-    """True if `sums_of` can be used and is the faster way, its start included."""
-    size = sum(piece.tensor.nbytes for piece in pieces)
-    return available() if size >= _BYTES_OF_A_START else _found is not None and _found[0] is not None
+def worth_it(size_bytes: int) -> bool:
+    """True if `sums_of` can be used for this many bytes and is the faster way, its start included."""
+    return available() if size_bytes >= _BYTES_OF_A_START else _found is not None and _found[0] is not None
 
 
 def sums_of(pieces: Sequence[Piece]) -> Launches:

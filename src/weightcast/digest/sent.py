@@ -9,7 +9,6 @@ A digest is taken in the dtype that travels, and in each other dtype that an eng
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from weightcast.digest.bucket_sums import NOTHING, RepeatedTotals, Totals, piece_of, sums_of_slots
+from weightcast.digest.bucket_sums import NOTHING, PlanSums, Totals, piece_of, sums_of_slots
 from weightcast.digest.definition import (
     add_partial,
     as_unsigned,
@@ -27,7 +26,6 @@ from weightcast.digest.definition import (
     sha256_digest,
 )
 from weightcast.digest.source_sums import Folded, Mismatch, merged
-from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import TrainerMismatch
 from weightcast.runtime.scratch import Scratch
 from weightcast.wire.bucket import Bucket
@@ -49,33 +47,6 @@ def casts_of(specs: Iterable[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) 
             if spec.dtype != sent.get(spec.name, spec.dtype):
                 found.setdefault(spec.name, set()).add(spec.dtype)
     return found
-
-
-class Repeated:
-    """The work on digests that one update can reuse from the one before."""
-
-    def __init__(self) -> None:
-        self.sums = RepeatedSums()
-        self.totals = RepeatedTotals()
-        self._tables: list[Sequence[TensorSpec]] = []
-        self._casts: dict[str, set[str]] = {}
-
-    def prepare(
-        self, specs: Sequence[TensorSpec], layouts: Sequence[BucketLayout], kept: Sequence[Sequence[TensorSpec]]
-    ) -> None:
-        """Works out what the digests of these buckets need, and those of what engines keep of them."""
-        self.casts(specs, kept)
-        none = [(layout, torch.zeros(len(layout.slots), dtype=torch.int64)) for layout in layouts]
-        totals = self.totals.totals(none)
-        for table in {id(table): table for table in kept}.values():
-            totals.digest_of(table, frozenset())
-
-    def casts(self, specs: Sequence[TensorSpec], kept: Iterable[Sequence[TensorSpec]]) -> dict[str, set[str]]:
-        """As ``casts_of``; computed again only if a table is another object."""
-        tables = [specs, *kept]
-        if len(tables) != len(self._tables) or not all(map(operator.is_, tables, self._tables)):
-            self._casts, self._tables = casts_of(specs, tables[1:]), tables
-        return self._casts
 
 
 class Sent:
@@ -170,13 +141,13 @@ class SentDigests:
         casts: Mapping[str, Collection[str]] | None = None,
         *,
         sha256: bool = False,
-        repeated: Repeated | None = None,
+        sums: PlanSums | None = None,
         unsummed: Collection[str] | None = None,
     ) -> None:
         """Starts without any bucket.
 
         Args:
-            repeated: Work of earlier updates, which had the same buckets in the same places.
+            sums: Sums of the buckets of the plan; None for buckets of no plan.
             unsummed: Names of tensors that no trainer rank sums at their source; None sums every bucket.
         """
         self._casts = casts or {}
@@ -185,7 +156,7 @@ class SentDigests:
         self._hashed: dict[str, str] = {}
         self._sums: list[tuple[BucketLayout, torch.Tensor | None]] = []
         self._cast: list[tuple[TensorSpec, str, torch.Tensor]] = []
-        self._repeated = repeated or Repeated()
+        self._plan_sums = sums or PlanSums()
         self._lying: dict[int, Bucket] = {}
         self._scratch = Scratch()
 
@@ -200,7 +171,7 @@ class SentDigests:
         )
         # On a CPU the sums on the way are of the source, which was read once to be copied and once to be summed.
         found = replace(bucket, sums=None) if needed and bucket.data.device.type == "cpu" else bucket
-        sums = sums_of_slots(found, self._repeated.sums) if needed else bucket.sums
+        sums = self._plan_sums.of(found) if needed else bucket.sums
         self._sums.append((bucket.layout, sums))
         for slot in bucket.layout.slots if self._casts else ():
             for dtype in self._casts.get(slot.spec.name, ()):
@@ -240,7 +211,7 @@ class SentDigests:
                 names += _differing(layout, Folded(expected, torch.ones_like(expected, dtype=torch.bool)), sums)
             if names:
                 raise gathered_otherwise(list(dict.fromkeys(names)), f"the bucket of trainer rank {rank}")
-        fast = self._repeated.totals.totals(totals_of)
+        fast = self._plan_sums.totals(totals_of)
         totals: dict[tuple[str, str], int] = {}
         specs: dict[str, TensorSpec] = {}
         values = torch.cat([sums for _, _, sums in self._cast]).tolist() if self._cast else []
@@ -258,7 +229,7 @@ class SentDigests:
         for number, (layout, _) in enumerate(self._sums):
             for bucket in self._lying.values():
                 if bucket.layout is layout and sources and any(slot.spec.name in names for slot in layout.slots):
-                    sums = sums_of_slots(replace(bucket, sums=None), RepeatedSums()).cpu()
+                    sums = sums_of_slots(replace(bucket, sums=None)).cpu()
                     found += _differing(layout, sources[number], sums)
         return [name for name in dict.fromkeys(found) if name in names]
 

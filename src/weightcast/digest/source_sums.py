@@ -110,7 +110,7 @@ class Ledger:
     _names: list[str] = field(default_factory=list[str])
     _slots: list[int] = field(default_factory=list[int])
     _rows: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    _table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # made by the first ``fold``
+    _table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # made by ``prepare``
     _each_once: bool = False  # one rank sums each slot, in their order; made likewise
 
     def group(self, name: str, slot: int | None) -> int:
@@ -129,11 +129,15 @@ class Ledger:
         """How many sums a rank takes of this bucket."""
         return len(self._rows.get(rank, ()))
 
+    def prepare(self, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Works out what ``fold`` needs for the sums of so many ranks; nothing is expected after that."""
+        if self._table is None:
+            self._table = self._tabulate(num_ranks)
+        return self._table
+
     def fold(self, answers: Sequence[torch.Tensor]) -> Folded:
         """Adds the sums of all ranks; those of each rank, in order, are int64 ``[count(rank)]`` on the CPU."""
-        if self._table is None:
-            self._table = self._tabulate(len(answers))
-        groups, firsts, slots = self._table
+        groups, firsts, slots = self.prepare(len(answers))
         values = torch.cat(list(answers))
         known = torch.ones(self.num_slots, dtype=torch.bool)
         if self._each_once:

@@ -1,8 +1,8 @@
 """Copies that come again in the same places, with the digest sums of what is copied.
 
-All copies of a bucket are one launch, worked out once.  Digests are summed while the bytes pass, so proof costs no
-pass of its own.  That goes for CUDA, and for CPUs where numba is installed; elsewhere a copy and a digest are two
-passes: see ``transfers_on``.
+All copies of a bucket are one launch, worked out once for each place.  Digests are summed while the bytes pass, so
+proof costs no pass of its own.  That goes for CUDA, and for CPUs where numba is installed; elsewhere a copy and a
+digest are two passes: see ``transfers_on``.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightcast.digest import on_cpu
-from weightcast.digest.definition import partial_sums
 from weightcast.digest.jobs import is_rows_of_runs
-from weightcast.digest.pieces import Piece, Transfer, check_piece, words_of
+from weightcast.digest.pieces import Transfer, words_of
 from weightcast.digest.templates import Placed
 
 if TYPE_CHECKING:
     from weightcast.digest.kernel import Launches
 
-_MAX_PLACES = 1 << 12
+_MAX_PLACES = 16
 
 
-def prepare_kernels(device: torch.device) -> None:
+def prepare_kernels(device: torch.device, *, size_bytes: int | None = None) -> None:
     """Compiles what sums digests on a device, or loads what was compiled, so that the first update need not wait.
 
-    Takes seconds the first time on a machine, and a fraction of a second later.
+    Takes seconds the first time on a machine, and a fraction of a second later.  With ``size_bytes``, only where so
+    many bytes are summed faster for it.
     """
     if device.type == "cuda":
         from weightcast.digest.kernel import compile_all
 
         compile_all(device)
     elif device.type == "cpu":
-        on_cpu.available()
+        if size_bytes is None:
+            on_cpu.available()
+        else:
+            on_cpu.prepare(size_bytes)
 
 
 def transfers_on(device: torch.device) -> bool:
@@ -43,7 +46,7 @@ def transfers_on(device: torch.device) -> bool:
 
 
 def can_transfer(transfer: Transfer) -> bool:
-    """True if ``RepeatedTransfers`` takes it: one device, one dtype, and rows that are runs of adjacent bytes."""
+    """True if ``PlacedLaunches`` takes it: one device, one dtype, and rows that are runs of adjacent bytes."""
     source, target = transfer.piece.tensor, transfer.target
     if target is not None and (target.device != source.device or target.dtype != source.dtype):
         return False
@@ -53,28 +56,31 @@ def can_transfer(transfer: Transfer) -> bool:
     return all(side.is_contiguous() or is_rows_of_runs(words_of(side)) for side in sides)
 
 
-class RepeatedTransfers:
-    """Runs transfers that come again in the same places.  It keeps no memory alive.  One thread at a time."""
+class PlacedLaunches:
+    """The launches of some transfers, for the places in which their memories have lain of late.
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[object, Launches | on_cpu.Launches]] = {}
+    It belongs to what the transfers were worked out for, such as one bucket of a plan, and ends with it.  A place says
+    where all of the memory lies, so what is kept for it is never out of date.  It keeps no memory alive.  One thread at
+    a time.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        """Takes the device of all memory, for which ``transfers_on`` is true, and the number of sums."""
+        self._device = device
+        self._count = count
+        self._known: dict[Hashable, Launches | on_cpu.Launches] = {}
+
+    def __contains__(self, place: Hashable) -> bool:
+        """True if the tables for a place are kept."""
+        return place in self._known
 
     def run(
-        self,
-        place: Hashable,
-        what: object,
-        device: torch.device,
-        count: int,
-        transfers: Callable[[], Sequence[Transfer] | Placed],
-        *,
-        summed: bool = True,
+        self, place: Hashable, transfers: Callable[[], Sequence[Transfer] | Placed], *, summed: bool = True
     ) -> torch.Tensor:
         """Copies and sums.  Enqueued on the current stream of a GPU, done on a CPU.
 
         Args:
-            place: A key for the memory of sources and targets; one key stands for one memory at a time.
-            what: A value that changes whenever that memory needs other transfers.
-            device: Device of all memory; ``transfers_on`` is true for it.
+            place: A key for the addresses of all sources and targets.
             transfers: Makes the transfers, for each of which ``can_transfer`` is true; or a template of such ones,
                 with the addresses of its memories.
             summed: False if nobody needs the sums, which a CPU then does not take.
@@ -82,65 +88,21 @@ class RepeatedTransfers:
         Returns:
             int64 ``[count]`` on the device, to be read mod 2**64; of no meaning unless ``summed``.
         """
-        again = self.again(place, what, summed=summed)
-        if again is not None:
-            return again
-        made = _launches(transfers(), count, device)
-        if len(self._known) >= _MAX_PLACES:
-            self._known.clear()
-        self._known[place] = what, made
-        sums = made.launch(summed=summed)
-        assert sums is not None, "it was made for the current stream"
+        known = self._known.get(place)
+        sums = known.launch(summed=summed) if known is not None else None
+        if sums is None:  # or it was made for another stream
+            made = _launches(transfers(), self._count, self._device)
+            if len(self._known) >= _MAX_PLACES:
+                self._known.clear()
+            self._known[place] = made
+            sums = made.launch(summed=summed)
+            assert sums is not None, "it was made for the current stream"
         return sums
 
-    def again(self, place: Hashable, what: object, *, summed: bool = True) -> torch.Tensor | None:
-        """As ``run``, if these transfers have been run before on this stream; else None."""
-        known = self._known.get(place)
-        return known[1].launch(summed=summed) if known is not None and known[0] == what else None
 
-
-class RepeatedSums:
-    """``partial_sums`` of pieces that come again in the same places.  Later calls need no pieces.
-
-    It keeps no memory alive.  One thread at a time.
-    """
-
-    def __init__(self) -> None:
-        self._transfers = RepeatedTransfers()
-
-    def sums(
-        self,
-        place: Hashable,
-        what: object,
-        device: torch.device,
-        pieces: Callable[[], Sequence[Piece]],
-        placed: Callable[[], tuple[Placed, int] | None] = lambda: None,
-    ) -> torch.Tensor:
-        """As ``partial_sums``.
-
-        Args:
-            place: A key for the memory of the pieces; one key stands for one memory at a time.
-            what: A value that changes whenever that memory is to be read as other pieces.
-            placed: Makes the same from a template, with the number of sums, if there is one that fits.
-        """
-        again = self._transfers.again(place, what)
-        if again is not None:
-            return again
-        known = placed()
-        if known is not None:
-            return self._transfers.run(place, what, device, known[1], lambda: known[0])
-        made = pieces()
-        for number, piece in enumerate(made):
-            check_piece(piece, number)
-        transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(made)]
-        if not made or not worth_launch(made, device) or not all(map(can_transfer, transfers)):
-            return partial_sums(made)
-        return self._transfers.run(place, what, device, len(made), lambda: transfers)
-
-
-def worth_launch(pieces: Sequence[Piece], device: torch.device) -> bool:
-    """True where a launch on a device sums pieces faster than ``partial_sums``."""
-    return device.type == "cuda" or (device.type == "cpu" and on_cpu.worth_it(pieces))
+def worth_launch(size_bytes: int, device: torch.device) -> bool:
+    """True where a launch on a device sums this many bytes faster than ``partial_sums``."""
+    return device.type == "cuda" or (device.type == "cpu" and on_cpu.worth_it(size_bytes))
 
 
 def _launches(transfers: Sequence[Transfer] | Placed, count: int, device: torch.device) -> Launches | on_cpu.Launches:

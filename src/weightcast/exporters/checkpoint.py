@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,9 +14,8 @@ import msgspec
 import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.bucket_sums import sums_of_slots
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.source_sums import Folded, Ledger, SourceSums
-from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import ConfigError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
@@ -32,6 +32,27 @@ _INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "wo
 
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Adjacent elements of a file that become adjacent ones of a bucket, from ``first_byte`` on, in another dtype."""
+
+    file: SafetensorsFile
+    entry: Entry
+    first_byte: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketPlan:
+    """The reads that fill a bucket, and the ranks that sum what they have read."""
+
+    layout: BucketLayout
+    receivers: tuple[int, ...]
+    reads: Sequence[_Read]
+    ledger: Ledger
+    slots: torch.Tensor
 
 
 class CheckpointExporter:
@@ -68,7 +89,8 @@ class CheckpointExporter:
         self.path = Path(path)
         self._device = device or torch.device("cpu")
         self._staging = Staging(self._device)
-        self._sums = RepeatedSums()
+        self._sums = PlanSums()
+        self._plans: dict[int, _BucketPlan] = {}
         self._files: list[SafetensorsFile] = []
         try:
             self._entries, skipped = self._open()
@@ -127,6 +149,25 @@ class CheckpointExporter:
     def prepare(self, group: TrainerGroup) -> None:
         """Does nothing: every rank reads the same files."""
 
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Implements ``Planning.plan``: reads that follow each other, on disk and in a bucket, become one."""
+        for layout in layouts:
+            ledger = self._plan(layout, group.receivers).ledger
+            if sums and group.is_head:
+                ledger.prepare(group.world_size)
+        if sums and group.rank in group.receivers:
+            self._sums = PlanSums(layouts)
+            self._sums.prepare(self._device)
+
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
     ) -> None:
@@ -144,20 +185,14 @@ class CheckpointExporter:
         """
         if bucket is None:
             return
-        for slot, view in bucket.views():
-            found = self._entries.get(slot.spec.name)
-            if found is None or found[1].shape != slot.spec.shape:
-                has = "does not have it" if found is None else f"has it as {list(found[1].shape)}"
-                raise ConfigError(
-                    f"bucket {layout.index} carries {slot.spec.name} {list(slot.spec.shape)}, and {self.path} {has}"
-                )
-            file, entry = found
-            row_bytes = entry.size_bytes // slot.spec.num_rows if slot.spec.num_rows else 0
-            file.read(entry, slot.first_row * row_bytes, view.view(-1), self._staging)
+        plan = self._plan(layout, group.receivers)
+        for read in plan.reads:
+            size_bytes = read.entry.shape[0] * read.dtype.itemsize
+            target = bucket.data[read.first_byte : read.first_byte + size_bytes].view(read.dtype)
+            read.file.read(read.entry, 0, target, self._staging)
         self._staging.wait()
         if sources is not None:
-            count = len(layout.slots)
-            sources.reserve(count).add(torch.arange(count), sums_of_slots(bucket, self._sums))
+            sources.reserve(len(layout.slots)).add(plan.slots, self._sums.of(bucket))
 
     def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
         """Implements ``Summing.source_counts``."""
@@ -165,16 +200,55 @@ class CheckpointExporter:
 
     def fold(self, layout: BucketLayout, group: TrainerGroup, answers: Sequence[torch.Tensor]) -> Folded:
         """Implements ``Summing.fold``; names receivers whose disks differ."""
-        ledger = Ledger(len(layout.slots))
-        for number, slot in enumerate(layout.slots):
-            read = ledger.group(slot.spec.name, number)
-            for rank in group.receivers:
-                ledger.expect(rank, read)
-        return ledger.fold(answers)
+        return self._plan(layout, group.receivers).ledger.fold(answers)
 
     def unsummed(self) -> Collection[str]:
         """Implements ``Summing.unsummed``."""
         return ()
+
+    def _plan(self, layout: BucketLayout, receivers: tuple[int, ...]) -> _BucketPlan:
+        plan = self._plans.get(layout.index)
+        if plan is None or plan.layout != layout or plan.receivers != receivers:
+            ledger = Ledger(len(layout.slots))
+            for number, slot in enumerate(layout.slots):
+                read = ledger.group(slot.spec.name, number)
+                for rank in receivers:
+                    ledger.expect(rank, read)
+            plan = _BucketPlan(layout, receivers, self._reads_of(layout), ledger, torch.arange(len(layout.slots)))
+            self._plans[layout.index] = plan
+        return plan
+
+    def _reads_of(self, layout: BucketLayout) -> list[_Read]:
+        reads: list[_Read] = []
+        for slot in layout.slots:
+            found = self._entries.get(slot.spec.name)
+            if found is None or found[1].shape != slot.spec.shape:
+                has = "does not have it" if found is None else f"has it as {list(found[1].shape)}"
+                raise ConfigError(
+                    f"bucket {layout.index} carries {slot.spec.name} {list(slot.spec.shape)}, and {self.path} {has}"
+                )
+            file, entry = found
+            if not slot.size_bytes:
+                continue
+            row_bytes = entry.size_bytes // slot.spec.num_rows
+            start, size_bytes = entry.start_bytes + slot.first_row * row_bytes, slot.num_rows * row_bytes
+            dtype, first, before = slot.spec.torch_dtype, slot.offset_bytes, reads[-1] if reads else None
+            if (
+                before is not None
+                and (before.file, before.entry.dtype, before.dtype) == (file, entry.dtype, dtype)
+                and before.entry.start_bytes + before.entry.size_bytes == start
+                and before.first_byte + before.entry.shape[0] * dtype.itemsize == first
+            ):
+                start, size_bytes, first = (
+                    before.entry.start_bytes,
+                    size_bytes + before.entry.size_bytes,
+                    before.first_byte,
+                )
+                reads.pop()
+            count = size_bytes // entry.dtype.itemsize
+            run = Entry(dtype=entry.dtype, shape=(count,), start_bytes=start, size_bytes=size_bytes)
+            reads.append(_Read(file, run, first, dtype))
+        return reads
 
     def _open(self) -> tuple[dict[str, tuple[SafetensorsFile, Entry]], list[str]]:
         path = self.path

@@ -18,7 +18,7 @@ from weightcast.comm.trainer_group import Move, TrainerGroup
 from weightcast.digest.copies import flat_bytes
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.source_sums import Folded, SourceSums, Taker
-from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers, prepare_kernels
+from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather_plan import GatherPlan, Parcel, align, plan_gather
 from weightcast.exporters.held_parts import Held, HeldParts, InMemory, Local, Look, is_ready, region, slices, to_sum
@@ -48,8 +48,6 @@ class Gatherer:
         self._group: TrainerGroup | None = None
         self._plans: dict[int, tuple[GatherPlan, OwnParts]] = {}
         self._large: dict[int, tuple[BucketLayout, list[TensorSlot]]] = {}  # slots of each bucket that may be lent
-        self._transfers = RepeatedTransfers()
-        self._sums = RepeatedSums()
 
     def prepare(self, group: TrainerGroup) -> None:
         """Exchanges which rank holds which part, as ``Shared.agree`` does.  Collective."""
@@ -69,10 +67,13 @@ class Gatherer:
         scattered: bool,
         copies: bool,
         sums: bool,
+        receivers: tuple[int, ...] | None = None,
     ) -> None:
-        """Works out what a bucket needs; see ``Planning.plan``.  Reads and moves nothing."""
-        receivers = tuple(range(group.world_size)) if scattered else group.receivers
-        _, own = self._plan(layout, group, receivers, scattered=scattered)
+        """Works out what a bucket needs; see ``Planning.plan``.  ``receivers`` as ``fill``."""
+        receivers = tuple(range(group.world_size)) if scattered else receivers or group.receivers
+        plan, own = self._plan(layout, group, receivers, scattered=scattered)
+        if sums and group.is_head:
+            plan.ledger.prepare(group.world_size)
         with torch.no_grad():
             own.prepare(group.device, lent, copies=copies and group.rank in receivers, sums=sums)
 
@@ -216,7 +217,7 @@ class Gatherer:
                 if (number := self._held.number.get(slot.spec.name)) is not None
             }
             plan = plan_gather(layout, tensors, group, receivers, scattered=scattered)
-            own = OwnParts(layout, plan.own, self._held, self._transfers, self._sums)
+            own = OwnParts(layout, plan.own, self._held)
             known = self._plans[layout.index] = plan, own
         return known
 

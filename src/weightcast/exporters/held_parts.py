@@ -51,9 +51,9 @@ class Seen:
     layout: object
 
     @cached_property
-    def addresses(self) -> list[int]:
+    def addresses(self) -> tuple[int, ...]:
         """Address of the first element of each, in order."""
-        return list(map(torch.Tensor.data_ptr, self.tensors))
+        return tuple(map(torch.Tensor.data_ptr, self.tensors))
 
 
 # The tensors with these numbers now.

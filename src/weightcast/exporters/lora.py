@@ -6,7 +6,7 @@ They never change the trainer's own weights.  ``peft_layers.py`` merges adapters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.bucket_sums import sums_of_slots
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.source_sums import Mismatch, SourceSums
-from weightcast.digest.transfers import RepeatedSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.gather import Gatherer
 from weightcast.exporters.held_parts import Held, InMemory, slices
@@ -35,7 +34,7 @@ from weightcast.exporters.peft_layers import (
 from weightcast.exporters.segments import Segment
 from weightcast.wire.box import Box
 from weightcast.wire.bucket import Bucket
-from weightcast.wire.layout import BucketLayout, Packing, TensorSpec, dtype_name, plan_buckets
+from weightcast.wire.layout import BucketLayout, Packing, TensorSlot, TensorSpec, dtype_name, plan_buckets
 
 # Elements of one chunk of computed values: 4 MiB of float32.
 CHUNK_ELEMENTS = 1 << 20
@@ -68,6 +67,26 @@ def names_without_adapters(model: nn.Module) -> Callable[[nn.Module, str, str], 
     return name_of
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _BucketAdapters:
+    """The adapters of one bucket's weights.
+
+    Attributes:
+        by_peft: Numbers of the weights that PEFT merges.
+        adapters: Layout of the bucket that gathers the other adapters; None if there are none.
+        slots: The slot of each adapter's tensor in it, by number.
+    """
+
+    layout: BucketLayout
+    by_peft: tuple[int, ...]
+    adapters: BucketLayout | None
+    slots: Mapping[int, TensorSlot]
+
+
+# Numbers of the weights that the values of a bucket come from.
+Sources = Callable[[BucketLayout], Sequence[int]]
+
+
 class Merger:
     """Adds adapters to the weights that are sent, on the ranks that hold the weights.
 
@@ -83,6 +102,9 @@ class Merger:
         self._weights = weights
         self._deltas: dict[int, list[_Delta]] = {}
         self._layers = LayerMerges(model, weights)
+        self._buckets: dict[int, _BucketAdapters] = {}
+        self._sums = PlanSums()
+        self._gathered: tuple[Bucket, Mapping[int, TensorSlot]] | None = None  # while a bucket is filled
         adapted: list[tuple[str, Any, str, float]] = []
         for name, outer in outermost_layers(model):
             parts: list[Any] = [level for level in levels(outer) if active_adapters(level)]
@@ -116,7 +138,6 @@ class Merger:
             SharedParts(self._tensors, as_stored(self._tensors), self._specs),
             self._tensors.look,
         )
-        self._whole: dict[int, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._deltas) or bool(self._layers)
@@ -139,6 +160,21 @@ class Merger:
             with self._tensors.looking():
                 self._gatherer.prepare(group)
 
+    def plan(self, layouts: Sequence[BucketLayout], group: TrainerGroup, sources: Sources, *, sums: bool) -> None:
+        """Works out what ``begin`` needs for buckets that are filled, without reading or moving anything."""
+        found = [self._bucket(layout, sources(layout)).adapters for layout in layouts]
+        adapters, everybody = [one for one in found if one is not None], tuple(range(group.world_size))
+        if not adapters:
+            return
+        with self._tensors.looking():
+            for layout in adapters:
+                self._gatherer.plan(
+                    layout, group, lent=(), scattered=False, copies=True, sums=sums, receivers=everybody
+                )
+        if sums:
+            self._sums = PlanSums(adapters)
+            self._sums.prepare(group.device)
+
     def begin(
         self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup, sources: SourceSums | None = None
     ) -> None:
@@ -149,8 +185,9 @@ class Merger:
             numbers: Numbers of the weights in it, the same on every rank.
             sources: Takes the sums of the adapters, both in place and as gathered; None for no sums.
         """
-        self._layers.begin(numbers)
-        adapters = self._adapters(layout, numbers)
+        found = self._bucket(layout, numbers)
+        self._layers.begin(found.by_peft)
+        adapters = found.adapters
         if adapters is None:
             return
         bucket = Bucket(adapters, torch.empty(adapters.size_bytes, dtype=torch.uint8, device=group.device))
@@ -158,18 +195,17 @@ class Merger:
             self._gatherer.fill(bucket, adapters, group, tuple(range(group.world_size)), sources)
         if sources is not None:
             count = len(adapters.slots)
-            sources.reserve(count).add(torch.arange(count), sums_of_slots(bucket, RepeatedSums()))
-        number_of = {spec.name: number for number, spec in enumerate(self._specs)}
-        self._whole = {number_of[slot.spec.name]: view for slot, view in bucket.views()}
+            sources.reserve(count).add(torch.arange(count), self._sums.of(bucket))
+        self._gathered = bucket, found.slots
 
     def end(self) -> None:
         """Frees the gathered adapters and the layers that PEFT merged."""
-        self._whole = {}
+        self._gathered = None
         self._layers.end()
 
     def source_counts(self, layout: BucketLayout, numbers: Sequence[int], group: TrainerGroup) -> list[int]:
         """Number of sums that each rank takes in ``begin``, in order of rank."""
-        adapters = self._adapters(layout, numbers)
+        adapters = self._bucket(layout, numbers).adapters
         if adapters is None:
             return [0] * group.world_size
         everybody = tuple(range(group.world_size))
@@ -183,20 +219,23 @@ class Merger:
 
         ``answers`` are the sums of each rank in order, as many as ``source_counts`` says.
         """
-        adapters = self._adapters(layout, numbers)
+        adapters = self._bucket(layout, numbers).adapters
         if adapters is None:
             return ()
         count, everybody = len(adapters.slots), tuple(range(group.world_size))
         folded = self._gatherer.fold(adapters, group, [answer[:-count] for answer in answers], everybody)
-        names = [self._tensors.places[int(slot.spec.name.partition(":")[0])].name for slot in adapters.slots]
-        by_slot = dict(zip((slot.spec.name for slot in adapters.slots), names, strict=True))
-        found = [replace(mismatch, name=by_slot[mismatch.name]) for mismatch in folded.mismatches]
+        found = [replace(mismatch, name=self._name_of(mismatch.name)) for mismatch in folded.mismatches]
         if not found:  # where replicas differ, the gathered values differ too
-            for number, name in enumerate(names):
-                wrong = [rank for rank, answer in enumerate(answers) if answer[number - count] != folded.sums[number]]
-                if wrong:
-                    found.append(Mismatch(name, (tuple(wrong),), gathered=True))
+            wrong = torch.stack([answer[-count:] != folded.sums for answer in answers])
+            for number in wrong.any(0).nonzero()[:, 0].tolist():
+                ranks = wrong[:, number].nonzero()[:, 0].tolist()
+                name = self._name_of(adapters.slots[number].spec.name)
+                found.append(Mismatch(name, (tuple(ranks),), gathered=True))
         return tuple(found)
+
+    def _name_of(self, numbered: str) -> str:
+        """The name of an adapter's tensor, which travels with its number before it."""
+        return self._tensors.places[int(numbered.partition(":")[0])].name
 
     def held(self, source: int, segment: Segment, box: Box, part: tuple[Box, torch.Tensor]) -> Held:
         """The part of a travelling tensor at ``box``, made of this rank's ``part`` of a weight and its adapters."""
@@ -209,11 +248,23 @@ class Merger:
 
     def delta(self, delta: _Delta, box: Box) -> torch.Tensor:
         """Computes a box of scale * B A, in float32."""
-        a, b = self._whole[delta.a].float(), self._whole[delta.b].float()
+        assert self._gathered is not None, "begin comes first"
+        bucket, slots = self._gathered
+        a, b = bucket.view(slots[delta.a]).float(), bucket.view(slots[delta.b]).float()
         rows, columns = (slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
         if delta.turned:
             return (b[columns] @ a[:, rows]).t().mul_(delta.scale)
         return (b[rows] @ a[:, columns]).mul_(delta.scale)
+
+    def _bucket(self, layout: BucketLayout, numbers: Sequence[int]) -> _BucketAdapters:
+        """The adapters of a bucket, whose weights have these numbers."""
+        known = self._buckets.get(layout.index)
+        if known is None or known.layout != layout:
+            adapters = self._adapters(layout, numbers)
+            slots = {int(slot.spec.name.partition(":")[0]): slot for slot in adapters.slots} if adapters else {}
+            by_peft = tuple(number for number in numbers if number in self._layers)
+            known = self._buckets[layout.index] = _BucketAdapters(layout, by_peft, adapters, slots)
+        return known
 
     def _adapters(self, layout: BucketLayout, numbers: Sequence[int]) -> BucketLayout | None:
         """Layout of a bucket with the adapters of some weights; None if they have none."""

@@ -15,7 +15,7 @@ from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer, check_piece
 from weightcast.digest.source_sums import Taker
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
-from weightcast.digest.transfers import RepeatedSums, RepeatedTransfers, can_transfer, transfers_on, worth_launch
+from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
 from weightcast.errors import ConfigError
 from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, region, slices, to_sum
 from weightcast.runtime.scratch import Scratch
@@ -83,19 +83,46 @@ class _Copy:
         return Transfer(piece=self.view.piece(source), target=target, total=self.own)
 
 
+class _ComputedSums:
+    """The sums of computed values, where they have been written into a bucket."""
+
+    def __init__(self, layout: BucketLayout, parts: Sequence[OwnPart], device: torch.device) -> None:
+        """Takes the parts whose values this rank sums."""
+        self._parts = parts
+        self._places = torch.tensor([own.place for own in parts], dtype=torch.int64)
+        pieces = self._pieces(Bucket(layout, flat_stand_in(layout.size_bytes)))
+        transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
+        self._template: Template | None = None
+        if parts and transfers_on(device) and all(map(can_transfer, transfers)):
+            self._template = Template(transfers, [(0, NOWHERE)] * len(transfers), device)
+        self._launches = PlacedLaunches(device, len(parts))
+
+    def take(self, bucket: Bucket, taker: Taker) -> None:
+        template, address = self._template, bucket.data.data_ptr()
+        if template is not None:
+            taker.add(self._places, self._launches.run(address, lambda: Placed(template, [address])))
+        elif self._parts:
+            taker.add(self._places, partial_sums(self._pieces(bucket)))
+
+    def _pieces(self, bucket: Bucket) -> list[Piece]:
+        return [to_sum(own.slot, own.box, region(bucket, own.slot, own.box)) for own in self._parts]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _CopySteps:
     """Remembered steps that copy this rank's parts, valid while ``Seen.layout`` of the sources is ``layout``.
 
-    ``summed`` are those of one launch, wherever bucket and sources lie; None if there are none.  ``rest`` has the
-    computed parts, which are written anew each time.  ``lent`` names the zero-copy tensors.
+    ``summed`` are those of ``launches``, wherever bucket and sources lie; None if there are none.  ``rest`` has the
+    computed parts, which are written anew each time, and ``computed`` their sums.  ``lent`` names zero-copy tensors.
     """
 
     sources: list[int]
     layout: object
     summed: Template | None
+    launches: PlacedLaunches
     copies: list[_Copy]
     rest: list[OwnPart]
+    computed: _ComputedSums
     lent: frozenset[str]
 
 
@@ -110,7 +137,7 @@ class _SumSteps:
     sources: list[int]
     layout: object
     views: Mapping[torch.device, list[_View]]
-    launches: Mapping[torch.device, Template]
+    launches: Mapping[torch.device, tuple[Template, PlacedLaunches]]
     places: Mapping[torch.device, torch.Tensor]
     rest: list[OwnPart]
 
@@ -140,21 +167,12 @@ class OwnMemory:
 
 
 class OwnParts:
-    """The parts of one bucket that this rank holds.  All buckets of an exporter share ``transfers`` and ``sums``."""
+    """The parts of one bucket that this rank holds, and all that is remembered of them: it goes with the bucket."""
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        parts: Sequence[OwnPart],
-        held: HeldParts,
-        transfers: RepeatedTransfers,
-        sums: RepeatedSums,
-    ) -> None:
+    def __init__(self, layout: BucketLayout, parts: Sequence[OwnPart], held: HeldParts) -> None:
         self._layout = layout
         self._parts = parts
         self._held = held
-        self._transfers = transfers
-        self._sums = sums
         self._places = torch.tensor([own.place for own in parts if own.place is not None], dtype=torch.int64)
         self._one_each = [own.number for own in parts] == list(range(len(layout.slots)))
         self._seen: tuple[list[int], Seen | None] = [], None  # while one bucket is filled
@@ -213,8 +231,8 @@ class OwnParts:
         for own in steps.rest:
             target = region(bucket, own.slot, own.box)
             self._held.find(own.slot.spec.name, own.box).write(own.box, target)
-            if taker is not None and own.computed and own.place is not None:
-                taker.add(torch.tensor([own.place]), partial_sums([to_sum(own.slot, own.box, target)]))
+        if taker is not None:
+            steps.computed.take(bucket, taker)
         return None
 
     def sum_in_place(self, taker: Taker, *, summed_on_the_way: bool) -> None:
@@ -272,14 +290,8 @@ class OwnParts:
         self, steps: _CopySteps, template: Template, found: Seen, bucket: Bucket, *, summed: bool
     ) -> torch.Tensor:
         """Copies parts and sums each on the way: int64 ``[own parts]``."""
-        place = self._layout.index, bucket.data.data_ptr()
-        # ``steps`` is in the key because the same memory may be read otherwise than before.
-        what = self._layout, found.addresses, steps
-
-        def placed() -> Placed:
-            return Placed(template, [bucket.data.data_ptr(), *found.addresses])
-
-        return self._transfers.run(place, what, bucket.data.device, len(self._parts), placed, summed=summed)
+        addresses = bucket.data.data_ptr(), *found.addresses
+        return steps.launches.run(addresses, lambda: Placed(template, addresses), summed=summed)
 
     def _plan_copies(self, device: torch.device, lent: frozenset[str]) -> tuple[_CopySteps, Seen]:
         """The steps that copy the parts into a bucket on a device, wherever it lies."""
@@ -321,7 +333,9 @@ class OwnParts:
                 copies.append(copy)
         seen = self._held.look_at(list(wholes))
         template = Template(transfers, memories, device) if transfers else None
-        return _CopySteps(list(wholes), seen.layout, template, copies, rest, lent), seen
+        placed = PlacedLaunches(device, len(self._parts))
+        computed = _ComputedSums(self._layout, [own for own in rest if own.computed and own.place is not None], device)
+        return _CopySteps(list(wholes), seen.layout, template, placed, copies, rest, computed, lent), seen
 
     def _views_of(self, parts: Sequence[OwnPart]) -> list[tuple[_View, torch.Tensor] | None]:
         """Place of each part in a tensor that ``Look`` knows, and that tensor; None if it is computed or unknown."""
@@ -369,25 +383,21 @@ class OwnParts:
         seen = self._held.look_at(sources)
         tensors = {device: torch.tensor(some) for device, some in places.items()}
         wholes = dict(zip(sources, seen.tensors, strict=True))
-        launches: dict[torch.device, Template] = {}
+        launches: dict[torch.device, tuple[Template, PlacedLaunches]] = {}
         for device, some in views.items():
             template = _template_of_sums(device, some, wholes)
             if template is not None:
-                launches[device] = template
+                launches[device] = template, PlacedLaunches(device, len(some))
         return _SumSteps(sources, seen.layout, views, launches, tensors, rest), seen
 
     def _sum_views(self, steps: _SumSteps, found: Seen, taker: Taker) -> None:
         for device, views in steps.views.items():
-
-            def pieces(views: list[_View] = views) -> list[Piece]:
+            if device in steps.launches:
+                template, launches = steps.launches[device]
+                sums = launches.run(found.addresses, lambda template=template: Placed(template, found.addresses))
+            else:
                 memory = dict(zip(steps.sources, found.tensors, strict=True))
-                return [view.piece(memory[view.source]) for view in views]
-
-            def placed(device: torch.device = device, count: int = len(views)) -> tuple[Placed, int] | None:
-                template = steps.launches.get(device)
-                return None if template is None else (Placed(template, found.addresses), count)
-
-            sums = self._sums.sums((self._layout.index, device), (found.addresses, steps), device, pieces, placed)
+                sums = partial_sums([view.piece(memory[view.source]) for view in views])
             taker.add(steps.places[device], sums)
 
     def _sum_one(self, own: OwnPart, taker: Taker, scratch: Scratch) -> None:
@@ -418,7 +428,7 @@ def _template_of_sums(
     stand_ins = {source: made.of(wholes[source]) for source in needed}
     pieces = [view.piece(stand_ins[view.source]) for view in views]
     transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
-    if not worth_launch(pieces, device) or not all(map(can_transfer, transfers)):
+    if not worth_launch(sum(piece.tensor.nbytes for piece in pieces), device) or not all(map(can_transfer, transfers)):
         return None
     for number, piece in enumerate(pieces):
         check_piece(piece, number)

@@ -8,7 +8,7 @@ of the tensors), and the bytes.  The receiver sums what arrived and compares, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -16,8 +16,7 @@ import torch
 from msgspec import Meta
 
 from weightcast.comm.update_group import UpdateGroup
-from weightcast.digest.bucket_sums import sums_of_slots
-from weightcast.digest.transfers import RepeatedSums
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.errors import ConfigError, VerificationFailed, WireError
 from weightcast.exporters import casting
 from weightcast.wire.bucket import Bucket
@@ -79,7 +78,8 @@ class StreamSender:
         self._timeout_s = timeout_s
         self._wire_dtype = wire_dtype
         self._buffers: list[torch.Tensor] = []
-        self._sums = (RepeatedSums(), RepeatedSums())  # one for each buffer
+        self._sums = PlanSums()
+        self._layouts: list[BucketLayout] = []
         self._slots: list[TensorSlot] = []
         self._end = 0
         self._index = 0
@@ -144,6 +144,7 @@ class StreamSender:
         )
         self._wait()
         self._index, self._names, self.sent_bytes = 0, set(), 0
+        self._sums, self._layouts = _sums_after(self._layouts, self._sums), []
 
     def trim(self) -> None:
         """Frees the buffers."""
@@ -160,7 +161,8 @@ class StreamSender:
         """Starts the broadcast of the bucket, after the one before has arrived."""
         buffer = self._buffer()
         layout = BucketLayout(index=self._index, slots=tuple(self._slots), size_bytes=self._end)
-        sums = sums_of_slots(Bucket(layout, buffer), self._sums[self._index % 2])
+        self._layouts.append(layout)
+        sums = self._sums.of(Bucket(layout, buffer))
         self._wait()
         self._tell(StreamMessage(index=self._index, layout=layout, sums=tuple(sums.tolist())))
         self._start(buffer[: self._end])
@@ -180,6 +182,11 @@ class StreamSender:
         works, self._in_flight = self._in_flight, []
         for work, _ in works:
             self._group.finish(work, what=f"bucket {self._index - 1} of the stream", timeout_s=self._timeout_s)
+
+
+def _sums_after(layouts: Sequence[BucketLayout], sums: PlanSums) -> PlanSums:
+    """The sums for the next stream, which mostly has the buckets of the one that ended."""
+    return sums if layouts == sums.layouts else PlanSums(layouts)
 
 
 class StreamReceiver:
@@ -202,7 +209,8 @@ class StreamReceiver:
         self._group = group
         self._timeout_s = timeout_s
         self._buffers: list[torch.Tensor] = []
-        self._sums = (RepeatedSums(), RepeatedSums())
+        self._sums = PlanSums()
+        self._layouts: list[BucketLayout] = []
         self._index = 0
         self._whole = 0  # tensors that arrived in full
         self._cut: tuple[TensorSpec, torch.Tensor, int] | None = (
@@ -240,6 +248,7 @@ class StreamReceiver:
                 raise WireError(f"the stream had {message.tensors} tensors, and {self._whole} arrived in full")
             self.version = message.version if message.version >= 0 else None
             self._index = self._whole = 0
+            self._sums, self._layouts = _sums_after(self._layouts, self._sums), []
             return None
         layout.check()
         buffer = self._buffer(layout.size_bytes)
@@ -247,7 +256,8 @@ class StreamReceiver:
             buffer[: layout.size_bytes], what=f"bucket {layout.index} of the stream", timeout_s=self._timeout_s
         )
         bucket = Bucket(layout, buffer)
-        arrived = sums_of_slots(bucket, self._sums[self._index % 2]).tolist()
+        self._layouts.append(layout)
+        arrived = self._sums.of(bucket).tolist()
         if tuple(arrived) != message.sums:
             pairs = zip(layout.slots, arrived, message.sums, strict=False)
             names = [slot.spec.name for slot, ours, theirs in pairs if ours != theirs]

@@ -11,33 +11,30 @@ from weightcast.digest.bucket_sums import piece_of
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, flat_stand_in, form_of
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
+from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.receiver.bucket_plan import BucketPlan, Copy
 from weightcast.receiver.staging import Staging
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.casts import may_overflow, overflows
 from weightcast.wire.layout import TensorSlot
 
-_MAX_PLACES = 16
 _Rest = list[tuple[TensorSlot, Copy]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """The launch of one bucket, for any place of the bucket and of the parameters.
+    """The launches of one bucket, for any place of the bucket and of the parameters.
 
     Attributes:
-        plan: The plan that it was made for.
         form: ``form_of`` the parameters that it writes.
         lent: Names of the lent slots, in the order of their memories.
         rest: Copies that are no transfers.
     """
 
-    plan: BucketPlan
     form: object
-    device: torch.device
     lent: tuple[str, ...]
     template: Template
+    launches: PlacedLaunches
     rest: _Rest
 
 
@@ -45,27 +42,20 @@ class BucketCopier:
     """Copies the buckets of update after update.
 
     What does not depend on addresses is worked out once for each bucket, before an update if ``prepare`` is called; and
-    a launch that comes again in the same places is kept.
+    a launch that comes again in the same places is kept.  All of this is kept in the bucket's plan.
     """
 
     def __init__(self) -> None:
         self._overflows: dict[str, list[torch.Tensor]] = {}
-        self._transfers = RepeatedTransfers()
-        self._rests: dict[object, _Rest] = {}  # copies of a place that are no transfers
-        self._prepared: dict[tuple[int, frozenset[str]], _Prepared] = {}
 
     def prepare(self, plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]) -> None:
         """Works out the launch of a bucket that will lie on this device; ``lent`` names the slots that will be lent."""
         if transfers_on(device):
-            self._prepare(plan, staging, device, lent)
+            _prepare(plan, staging, device, lent)
 
-    def begin(self, num_buckets: int) -> None:
+    def begin(self) -> None:
         """Forgets the overflows of the update before."""
         self._overflows.clear()
-        if len(self._rests) > _MAX_PLACES * num_buckets:  # an engine that moves its weights again and again
-            self._transfers = RepeatedTransfers()
-            self._rests.clear()
-            self._prepared.clear()
 
     def overflowed(self) -> list[str]:
         """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
@@ -108,56 +98,51 @@ class BucketCopier:
         copy_all(targets, sources)
 
     def _copy_and_sum(self, bucket: Bucket, plan: BucketPlan, staging: Staging, *, summed: bool) -> torch.Tensor:
-        """One launch for all copies, except those that cast or that come from another device."""
+        """One launch for all copies, except those that cast or that go to another device."""
         where: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
             where = where, tuple(staging.target(name).data_ptr() for name in plan.parameters)
-        place = bucket.layout.index, bucket.data.data_ptr(), where, frozenset(bucket.lent)
+        device, lent, place = bucket.data.device, frozenset(bucket.lent), (bucket.data.data_ptr(), where)
+        found = plan.prepared.get((device, lent))
+        if not isinstance(found, _Prepared) or place not in found.launches:
+            found = _prepare(plan, staging, device, lent)
+        prepared = found
 
-        def transfers() -> list[Transfer] | Placed:
-            prepared = self._prepare(plan, staging, bucket.data.device, frozenset(bucket.lent))
-            if prepared is None:
-                found, _, self._rests[place] = _transfers_of(bucket, plan, staging.target)
-                return found
-            self._rests[place] = prepared.rest
+        def placed() -> Placed:
             memories = bucket.data, *map(staging.target, plan.parameters), *map(bucket.lent.__getitem__, prepared.lent)
             return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
 
-        sums = self._transfers.run(place, bucket.layout, bucket.data.device, len(plan.table), transfers, summed=summed)
-        self._copy(bucket, self._rests[place], staging)
+        sums = prepared.launches.run(place, placed, summed=summed)
+        self._copy(bucket, prepared.rest, staging)
         return sums
 
-    def _prepare(
-        self, plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]
-    ) -> _Prepared | None:
-        """The launch of a bucket wherever it lies; None if some of the parameters that it writes are elsewhere."""
-        key = plan.layout.index, lent
-        known = self._prepared.get(key)
-        targets = {name: staging.target(name) for name in plan.parameters}
-        form = form_of(list(targets.values()))
-        if known is not None and known.plan is plan and known.device == device and known.form == form:
-            return known
-        if any(target.device != device for target in targets.values()):
-            return None
-        made = StandIns()
-        stand_ins = {name: made.of(target) for name, target in targets.items()}
-        names = tuple(slot.spec.name for slot in plan.layout.slots if slot.spec.name in lent)
-        sizes = {slot.spec.name: slot.size_bytes for slot in plan.layout.slots} if names else {}
-        bucket = Bucket(
-            plan.layout,
-            flat_stand_in(plan.layout.size_bytes),
-            lent={name: flat_stand_in(sizes[name]) for name in names},
-        )
-        transfers, ends, rest = _transfers_of(bucket, plan, stand_ins.__getitem__)
-        written = {name: 1 + number for number, name in enumerate(plan.parameters)}
-        read = {name: 1 + len(written) + number for number, name in enumerate(names)}
-        memories = [
-            (0 if source is None else read[source], NOWHERE if target is None else written[target])
-            for source, target in ends
-        ]
-        prepared = _Prepared(plan, form, device, names, Template(transfers, memories, device), rest)
-        self._prepared[key] = prepared
-        return prepared
+
+def _prepare(plan: BucketPlan, staging: Staging, device: torch.device, lent: frozenset[str]) -> _Prepared:
+    """The launches of a bucket wherever it lies; parameters on other devices are written by the rest of the copies."""
+    known = plan.prepared.get((device, lent))
+    targets = {name: staging.target(name) for name in plan.parameters}
+    form = form_of(list(targets.values()))
+    if isinstance(known, _Prepared) and known.form == form:
+        return known
+    made = StandIns()
+    near = {name: made.of(target) if target.device == device else target for name, target in targets.items()}
+    names = tuple(slot.spec.name for slot in plan.layout.slots if slot.spec.name in lent)
+    sizes = {slot.spec.name: slot.size_bytes for slot in plan.layout.slots} if names else {}
+    bucket = Bucket(
+        plan.layout,
+        flat_stand_in(plan.layout.size_bytes),
+        lent={name: flat_stand_in(sizes[name]) for name in names},
+    )
+    transfers, ends, rest = _transfers_of(bucket, plan, near.__getitem__)
+    written = {name: 1 + number for number, name in enumerate(plan.parameters)}
+    read = {name: 1 + len(written) + number for number, name in enumerate(names)}
+    memories = [
+        (0 if source is None else read[source], NOWHERE if target is None else written[target])
+        for source, target in ends
+    ]
+    template, launches = Template(transfers, memories, device), PlacedLaunches(device, len(plan.table))
+    prepared = plan.prepared[device, lent] = _Prepared(form, names, template, launches, rest)
+    return prepared
 
 
 def target_of(copy: Copy, staging: Staging) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from weightcast.wire.box import contiguous_strides
 from weightcast.wire.layout import BucketLayout, TensorSlot
@@ -35,6 +35,7 @@ class BucketPlan:
         unbroken: Slots that one copy takes whole to adjacent elements, by their first byte in the bucket.
         rows: Number of rows of each tensor by name, if every slot is a whole tensor that is copied or ignored;
             else empty.
+        prepared: The launches of a copier, which go with the plan.
     """
 
     layout: BucketLayout
@@ -42,6 +43,7 @@ class BucketPlan:
     unbroken: Mapping[int, tuple[TensorSlot, Copy]]
     parameters: tuple[str, ...]
     rows: Mapping[str, int]
+    prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
 
 
 def plan_bucket(layout: BucketLayout, routes: Mapping[str, Sequence[Route]], computed: Collection[str]) -> BucketPlan:

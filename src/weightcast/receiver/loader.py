@@ -18,6 +18,7 @@ from weightcast.receiver.arrivals import Arrivals
 from weightcast.receiver.bucket_copier import BucketCopier, target_of
 from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
 from weightcast.receiver.coverage import overlapping, uncovered, within
+from weightcast.receiver.load_plan import LoadPlan
 from weightcast.receiver.offer import check_offer, some
 from weightcast.receiver.recorder import LoadWeights, record_routes
 from weightcast.receiver.resident_chunks import ResidentChunks
@@ -29,6 +30,7 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.held import HeldSums, HeldTable
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.messages import Prepare, Way
+from weightcast.wire.plans import UpdatePlan
 from weightcast.wire.routes import Route
 
 Finisher = Callable[[], object]
@@ -114,8 +116,8 @@ class Loader:
         self._sums = ResidentSums(routes, self.expected, recording.constants)
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
-        self._plans: dict[int, BucketPlan] = {}
         self._copier = BucketCopier()
+        self.plan = LoadPlan()
         self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
         # Cache for the table that was announced last, which is the same in every update.
         self._fits: Sequence[TensorSpec] | None = None
@@ -204,9 +206,13 @@ class Loader:
         """Names of tensors with finite values that became infinite in the model's dtype.  Waits for the device."""
         return self._copier.overflowed()
 
-    def begin(self) -> None:
-        """Forgets what an earlier update left, and looks where the parameters lie now."""
-        self._copier.begin(len(self._plans))
+    def begin(self, plan: UpdatePlan | None = None) -> None:
+        """Forgets what an earlier update left, and looks where the parameters lie now.
+
+        ``plan`` is that of the update; None if its buckets come without one.
+        """
+        self._use(plan)
+        self._copier.begin()
         if self._arrivals.abandoned:
             self.staging.allocate()
         self.staging.look(dtypes=True)
@@ -223,6 +229,7 @@ class Loader:
             The sums of the live weights if they will be needed, else the parts that a read-back sums, with sums of 0.
         """
         self.staging.look(dtypes=True)
+        self._use(message.plan)
         layouts, runs = message.plan.layouts, message.plan.bucket_runs
         for number, layout in enumerate(layouts):
             plan = self._plan(layout)
@@ -234,7 +241,7 @@ class Loader:
                 self._copier.prepare(plan, self.staging, self._device, lent)
             elif number < len(message.parts):
                 self._prepare_share(layout, message.parts[number], message.way)
-        self._arrivals.prepare([self._plans[layout.index].rows for layout in layouts], message.plan.specs)
+        self._arrivals.prepare([self.plan.buckets[layout.index].rows for layout in layouts], message.plan.specs)
         if message.verify in READ_BACK:
             self.know()
         if self.known is not None:
@@ -270,7 +277,7 @@ class Loader:
 
     def may_place(self, index: int, runs: Sequence[int]) -> bool:
         """True if ``places`` for the bucket with this number, not announced yet, will probably not be empty."""
-        plan = self._plans.get(index)
+        plan = self.plan.buckets.get(index)
         if plan is None:
             return self.staging.staged and len(runs) > 1
         return any(True for _ in self._straight(plan, runs))
@@ -444,10 +451,16 @@ class Loader:
         return self.known
 
     def _plan(self, layout: BucketLayout) -> BucketPlan:
-        plan = self._plans.get(layout.index)
+        plan = self.plan.buckets.get(layout.index)
         if plan is None or plan.layout != layout:
-            plan = self._plans[layout.index] = plan_bucket(layout, self.routes, self.computed)
+            plan = self.plan.buckets[layout.index] = plan_bucket(layout, self.routes, self.computed)
         return plan
+
+    def _use(self, plan: UpdatePlan | None) -> None:
+        """Drops all that belongs to another plan."""
+        if not self.plan.is_of(plan):
+            self.plan = LoadPlan(plan)
+            self.scattered.use(self.plan)
 
     def _hand_over(self, slot: TensorSlot, view: torch.Tensor) -> None:
         """Gives the loader a copy of a whole tensor: it may change its source, but the bucket is the trainer's."""

@@ -274,15 +274,17 @@ class WeightReceiver:
         if self._open is not None and self._committed != self._open.session:
             raise Refused("an update is under way")
         self.loader.check(message.plan.specs)
+        written = self.loader.prepare(message)
         if message.verify != "none" and message.way == "buckets":
-            self._received.prepare(message.plan.layouts)
-        return self._ack(written=self.loader.prepare(message))
+            self.loader.plan.sums.prepare_totals()
+        return self._ack(written=written)
 
     def _begin(self, message: Open) -> RankAck:
         self._check_awake()
         self.loader.check(message.specs)
         self._end()
-        self.loader.begin()
+        self.loader.begin(message.plan)
+        self._received.begin(self.loader.plan.sums)
         if message.owner != self._owner:
             self._unmap()  # another trainer, perhaps dead, cannot free memory that is mapped here
             self._owner = message.owner

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from weightcast.digest.bucket_sums import RepeatedTotals, sums_of_slots
+from weightcast.digest.bucket_sums import PlanSums
 from weightcast.digest.definition import sha256_digest
-from weightcast.digest.transfers import RepeatedSums
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.messages import Open
@@ -20,13 +19,13 @@ class ReceivedSums:
     def __init__(self) -> None:
         self._received: list[tuple[BucketLayout, torch.Tensor]] = []
         self._copies: list[tuple[BucketLayout, torch.Tensor]] = []
-        self._repeated = RepeatedSums()
-        self._totals = RepeatedTotals()
+        self._sums = PlanSums()
         self._hashed: dict[str, str] = {}
 
-    def prepare(self, layouts: Sequence[BucketLayout]) -> None:
-        """Works out the digests of these buckets, before an update brings them."""
-        self._totals.totals([(layout, torch.zeros(len(layout.slots), dtype=torch.int64)) for layout in layouts])
+    def begin(self, sums: PlanSums) -> None:
+        """Starts a session, whose plan has these sums."""
+        self.clear()
+        self._sums = sums
 
     def clear(self) -> None:
         """Drops the sums of a session that is over."""
@@ -39,25 +38,25 @@ class ReceivedSums:
         if session.digest == "sha256":
             self._hashed |= {slot.spec.name: sha256_digest(view) for slot, view in bucket.views() if slot.whole}
         if session.digest != "sha256" or not all(slot.whole for slot in bucket.layout.slots):
-            self._received.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
+            self._received.append((bucket.layout, _to_host(self._sums.of(bucket))))
 
     def add_copies(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
         """Sums a bucket with a tensor that must equal another, also without proof; ``copies`` as ``Loader.copies``."""
         names = {*copies, *copies.values()}
         if any(slot.spec.name in names for slot in bucket.layout.slots):
-            self._copies.append((bucket.layout, _to_host(sums_of_slots(bucket, self._repeated))))
+            self._copies.append((bucket.layout, _to_host(self._sums.of(bucket))))
 
     def of_copies(self) -> Mapping[str, str]:
         """The digest by name of each tensor from ``add_copies``; empty if there was none.  Waits for the device."""
-        return RepeatedTotals().totals(self._copies).by_name() if self._copies else {}
+        return PlanSums().totals(self._copies).by_name() if self._copies else {}
 
     def of_all(self) -> str:
         """One digest of everything that has arrived, empty without proof.  Waits for the device."""
-        return self._totals.totals(self._received).of_all()
+        return self._sums.totals(self._received).of_all()
 
     def by_name(self) -> dict[str, str]:
         """The digest of each tensor that has arrived, by name.  Waits for the device."""
-        return self._totals.totals(self._received).by_name() | self._hashed
+        return self._sums.totals(self._received).by_name() | self._hashed
 
 
 def _to_host(sums: torch.Tensor) -> torch.Tensor:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer, check_piece
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, form_of
-from weightcast.digest.transfers import RepeatedSums, can_transfer, worth_launch
+from weightcast.digest.transfers import PlacedLaunches, can_transfer, worth_launch
 from weightcast.wire.held import NOTHING_HELD, HeldPart, HeldSums, HeldTable
 from weightcast.wire.layout import TensorSpec, dtype_name
 from weightcast.wire.routes import Route
 
 _MAX_PLACES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """The sums of all routes wherever the parameters lie; ``form`` is ``form_of`` these."""
+
+    form: object
+    template: Template
+    launches: PlacedLaunches
 
 
 class ResidentSums:
@@ -33,10 +44,9 @@ class ResidentSums:
         self._routes = [*routes, *constants]
         self._constants = ResidentSums(constants, expected) if constants else None
         self._expected = expected
-        self._repeated = RepeatedSums()
         self._tables: dict[Hashable, tuple[dict[str, torch.dtype], HeldTable]] = {}  # by place
         self._parameters = tuple(dict.fromkeys(route.parameter for route in self._routes))
-        self._template: tuple[object, Template] | None = None  # with the form of the parameters that it is for
+        self._prepared: _Prepared | None = None
 
     def prepare(self, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
         """Works out what ``held`` needs to know, without reading the parameters; returns the parts that it sums."""
@@ -45,7 +55,7 @@ class ResidentSums:
         if self._constants is not None:
             self._constants.prepare(place, device, tensor)
         found = {name: tensor(name) for name in self._parameters}
-        self._template_for(found, device)
+        self._prepare(found, device)
         return self.table(place, tensor)
 
     def held(self, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]) -> HeldSums:
@@ -53,23 +63,23 @@ class ResidentSums:
 
         ``place`` is a key for the memory and the dtypes of the parameters: one key stands for one memory at a time.
         """
-
-        def parameters() -> dict[str, torch.Tensor]:
-            found = {name: tensor(name) for name in self._parameters}
-            self._tabulate(place, {name: one.dtype for name, one in found.items()})
-            return found
-
-        def placed() -> tuple[Placed, int] | None:
-            found = parameters()
-            template = self._template_for(found, device)
-            if template is None:
-                return None
-            return Placed(template, list(map(torch.Tensor.data_ptr, found.values()))), len(self._routes)
-
         if not self._routes:
             return NOTHING_HELD
-        sums = self._repeated.sums(place, None, device, lambda: self._pieces(parameters()), placed)
+        prepared = self._prepared
+        if prepared is not None and place in prepared.launches:
+            sums = prepared.launches.run(place, lambda: self._placed(prepared, tensor))
+            return HeldSums(self.table(place, tensor), sums.cpu())
+        found = {name: tensor(name) for name in self._parameters}
+        self._tabulate(place, {name: one.dtype for name, one in found.items()})
+        prepared = self._prepare(found, device)
+        if prepared is None:
+            sums = partial_sums(self._pieces(found))
+        else:
+            sums = prepared.launches.run(place, lambda: self._placed(prepared, tensor))
         return HeldSums(self.table(place, tensor), sums.cpu())
+
+    def _placed(self, prepared: _Prepared, tensor: Callable[[str], torch.Tensor]) -> Placed:
+        return Placed(prepared.template, [tensor(name).data_ptr() for name in self._parameters])
 
     def completed(
         self, sums: torch.Tensor, place: Hashable, device: torch.device, tensor: Callable[[str], torch.Tensor]
@@ -87,7 +97,7 @@ class ResidentSums:
     def table(self, place: Hashable, tensor: Callable[[str], torch.Tensor]) -> HeldTable:
         """The parts that ``held`` sums; the arguments are the same."""
         if place not in self._tables:
-            self._tabulate(place, {route.parameter: tensor(route.parameter).dtype for route in self._routes})
+            self._tabulate(place, {name: tensor(name).dtype for name in self._parameters})
         return self._tables[place][1]
 
     def _pieces(self, found: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -101,25 +111,26 @@ class ResidentSums:
             for route in self._routes
         ]
 
-    def _template_for(self, found: Mapping[str, torch.Tensor], device: torch.device) -> Template | None:
-        """The launch for these parameters wherever they lie; None if they cannot be summed by a launch."""
+    def _prepare(self, found: Mapping[str, torch.Tensor], device: torch.device) -> _Prepared | None:
+        """The launches for these parameters wherever they lie; None if they cannot be summed by a launch."""
         form = form_of(list(found.values()))
-        if self._template is not None and self._template[0] == form:
-            return self._template[1]
+        if self._prepared is not None and self._prepared.form == form:
+            return self._prepared
         if any(one.device != device for one in found.values()):
             return None
         made = StandIns()
         pieces = self._pieces({name: made.of(one) for name, one in found.items()})
         transfers = [Transfer(piece=piece, total=number) for number, piece in enumerate(pieces)]
-        if not worth_launch(pieces, device) or not all(map(can_transfer, transfers)):
+        size_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        if not worth_launch(size_bytes, device) or not all(map(can_transfer, transfers)):
             return None
         for number, piece in enumerate(pieces):
             check_piece(piece, number)
         numbers = {name: number for number, name in enumerate(found)}
         memories = [(numbers[route.parameter], NOWHERE) for route in self._routes]
-        template = Template(transfers, memories, device)
-        self._template = form, template
-        return template
+        launches = PlacedLaunches(device, len(pieces))
+        self._prepared = _Prepared(form, Template(transfers, memories, device), launches)
+        return self._prepared
 
     def _tabulate(self, place: Hashable, dtypes: dict[str, torch.dtype]) -> None:
         alike = next((known for known in self._tables.values() if known[0] == dtypes), None)

@@ -14,8 +14,9 @@ from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.definition import partial_sums
 from weightcast.digest.pieces import Piece, Transfer
 from weightcast.digest.templates import Placed, StandIns, Template, flat_stand_in, form_of
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
+from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.receiver.bucket_copier import target_of, written_by
+from weightcast.receiver.load_plan import LoadPlan
 from weightcast.receiver.scattered_plan import (
     ExchangePlan,
     Parts,
@@ -35,28 +36,27 @@ from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 from weightcast.wire.pieces import Wanted
 from weightcast.wire.routes import Route
 
-_MAX_LAUNCHES = 1 << 12
 _Rest = list[tuple[int, ShareCopy]]
+_Numbered = Sequence[tuple[int, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Prepared:
-    """The launch of some buffers' copies, for any place of the buffers and of the parameters.
+    """The launches of the copies out of some buffers, for any place of the buffers and of the parameters.
 
     Attributes:
-        copies: The copies out of each buffer.
         sizes: Bytes of each buffer.
         parameters: Names of the parameters that are written.
         form: ``form_of`` these parameters.
+        template: None if copy engines may bring some of the buffers, whose transfers are made for each place.
         rest: Copies that are no transfers.
     """
 
-    copies: Sequence[Sequence[ShareCopy]]
     sizes: Sequence[int]
-    device: torch.device
     parameters: Sequence[str]
     form: object
-    template: Template
+    template: Template | None
+    launches: PlacedLaunches
     rest: _Rest
 
 
@@ -75,16 +75,15 @@ class ScatteredCopier:
         self._expected = expected
         self._routes = ShareRoutes.of(routes, computed)
         self._num_routes = sum(map(len, routes.values()))
-        self._plans: dict[int, ScatteredPlan] = {}
-        self._mapped: dict[int, ScatteredPlan] = {}
-        self._exchanges: dict[tuple[int, bool], ExchangePlan] = {}
-        self._transfers = RepeatedTransfers()
-        self._rests: dict[object, _Rest] = {}  # copies that are no transfers
-        self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._plan = LoadPlan()
         self._sums: torch.Tensor | None = None
         self._all_summed = True
         self.read_bytes = self.received_bytes = 0
         self.wholes: list[tuple[HeldPart, int]] = []
+
+    def use(self, plan: LoadPlan) -> None:
+        """Takes the plan that has everything about the buckets to come."""
+        self._plan = plan
 
     def begin(self) -> None:
         """Forgets what an earlier update left."""
@@ -104,31 +103,28 @@ class ScatteredCopier:
 
     def plan(self, layout: BucketLayout, parts: Parts) -> ScatteredPlan:
         """The copies out of all trainer ranks' buckets; raises ``Refused`` unless parts are the bucket exactly once."""
-        plan = self._plans.get(layout.index)
+        plan = self._plan.scattered.get(("buffers", layout.index))
         if plan is None or plan.layout != layout or plan.parts != parts:
-            plan = self._plans[layout.index] = plan_scattered(layout, parts, self._routes)
-            self._forget()
+            plan = self._plan.scattered["buffers", layout.index] = plan_scattered(layout, parts, self._routes)
         return plan
 
     def plan_exchange(self, layout: BucketLayout, parts: Parts, *, read: bool = False) -> ExchangePlan:
         """The messages with this rank's share of a bucket; ``read`` as in ``plan_message``, errors as in ``plan``."""
-        plan = self._exchanges.get((layout.index, read))
+        plan = self._plan.exchanges.get((read, layout.index))
         if plan is None or plan.copies.layout != layout or plan.copies.parts != parts:
             plan = plan_exchange(layout, parts, self.wanted, self._routes, read=read)
-            self._exchanges[layout.index, read] = plan
-            self._forget()
+            self._plan.exchanges[read, layout.index] = plan
         return plan
 
     def plan_mapped(
         self, layout: BucketLayout, parts: tuple[MappedPart, ...], memories: Sequence[torch.Tensor]
     ) -> ScatteredPlan:
         """The copies out of trainer ranks' own memory, flat uint8; errors are those of ``plan_mapped``."""
-        plan = self._mapped.get(layout.index)
+        plan = self._plan.scattered.get(("mapped", layout.index))
         sizes = [memory.numel() for memory in memories]
         if plan is None or plan.layout != layout or plan.parts != parts or len(plan.buffers) != len(sizes):
             plan = plan_mapped(layout, parts, sizes, self._routes)
-            self._mapped[layout.index] = plan
-            self._forget()
+            self._plan.scattered["mapped", layout.index] = plan
         return plan
 
     def prepare(self, plan: ScatteredPlan, sizes: Sequence[int], device: torch.device, staging: Staging) -> None:
@@ -136,10 +132,9 @@ class ScatteredCopier:
 
         ``sizes`` are the least that the buffers will have, in bytes.
         """
-        numbers = [number for number, copies in enumerate(plan.buffers) if copies]
+        numbers = tuple(number for number, copies in enumerate(plan.buffers) if copies)
         if numbers and transfers_on(device):
-            copies, sizes = [plan.buffers[number] for number in numbers], [sizes[number] for number in numbers]
-            self._prepare((plan.layout.index, numbers[0]), device, copies, sizes, staging)
+            self._prepare(plan, numbers, device, [sizes[number] for number in numbers], staging)
 
     def copy(
         self,
@@ -161,13 +156,13 @@ class ScatteredCopier:
             if copies:
                 by_device.setdefault(data.device, []).append(number)
         for device, numbers in by_device.items():
-            some = [(buffers[number], plan.buffers[number], number in far) for number in numbers]
             if transfers_on(device):
-                self._transfer((plan.layout.index, numbers[0]), device, some, staging, summed=summed)
+                some = [(number, buffers[number]) for number in numbers]
+                self._transfer(plan, device, some, staging, far=frozenset(far).intersection(numbers), summed=summed)
                 continue
             self._all_summed = False
-            for data, copies, _ in some:
-                _copy_plainly(data, copies, staging)
+            for number in numbers:
+                _copy_plainly(buffers[number], plan.buffers[number], staging)
         self.read_bytes += plan.read_bytes
 
     def put_together(
@@ -194,102 +189,92 @@ class ScatteredCopier:
 
     def _transfer(
         self,
-        place: tuple[int, int],
+        plan: ScatteredPlan,
         device: torch.device,
-        buffers: Sequence[tuple[torch.Tensor, Sequence[ShareCopy], bool]],
+        buffers: _Numbered,
         staging: Staging,
         *,
+        far: frozenset[int],
         summed: bool,
     ) -> None:
         """One launch for all copies out of a device, except those that cast or that go to another device."""
+        numbers, data = zip(*buffers, strict=True)
+        found = plan.prepared.get((numbers, device, far))
+        addresses = tuple(map(torch.Tensor.data_ptr, data))
         targets: object = staging.number
         if not staging.staged:  # live parameters may move at any time, those of the second set do not
-            names = _parameters_of([copies for _, copies, _ in buffers])
+            names = found.parameters if isinstance(found, _Prepared) else _parameters_of(plan, numbers)
             targets = targets, tuple(staging.target(name).data_ptr() for name in names)
-        where = *place, tuple(data.data_ptr() for data, _, _ in buffers), targets
-        if where not in self._rests and len(self._rests) >= _MAX_LAUNCHES:
-            self._forget()
+        place = addresses, targets
+        if not isinstance(found, _Prepared) or place not in found.launches:
+            found = self._prepare(plan, numbers, device, list(map(torch.Tensor.numel, data)), staging, far)
+        prepared = found
 
-        def make() -> list[Transfer] | Placed:
-            copies = [some for _, some, _ in buffers]
-            prepared = None
-            if not any(far for _, _, far in buffers):  # copy engines may bring those
-                sizes = [data.numel() for data, _, _ in buffers]
-                prepared = self._prepare(place, device, copies, sizes, staging)
-            if prepared is None:
-                flats = [Flat(data) for data, _, _ in buffers]
-                found, _, self._rests[where] = _transfers_of(
-                    copies, flats, staging.target, [far for _, _, far in buffers]
-                )
-                return found
-            self._rests[where] = prepared.rest
-            memories = *(data for data, _, _ in buffers), *map(staging.target, prepared.parameters)
-            return Placed(prepared.template, list(map(torch.Tensor.data_ptr, memories)))
+        def transfers() -> list[Transfer] | Placed:
+            if prepared.template is not None:
+                targets = map(staging.target, prepared.parameters)
+                return Placed(prepared.template, [*addresses, *map(torch.Tensor.data_ptr, targets)])
+            found, _, prepared.rest = _transfers_of(plan, numbers, list(map(Flat, data)), staging.target, far)
+            return found
 
-        sums = self._transfers.run(where, None, device, self._num_routes, make, summed=summed)
-        rest = self._rests[where]
-        for number, share in rest:
-            _copy_plainly(buffers[number][0], [share], staging)
-        if not summed or rest or (self._sums is not None and self._sums.device != sums.device):
+        sums = prepared.launches.run(place, transfers, summed=summed)
+        for number, share in prepared.rest:
+            _copy_plainly(data[numbers.index(number)], [share], staging)
+        if not summed or prepared.rest or (self._sums is not None and self._sums.device != sums.device):
             self._all_summed = False
             return
         self._sums = sums if self._sums is None else self._sums + sums
 
     def _prepare(
         self,
-        place: tuple[int, int],
+        plan: ScatteredPlan,
+        numbers: tuple[int, ...],
         device: torch.device,
-        copies: Sequence[Sequence[ShareCopy]],
         sizes: Sequence[int],
         staging: Staging,
-    ) -> _Prepared | None:
-        """The launch wherever all lies; None if a parameter is on another device than the buffers.
-
-        ``sizes`` are those of the buffers, in bytes.
-        """
-        known = self._prepared.get(place)
-        same = known is not None and len(known.copies) == len(copies) and all(map(operator.is_, known.copies, copies))
-        names = known.parameters if same and known is not None else tuple(_parameters_of(copies))
+        far: frozenset[int] = frozenset(),
+    ) -> _Prepared:
+        """The launches of the copies out of these buffers, wherever all lies; ``sizes`` are theirs, in bytes."""
+        known = plan.prepared.get((numbers, device, far))
+        names = known.parameters if isinstance(known, _Prepared) else _parameters_of(plan, numbers)
         targets = {name: staging.target(name) for name in names}
         form = form_of(list(targets.values()))
-        fits = known is not None and same and known.device == device and known.form == form
-        if known is not None and fits and all(map(operator.le, known.sizes, sizes)):
+        if isinstance(known, _Prepared) and known.form == form and all(map(operator.le, known.sizes, sizes)):
             return known
-        if any(target.device != device for target in targets.values()):
-            return None
-        made = StandIns()
-        stand_ins = {name: made.of(target) for name, target in targets.items()}
-        flats = [Flat(flat_stand_in(size)) for size in sizes]
-        transfers, ends, rest = _transfers_of(copies, flats, stand_ins.__getitem__)
-        written = {name: len(copies) + number for number, name in enumerate(targets)}
-        memories = [(buffer, written[name]) for buffer, name in ends]
-        template = Template(transfers, memories, device)
-        prepared = self._prepared[place] = _Prepared(copies, sizes, device, names, form, template, rest)
+        template, rest = None, _Rest()
+        if not far:  # copy engines may bring what is far
+            made = StandIns()
+            near = {name: made.of(target) if target.device == device else target for name, target in targets.items()}
+            flats = [Flat(flat_stand_in(size)) for size in sizes]
+            transfers, ends, rest = _transfers_of(plan, numbers, flats, near.__getitem__)
+            written = {name: len(numbers) + number for number, name in enumerate(targets)}
+            places = {number: place for place, number in enumerate(numbers)}
+            memories = [(places[buffer], written[name]) for buffer, name in ends]
+            template = Template(transfers, memories, device)
+        launches = PlacedLaunches(device, self._num_routes)
+        prepared = _Prepared(sizes, names, form, template, launches, rest)
+        plan.prepared[numbers, device, far] = prepared
         return prepared
 
-    def _forget(self) -> None:
-        """Forgets launches; a table that is made anew has copies from other places."""
-        self._transfers = RepeatedTransfers()
-        self._rests.clear()
 
-
-def _parameters_of(copies: Sequence[Sequence[ShareCopy]]) -> dict[str, None]:
-    return dict.fromkeys(share.copy.parameter for some in copies for share in some)
+def _parameters_of(plan: ScatteredPlan, numbers: Sequence[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(share.copy.parameter for number in numbers for share in plan.buffers[number]))
 
 
 def _transfers_of(
-    buffers: Sequence[Sequence[ShareCopy]],
+    plan: ScatteredPlan,
+    numbers: Sequence[int],
     flats: Sequence[Flat],
     target: Callable[[str], torch.Tensor],
-    far: Sequence[bool] = (),
+    far: Collection[int] = (),
 ) -> tuple[list[Transfer], list[tuple[int, str]], _Rest]:
     """The transfers out of some buffers, with the number of the buffer and the parameter of each; and what is none."""
     found: list[Transfer] = []
     ends: list[tuple[int, str]] = []
     rest: _Rest = []
-    for number, (copies, flat) in enumerate(zip(buffers, flats, strict=True)):
-        is_far = bool(far) and far[number]
-        for share in copies:
+    for number, flat in zip(numbers, flats, strict=True):
+        is_far = number in far
+        for share in plan.buffers[number]:
             copy, spec = share.copy, share.slot.spec
             part = flat.region(spec.torch_dtype, copy.shape, copy.source_stride, copy.source_offset, as_bits=False)
             piece = Piece(tensor=part, full_shape=spec.shape, box=share.box if spec.shape else None)

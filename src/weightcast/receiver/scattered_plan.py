@@ -6,8 +6,8 @@ several trainer ranks, or in the messages that they sent.  The copies are the ro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -80,6 +80,7 @@ class ScatteredPlan:
     Attributes:
         buffers: The copies out of each buffer.
         wholes: Sources of each slot that the model's own loader takes whole, by the slot's number.
+        prepared: The launches of a copier, which go with the plan.
     """
 
     layout: BucketLayout
@@ -87,6 +88,7 @@ class ScatteredPlan:
     buffers: Sequence[Sequence[ShareCopy]]
     wholes: Mapping[int, Sequence[Source]]
     read_bytes: int
+    prepared: dict[Hashable, object] = field(default_factory=dict[Hashable, object], compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

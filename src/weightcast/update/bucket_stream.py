@@ -6,7 +6,7 @@ The exporter fills one bucket while the transport sends the one before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import cast
@@ -17,9 +17,8 @@ import torch
 from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared, SharedSlot, make_slots
 from weightcast.comm.trainer_group import TrainerGroup
-from weightcast.digest.bucket_sums import sums_of_slots
 from weightcast.digest.source_sums import Folded, SourceSums
-from weightcast.digest.transfers import RepeatedSums
+from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import WeightcastError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
@@ -34,13 +33,13 @@ from weightcast.update.memory_limit import planned_bytes
 from weightcast.update.messages import Choice
 from weightcast.update.packs import Packs
 from weightcast.update.prepare import SharedParts
+from weightcast.update.send_plan import SendPlan
 from weightcast.update.served_parts import ServedParts
 from weightcast.watch.listeners import Events
-from weightcast.wire.bucket import Bucket, run_sizes
+from weightcast.wire.bucket import Bucket
 from weightcast.wire.bucket_sources import Pack, Part
 from weightcast.wire.layout import BucketLayout
 from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted, name_of
-from weightcast.wire.plans import UpdatePlan
 
 Progress = Callable[[int, int], None]
 
@@ -60,7 +59,7 @@ class Filling:
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
     """
 
-    plan: UpdatePlan
+    plan: SendPlan
     buckets: Iterator[tuple[Bucket | None, SharedSlot | None]]
     sources: SourceSums | None
 
@@ -111,9 +110,8 @@ class BucketStream:
         self._checks_finite = choice.scattered and check_finite
         self._served = ServedParts(exporter, group, checks_finite=self._checks_finite)
         self._payload_bytes = [sum(slot.size_bytes for slot in layout.slots) for layout in layouts]
-        self._plan: UpdatePlan | None = None
+        self._plan: SendPlan | None = None
         self._slots: list[SharedSlot] = []
-        self._bucket_sums = RepeatedSums()
         self.exchange = Exchange(
             rank=group.rank,
             num_trainers=group.world_size,
@@ -140,10 +138,9 @@ class BucketStream:
         """Bytes of the buffers that this rank holds at the moment."""
         return sum(slot.data.numel() for slot in self._slots)
 
-    def plan(self) -> tuple[UpdatePlan, Sequence[Collection[str]]]:
-        """The plan of the updates to come, and the names of each bucket's zero-copy tensors, as they lie now."""
-        lent = self._lend()
-        return self._plan_of(lent), [tuple(tensors) for tensors in lent]
+    def plan(self) -> SendPlan:
+        """The plan of the updates to come, with the weights as they lie now."""
+        return self._plan_of(self._lend())
 
     def shared_parts(self) -> list[SharedParts]:
         """The parts that each trainer rank gives of each bucket, in order of rank, on the head.  Collective.
@@ -159,12 +156,11 @@ class BucketStream:
         gathered = self._group.gather_bytes(msgspec.json.encode(mine), timeout_s=self._wait_s)
         return [_shared_parts.decode(one) for one in gathered or ()]
 
-    def prepare(self, lent: Sequence[Collection[str]]) -> None:
-        """Works out the steps of every bucket, without reading or moving weights.
-
-        ``lent`` names the zero-copy tensors of each bucket; it is empty if there are none.
-        """
+    def prepare(self, plan: SendPlan) -> None:
+        """Works out the steps of every bucket, without reading or moving weights."""
         exporter = self._exporter
+        if self._verifies:
+            prepare_kernels(exporter.device, size_bytes=sum(self._payload_bytes))
         for layout in self._layouts[self._num_mapped :]:
             self._served.prepare(layout)
         if not isinstance(exporter, Planning):
@@ -174,7 +170,7 @@ class BucketStream:
         for layouts, copies in ((mapped, False), (filled, True)):
             if layouts:
                 scattered = self._choice.scattered
-                exporter.plan(layouts, self._group, lent=lent, scattered=scattered, copies=copies, sums=sums)
+                exporter.plan(layouts, self._group, lent=plan.lent, scattered=scattered, copies=copies, sums=sums)
 
     def start(self) -> Filling:
         """Begins to fill the buckets of one attempt.  Collective: every trainer rank calls it."""
@@ -190,10 +186,10 @@ class BucketStream:
         first = list(islice(buckets, ahead))
         return Filling(plan=plan, buckets=chain(first, buckets), sources=sources)
 
-    def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> UpdatePlan:
-        runs = tuple(run_sizes(layout, lent[number] if lent else ()) for number, layout in enumerate(self._layouts))
-        if self._plan is None or self._plan.bucket_runs != runs:
-            self._plan = UpdatePlan(tuple(self._exporter.specs()), self._layouts, runs)
+    def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> SendPlan:
+        names = [tuple(tensors) for tensors in lent]
+        if self._plan is None or self._plan.lent != names:
+            self._plan = SendPlan(self._exporter.specs(), self._layouts, names)
         return self._plan
 
     def send(
@@ -205,7 +201,7 @@ class BucketStream:
         empty on other ranks, without verification, and after a failure.
         """
         sums: list[torch.Tensor] | None = [] if sums_buckets else None
-        if not self._send_each(filling.buckets, sums, filling.sources) or filling.sources is None:
+        if not self._send_each(filling, sums) or filling.sources is None:
             return (), {}
         return self._gather_sums(filling.sources, sums or ())
 
@@ -287,18 +283,12 @@ class BucketStream:
                 self._head.add_phase("gather", ended - began)
             yield bucket, slot
 
-    def _send_each(
-        self,
-        buckets: Iterator[tuple[Bucket | None, SharedSlot | None]],
-        sums: list[torch.Tensor] | None,
-        sources: SourceSums | None,
-    ) -> bool:
+    def _send_each(self, filling: Filling, sums: list[torch.Tensor] | None) -> bool:
         """Sends one bucket after the other; False, the same on every rank, if one could not be sent.
 
-        ``sums`` takes the sums of each bucket's slots on ranks other than the head, ``sources`` those of memory that
-        engines read where it lies.
+        ``sums`` takes the sums of each bucket's slots on ranks other than the head.
         """
-        head = self._head
+        head, sources = self._head, filling.sources
         sent_bytes = 0
         self.exchange.begin()
         for layout in self._layouts:
@@ -306,9 +296,9 @@ class BucketStream:
             if self._group.broadcast_bytes(go, timeout_s=self._wait_s) != b"go":
                 self.exchange.abort("the update failed")
                 return False
-            bucket, slot = next(buckets)
+            bucket, slot = next(filling.buckets)
             if sums is not None and head is None and bucket is not None:
-                sums.append(sums_of_slots(bucket, self._bucket_sums))
+                sums.append(filling.plan.sums.of(bucket))
             mapped = layout.index < self._num_mapped
             if mapped:
                 parts, shared = (), self._gather_mapped(layout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,7 @@ from weightcast.update.exchange import Exchange
 from weightcast.update.late import Late, bring_in
 from weightcast.update.messages import AttemptResult, Choice, Failure
 from weightcast.update.prepare import Preparation, SharedParts
+from weightcast.update.send_plan import SendPlan
 from weightcast.update.sessions import Sessions
 from weightcast.update.switch_back import switch_back
 from weightcast.update.verify import Verifier, WeightsChanged
@@ -40,7 +41,6 @@ from weightcast.wire.bucket import Bucket
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec, total_bytes
 from weightcast.wire.messages import Open
-from weightcast.wire.plans import UpdatePlan
 
 log = logging.getLogger("weightcast.update.head")
 
@@ -90,15 +90,14 @@ class Head:
         """Probes every target and chooses the transport; raises as ``Plan.choose``."""
         return self._plan.choose()
 
-    def prepare(self, plan: UpdatePlan, lent: Sequence[Collection[str]], parts: Sequence[SharedParts]) -> Preparation:
+    def prepare(self, plan: SendPlan, parts: Sequence[SharedParts]) -> Preparation:
         """Hands the plan of the updates to come to every chosen target, and works out what the head compares.
 
-        ``lent`` names the zero-copy tensors of each bucket; it is empty if there are none.  ``parts`` has what each
-        trainer rank gives of each bucket, where engine ranks get shares; else it is empty.
+        ``parts`` has what each trainer rank gives of each bucket, where engine ranks get shares; else it is empty.
         """
         links = [link for link in self._plan.links.values() if link.planned]
-        preparing = Preparation(links, plan, self._config, self._plan.transport_of, parts)
-        self._verifier.prepare(plan, lent, links)
+        preparing = Preparation(links, plan.tables, self._config, self._plan.transport_of, parts)
+        self._verifier.prepare(plan, links)
         return preparing
 
     def begin(self, version: int, *, must_be: str | None = None, only: Sequence[str] | None = None) -> None:
@@ -158,7 +157,7 @@ class Head:
         """Asks the targets for their description.  The trainer works on until ``open`` reads the answers."""
         self._asked_at = self._roster.ask(self._active())
 
-    def open(self, version: int, plan: UpdatePlan) -> AttemptResult:
+    def open(self, version: int, plan: SendPlan) -> AttemptResult:
         """Probes every active target, opens a session on it, and makes the group."""
         self._failure = None
         self._sessions.begin()
@@ -168,10 +167,10 @@ class Head:
                 links = self._make_links(self._plan.probe(self._active(), since=self._asked_at))
                 for link in links:
                     self._outcomes[link.url].transport = self._plan.transport_of(link.url).name
-                self._sessions.open(links, version, plan, self._verifier.check_opened, self._began)
+                self._sessions.open(links, version, plan.tables, self._verifier.check_opened, self._began)
             except WeightcastError as error:
                 return self._fail(error)
-        sums_buckets = self._verifier.open(plan.specs, self._sessions.links)
+        sums_buckets = self._verifier.open(plan, self._sessions.links)
         return AttemptResult(
             sums_buckets=sums_buckets, invited=self._sessions.invited, boxes=self._sessions.wanted_boxes()
         )

@@ -13,7 +13,8 @@ import torch
 from weightcast.digest.copies import Flat, bits, copy_all
 from weightcast.digest.pieces import Piece as TensorPiece
 from weightcast.digest.pieces import Transfer
-from weightcast.digest.transfers import RepeatedTransfers, can_transfer, transfers_on
+from weightcast.digest.templates import Placed, Template, flat_stand_in
+from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on
 from weightcast.exporters.held_parts import region
 from weightcast.wire.box import Box, contiguous_strides
 from weightcast.wire.bucket import Bucket
@@ -50,8 +51,7 @@ class Packs:
         self._kinds = kinds
         self._read = read
         self._plans: dict[int, PackPlan] = {}
-        self._transfers = RepeatedTransfers()
-        self._rest: dict[tuple[int, int, int], list[tuple[int, Piece]]] = {}  # pieces that are no transfers
+        self._steps: dict[int, _PackSteps] = {}
 
     def plan(self, layout: BucketLayout, parts: Parts) -> PackPlan:
         """The pieces of a bucket."""
@@ -76,24 +76,37 @@ class Packs:
         if bucket.lent or not transfers_on(out.device):
             _copy(bucket, out, _packed(plan))
             return
-        place = plan.layout.index, bucket.data.data_ptr(), out.data_ptr()
-        rest = self._rest.setdefault(place, [])
+        steps = self._steps.get(plan.layout.index)
+        if steps is None or steps.plan is not plan or steps.device != out.device:
+            steps = self._steps[plan.layout.index] = _steps_of(plan, out.device)
+        addresses = bucket.data.data_ptr(), out.data_ptr()
+        steps.launches.run(addresses, lambda: Placed(steps.template, addresses), summed=False)
+        _copy(bucket, out, steps.rest)
 
-        def make() -> list[Transfer]:
-            found = list[Transfer]()
-            rest.clear()
-            flat = Flat(out)
-            for start, piece in _packed(plan):
-                target, source = _views(bucket, flat, start, piece)
-                transfer = Transfer(piece=TensorPiece(tensor=source, full_shape=tuple(source.shape)), target=target)
-                if can_transfer(transfer):
-                    found.append(transfer)
-                else:
-                    rest.append((start, piece))
-            return found
 
-        self._transfers.run(place, plan, out.device, 1, make, summed=False)
-        _copy(bucket, out, rest)
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackSteps:
+    """The copies of a plan wherever the bucket and the packs lie; ``rest`` has the pieces that are no transfers."""
+
+    plan: PackPlan
+    device: torch.device
+    template: Template
+    launches: PlacedLaunches
+    rest: list[tuple[int, Piece]]
+
+
+def _steps_of(plan: PackPlan, device: torch.device) -> _PackSteps:
+    bucket, out = Bucket(plan.layout, flat_stand_in(plan.layout.size_bytes)), Flat(flat_stand_in(plan.packed_bytes))
+    transfers, rest = list[Transfer](), list[tuple[int, Piece]]()
+    for start, piece in _packed(plan):
+        target, source = _views(bucket, out, start, piece)
+        transfer = Transfer(piece=TensorPiece(tensor=source, full_shape=tuple(source.shape)), target=target)
+        if can_transfer(transfer):
+            transfers.append(transfer)
+        else:
+            rest.append((start, piece))
+    template = Template(transfers, [(0, 1)] * len(transfers), device)
+    return _PackSteps(plan, device, template, PlacedLaunches(device, 1), rest)
 
 
 def _packed(plan: PackPlan) -> Iterator[tuple[int, Piece]]:

@@ -443,10 +443,10 @@ class WeightUpdater:
 
     def _prepare(self, stream: BucketStream) -> None:
         """Works out on both sides what the first update would otherwise have to find out.  Collective."""
-        plan, lent = stream.plan()
+        plan = stream.plan()
         parts = stream.shared_parts()
-        preparing = self._head.prepare(plan, lent, parts) if self._head is not None else None
-        stream.prepare(lent)
+        preparing = self._head.prepare(plan, parts) if self._head is not None else None
+        stream.prepare(plan)
         if preparing is not None:
             preparing.wait()
 

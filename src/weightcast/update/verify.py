@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weightcast.comm.run_steps import converse_on_loop
 from weightcast.config import UpdateConfig
-from weightcast.digest.sent import Repeated, Sent, SentDigests, gathered_otherwise
+from weightcast.digest.sent import Sent, SentDigests, gathered_otherwise
 from weightcast.digest.source_sums import Folded
 from weightcast.errors import ConfigError, TargetRejected, TargetUnreachable, VerificationFailed, WeightcastError
 from weightcast.exporters.sum_messages import unsummed
@@ -20,10 +20,10 @@ from weightcast.transports.link import Link
 from weightcast.transports.outcome import Outcome, arrived, check_share, received_otherwise
 from weightcast.update.choose import Plan
 from weightcast.update.finite import FiniteCheck, checks_finite
+from weightcast.update.send_plan import SendPlan
 from weightcast.wire.answers import Ack
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.plans import UpdatePlan
 
 
 class WeightsChanged(ConfigError):
@@ -37,8 +37,8 @@ class Verifier:
         self._plan = plan
         self._config = config
         self._exporter = exporter
-        self._unsummed = unsummed(exporter, specs)
-        self._repeated = Repeated()
+        self._unsummed = tuple(unsummed(exporter, specs))
+        self._unsummed_names = frozenset(self._unsummed)
         self._finite = FiniteCheck()
         self._digests = SentDigests()
         self._sources: Sequence[Folded] = ()
@@ -49,7 +49,7 @@ class Verifier:
     @property
     def unsummed(self) -> tuple[str, ...]:
         """Names of tensors whose sources the trainer ranks cannot sum; empty without verification."""
-        return tuple(self._unsummed) if self._config.verify != "none" else ()
+        return self._unsummed if self._config.verify != "none" else ()
 
     @property
     def digest(self) -> str | None:
@@ -69,27 +69,34 @@ class Verifier:
         changed, self._served = self._sent.changed_from(self._served), self._sent
         return changed
 
-    def prepare(self, plan: UpdatePlan, lent: Sequence[Collection[str]], links: Sequence[Link]) -> None:
+    def prepare(self, plan: SendPlan, links: Sequence[Link]) -> None:
         """Works out what checking updates by this plan takes."""
-        if not self._plan.transport.scattered and checks_finite(self._config, self._exporter.device):
-            for number, layout in enumerate(plan.layouts):
-                self._finite.prepare(layout, lent[number] if lent else ())
-        if self._config.verify != "none":
-            self._repeated.prepare(plan.specs, plan.layouts, [link.info.specs for link in links])
+        device, kept = self._exporter.device, [link.info.specs for link in links]
+        if not self._plan.transport.scattered and checks_finite(self._config, device):
+            for number, layout in enumerate(plan.tables.layouts):
+                plan.finite.prepare(layout, plan.lent[number] if plan.lent else ())
+        if self._config.verify == "none":
+            return
+        if plan.casts(kept) or self._unsummed or _mute(links):
+            plan.sums.prepare(device, plan.lent)
+        totals = plan.sums.prepare_totals()
+        for table in {id(table): table for table in kept}.values():
+            totals.digest_of(table, frozenset())
 
     def begin(self, must_be: str | None = None) -> None:
         """Starts a new update; ``must_be`` is the model digest that the weights must have, if they must."""
         self._sent, self._must_be = Sent(), must_be
 
-    def open(self, specs: Sequence[TensorSpec], links: Sequence[Link]) -> bool:
+    def open(self, plan: SendPlan, links: Sequence[Link]) -> bool:
         """Prepares an attempt; True if ranks with a bucket must sum it, as an engine cannot say what it received."""
         proven = self._config.verify in ("resident", "behaviour")
-        mute = any("received" not in link.adapter.proves for link in links)
+        mute = _mute(links)
+        self._finite = plan.finite
         self._digests = SentDigests(
-            self._repeated.casts(specs, [link.info.specs for link in links]) if proven else {},
+            plan.casts([link.info.specs for link in links]) if proven else {},
             sha256=self._config.digest == "sha256",
-            repeated=self._repeated,
-            unsummed=None if mute else self._unsummed,
+            sums=plan.sums,
+            unsummed=None if mute else self._unsummed_names,
         )
         self._sources = ()
         return mute and self._config.verify != "none"
@@ -248,3 +255,8 @@ class Verifier:
             hint="the engine computes with something else than its parameters (packed copies, a stale graph), "
             "or one of the two forward passes is not finite",
         )
+
+
+def _mute(links: Sequence[Link]) -> bool:
+    """True if one of the engines cannot say what it received."""
+    return any("received" not in link.adapter.proves for link in links)
