@@ -17,12 +17,16 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.unit import library
 from tests.unit.exports import CPU, export, raw
-from tests.unit.ranks import Ranks
+from tests.unit.ranks import Ranks, allocate_slots
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.source_sums import SourceSums
 from weightcast.errors import ConfigError
+from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.fsdp1 import Fsdp1Exporter
 from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.own_parts import OwnParts
 from weightcast.update.arguments import exporter_of
+from weightcast.wire.layout import Packing, plan_buckets
 
 QWEN, LLAVA = "Qwen3MoeForCausalLM", "LlavaForConditionalGeneration"
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
@@ -95,6 +99,40 @@ def close(one: bytes, other: bytes) -> bool:
     """The ranks' gradients are summed in another order than a replica's."""
     a, b = (torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (one, other))
     return torch.allclose(a, b, atol=1e-5)
+
+
+def planned(class_name: str) -> tuple[dict[str, int], list[str]]:
+    """How often a rank worked out its copies, while it planned and while it exported; and names with other bytes."""
+    group = TrainerGroup.connect(CPU, timeout_s=60)
+    group.receivers = (0, 1)
+    model = wrap(library.make(class_name), layers=True)
+    want = export(Fsdp1Exporter(model), group)
+    exporter = Fsdp1Exporter(model)
+    exporter.prepare(group)
+    local = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    counts: dict[str, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_plan_copies", "_plan_sums"):
+            plan = getattr(OwnParts, name)
+
+            def counting(self: OwnParts, *options: Any, name: str = name, plan: Any = plan) -> Any:
+                counts[name] = counts.get(name, 0) + 1
+                return plan(self, *options)
+
+            patch.setattr(OwnParts, name, counting)
+        layouts = plan_buckets(exporter.specs(), bucket_bytes=20_000, packing=Packing())
+        exporter.plan(layouts, group, lent=(), scattered=False, copies=True, sums=True)
+        assert {name: tuple(tensor.shape) for name, tensor in model.named_parameters()} == local
+        before = dict(counts)
+        slots, sources = allocate_slots(CPU, 20_000), SourceSums()
+        got: dict[str, bytes] = {}
+        for bucket in bucketize(exporter, layouts, group, slots, sources=sources):
+            assert bucket is not None
+            for slot, view in bucket.views():
+                got[slot.spec.name] = got.get(slot.spec.name, b"") + raw(view)
+    group.close()
+    after = {f"{name} while it exports": count - before.get(name, 0) for name, count in counts.items()}
+    return {"buckets": len(layouts), **before, **after}, [name for name in want if got[name] != want[name]]
 
 
 class WithBuffer(nn.Module):
@@ -194,3 +232,12 @@ def test_forms_of_fsdp1_that_hide_parameters_are_refused_by_name(two: Ranks) -> 
         assert "Fsdp1Exporter" in elsewhere
         assert "fully_shard" in elsewhere
         assert "no boxes of the model's tensors" in shards
+
+
+def test_copies_are_worked_out_before_anything_is_gathered(two):
+    for counts, wrong in two.run(planned, QWEN):
+        assert wrong == []
+        assert counts["buckets"] > 1
+        assert counts["_plan_copies"] == counts["buckets"]
+        assert counts["_plan_copies while it exports"] == 0
+        assert counts.get("_plan_sums while it exports", 0) == 0

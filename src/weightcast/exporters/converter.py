@@ -6,19 +6,46 @@ bridges; neither is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.digest.copies import Flat
 from weightcast.errors import ConfigError, WeightcastError
 from weightcast.exporters import casting
 from weightcast.exporters.names import check_names
 from weightcast.protocols import Shard
+from weightcast.wire.box import contiguous_strides
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSlot, TensorSpec
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One slot of a bucket.
+
+    Attributes:
+        number: Number of the tensor in the stream.
+        further: True for a piece of a tensor whose first rows are in an earlier bucket.
+        rows: First row and number of rows; None for the whole tensor.
+        ends: True for the last rows of the last tensor.
+        stride: Strides in the bucket, in elements.
+        offset: Distance from the bucket's first byte, in elements.
+    """
+
+    number: int
+    spec: TensorSpec
+    further: bool
+    rows: tuple[int, int] | None
+    ends: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 class BridgeExporter:
@@ -66,6 +93,7 @@ class BridgeExporter:
         self._stream: Iterator[tuple[str, torch.Tensor]] | None = None
         self._at = -1
         self._now: torch.Tensor | None = None
+        self._plans: dict[int, tuple[BucketLayout, list[_Step]]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +115,20 @@ class BridgeExporter:
     def prepare(self, group: TrainerGroup) -> None:
         """Does nothing: the bridge itself knows which rank holds which shard."""
 
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Implements ``Planning.plan``.  The bridge itself works for each tensor of each update."""
+        for layout in layouts:
+            self._steps(layout)
+
     def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
         """Reads the stream up to the layout's last tensor.  Collective if the bridge is.
 
@@ -100,37 +142,58 @@ class BridgeExporter:
             WeightcastError: The bridge yields other tensors than before.
         """
         try:
-            for slot in layout.slots:
-                whole = self._advance(slot)
-                if bucket is not None:
-                    part = whole.narrow(0, slot.first_row, slot.num_rows) if slot.spec.shape else whole
-                    bucket.view(slot).copy_(part)
+            flat = Flat(bucket.data) if bucket is not None else None
+            steps = self._steps(layout)
+            for step in steps:
+                part = self._advance(step)
+                if flat is not None:
+                    if step.rows is not None:
+                        part = part.narrow(0, *step.rows)
+                    flat.region(step.dtype, step.shape, step.stride, step.offset, as_bits=False).copy_(part)
         except BaseException as error:
             self._end()
             group.abort(f"{type(error).__name__}: {error}")
             raise
-        last = layout.slots[-1]
-        if self._order[last.spec.name] == len(self._specs) - 1 and last.first_row + last.num_rows == last.spec.num_rows:
+        if steps[-1].ends:
             for name, _ in self._stream or ():
                 self._end()
                 raise WeightcastError(f"the bridge yields {name} after its last tensor, and did not before")
             self._end()
 
-    def _advance(self, slot: TensorSlot) -> torch.Tensor:
-        """The tensor of a slot.  The first row of the first tensor starts the stream anew."""
-        spec = slot.spec
-        number = self._order.get(spec.name)
+    def _steps(self, layout: BucketLayout) -> list[_Step]:
+        """The steps of a bucket, worked out once for each layout."""
+        known = self._plans.get(layout.index)
+        if known is None or known[0] != layout:
+            known = self._plans[layout.index] = layout, [self._step(slot) for slot in layout.slots]
+        return known[1]
+
+    def _step(self, slot: TensorSlot) -> _Step:
+        spec, number = slot.spec, self._order.get(slot.spec.name)
         if number is None or self._specs[number] != spec:
             raise ConfigError(
                 f"the bucket carries {spec.name} {spec.dtype} {list(spec.shape)}, and the bridge does not"
             )
-        further = slot.first_row > 0  # a piece of a tensor that was cut
-        if further and number == self._at and self._now is not None:
+        return _Step(
+            number=number,
+            spec=spec,
+            further=slot.first_row > 0,
+            rows=None if slot.whole else (slot.first_row, slot.num_rows),
+            ends=number == len(self._specs) - 1 and slot.first_row + slot.num_rows == spec.num_rows,
+            dtype=spec.torch_dtype,
+            shape=slot.shape,
+            stride=contiguous_strides(slot.shape),
+            offset=slot.offset_bytes // spec.torch_dtype.itemsize,
+        )
+
+    def _advance(self, step: _Step) -> torch.Tensor:
+        """The tensor of a slot.  The first row of the first tensor starts the stream anew."""
+        spec, number = step.spec, step.number
+        if step.further and number == self._at and self._now is not None:
             return self._now
-        if number == 0 and not further:  # a new update, even if the last one failed halfway
+        if number == 0 and not step.further:  # a new update, even if the last one failed halfway
             self._end()
             self._stream = iter(self._weights())
-        if further or self._stream is None or number != self._at + 1:
+        if step.further or self._stream is None or number != self._at + 1:
             raise ConfigError(
                 f"the bucket needs {spec.name} out of the bridge's order, and a bridge yields its tensors once",
                 hint="an engine that wants one dtype in a bucket needs a wire_dtype that makes all dtypes alike",

@@ -7,8 +7,8 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 import torch
@@ -31,9 +31,37 @@ from weightcast.wire.layout import BucketLayout, TensorSpec
 class GatheredTensors(PlacedTensors, ABC):
     """Tensors that are whole while they are gathered.  ``places`` has their whole shapes."""
 
+    _imagined: Mapping[int, torch.Tensor] = {}
+
     @abstractmethod
     def gathered(self, numbers: Sequence[int]) -> AbstractContextManager[object]:
         """A block in which these tensors are whole on every rank.  Collective."""
+
+    @contextmanager
+    def imagined(self, numbers: Sequence[int]) -> Generator[None]:
+        """A block in which these tensors are as large as if they were gathered, and have no values.
+
+        Nothing is gathered.  Their memory is as much as that of the gathered tensors, and on the host it is never
+        touched.
+        """
+        partitioned = [number for number in numbers if tuple(self.tensor(number).shape) != self.places[number].shape]
+        places = {number: self.places[number] for number in partitioned}
+        self._imagined = {
+            number: torch.empty(place.shape, dtype=place.dtype, device=self.tensor(number).device)
+            for number, place in places.items()
+        }
+        try:
+            yield
+        finally:
+            self._imagined = {}
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The tensor as the module has it now, or as it is imagined."""
+        found = self._imagined.get(number)
+        return super().tensor(number) if found is None else found
+
+    def _now(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        return [self.tensor(number) for number in numbers] if self._imagined else super()._now(numbers)
 
     def part(self, number: int) -> tuple[Box, torch.Tensor] | None:
         """The whole tensor, without memory unless it is gathered."""
@@ -101,6 +129,21 @@ class GatheredExporter:
             TrainerRankFailed: A rank is gone or did not take part in time.
         """
         self._weights.prepare(group)
+
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Implements ``Planning.plan``."""
+        for layout in layouts:
+            with self._tensors.imagined(self._weights.sources(layout)):
+                self._weights.plan([layout], group, lent=(), scattered=scattered, copies=copies, sums=sums)
 
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None

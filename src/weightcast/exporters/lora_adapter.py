@@ -127,6 +127,21 @@ class AdapterExporter:
         with self._tensors.looking():
             self._gatherer.prepare(group)
 
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Implements ``Planning.plan``."""
+        with self._tensors.looking():
+            for layout in layouts:
+                self._gatherer.plan(layout, group, lent=(), scattered=scattered, copies=copies, sums=sums)
+
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
     ) -> torch.Tensor | None:

@@ -90,6 +90,7 @@ class WeightsExporter:
         else:
             self._gatherer = Gatherer(self._specs, self._quantiser.local, self._quantiser, self._tensors.look)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
+        self._sources: dict[int, tuple[BucketLayout, list[int]]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -145,9 +146,13 @@ class WeightsExporter:
         sums: bool,
     ) -> None:
         """Implements ``Planning.plan``."""
+        if self._merger:
+            self._merger.plan(layouts if copies else (), group, self.sources, sums=sums)
         with self._tensors.looking():
             for number, layout in enumerate(layouts):
                 names = lent[number] if lent else ()
+                if self._quantiser is not None:
+                    self._quantiser.plan(layout)
                 self._gatherer.plan(layout, group, lent=names, scattered=scattered, copies=copies, sums=sums)
 
     def fill(
@@ -263,10 +268,14 @@ class WeightsExporter:
 
     def sources(self, layout: BucketLayout) -> list[int]:
         """Numbers of the module's tensors that the values of a bucket come from."""
-        numbers = [self._number[slot.spec.name] for slot in layout.slots if slot.spec.name in self._number]
-        if self._quantiser is not None:
-            numbers = [self._quantiser.source(number) for number in numbers]
-        return sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
+        known = self._sources.get(layout.index)
+        if known is None or known[0] != layout:
+            numbers = [self._number[slot.spec.name] for slot in layout.slots if slot.spec.name in self._number]
+            if self._quantiser is not None:
+                numbers = [self._quantiser.source(number) for number in numbers]
+            found = sorted({segment.source for number in numbers for segment in self._arranged[number].segments})
+            known = self._sources[layout.index] = layout, found
+        return known[1]
 
 
 class ModuleExporter(WeightsExporter):

@@ -128,13 +128,7 @@ class PlacedTensors:
 
     def look(self, numbers: Sequence[int]) -> Seen:
         """This rank's shards of these tensors now, as ``Look`` in ``held_parts``.  No checks, and no loop for each."""
-        places = [self._attributes[number] for number in numbers]
-        # Not by getattr, which takes eight times as long: there may be tens of thousands, and an update waits.
-        found = [module.__dict__["_parameters"].get(attribute) for module, attribute in places]
-        tensors: list[torch.Tensor] = [
-            tensor if tensor is not None else getattr(module, attribute)
-            for tensor, (module, attribute) in zip(found, places, strict=True)
-        ]
+        tensors = self._now(numbers)
         marks: list[object] = []
         if self._shard_of is not None:
             names = [self.places[number].name for number in numbers]
@@ -149,6 +143,16 @@ class PlacedTensors:
         if not all(whole):
             marks.append(list(map(torch.Tensor.stride, tensors)))
         return Seen(tensors, marks)
+
+    def _now(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """These tensors as the module has them now."""
+        places = [self._attributes[number] for number in numbers]
+        # Not by getattr, which takes eight times as long: there may be tens of thousands, and an update waits.
+        found = [module.__dict__["_parameters"].get(attribute) for module, attribute in places]
+        return [
+            tensor if tensor is not None else getattr(module, attribute)
+            for tensor, (module, attribute) in zip(found, places, strict=True)
+        ]
 
     @contextmanager
     def looking(self) -> Generator[None]:

@@ -13,7 +13,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
-from weightcast.protocols import Exporter, Shard, Summing
+from weightcast.protocols import Exporter, Planning, Shard, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
 
@@ -29,6 +29,15 @@ class Part:
 
     exporter: Exporter
     prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """One part's slots of a bucket: their numbers, int64 ``[slots]``, and a layout of these slots alone."""
+
+    part: Part
+    numbers: torch.Tensor
+    layout: BucketLayout
 
 
 class ComposedExporter:
@@ -56,6 +65,7 @@ class ComposedExporter:
         if len(set(kinds.values())) > 1:
             raise ConfigError(f"the parts are on different devices: {kinds}")
         self._specs: list[TensorSpec] = []
+        self._cuts: dict[int, tuple[BucketLayout, list[_Cut]]] = {}
         self._inner: dict[str, tuple[str, TensorSpec]] = {}
         for name, part in self.parts.items():
             for spec in part.exporter.specs():
@@ -100,6 +110,25 @@ class ComposedExporter:
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}", hint=error.hint) from error
 
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        group: TrainerGroup,
+        *,
+        lent: Sequence[Collection[str]],
+        scattered: bool,
+        copies: bool,
+        sums: bool,
+    ) -> None:
+        """Implements ``Planning.plan`` for the parts that do."""
+        cuts = [cut for layout in layouts for cut in self._cut(layout)]
+        for part in self.parts.values():
+            exporter = part.exporter
+            inner = [cut.layout for cut in cuts if cut.part is part]
+            if inner and isinstance(exporter, Planning):
+                summed = sums and isinstance(exporter, Summing)
+                exporter.plan(inner, group, lent=(), scattered=scattered, copies=copies, sums=summed)
+
     def fill(
         self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup, sources: SourceSums | None = None
     ) -> None:
@@ -115,19 +144,20 @@ class ComposedExporter:
             ConfigError: The layout has a tensor that no part has.
             TrainerRankFailed: Another rank failed.
         """
-        for part, _, inner in self._inner_layouts(layout):
-            inner_bucket = Bucket(inner, bucket.data) if bucket is not None else None
-            if sources is not None and isinstance(part.exporter, Summing):
-                cast(Summing, part.exporter).fill(inner_bucket, inner, group, sources)
+        for cut in self._cut(layout):
+            inner = Bucket(cut.layout, bucket.data) if bucket is not None else None
+            exporter = cut.part.exporter
+            if sources is not None and isinstance(exporter, Summing):
+                cast(Summing, exporter).fill(inner, cut.layout, group, sources)
             else:
-                part.exporter.fill(inner_bucket, inner, group)
+                exporter.fill(inner, cut.layout, group)
 
     def source_counts(self, layout: BucketLayout, group: TrainerGroup) -> Sequence[int]:
         """Implements ``Summing.source_counts``."""
         counts = [0] * group.world_size
-        for part, _, inner in self._inner_layouts(layout):
-            if isinstance(part.exporter, Summing):
-                for rank, count in enumerate(part.exporter.source_counts(inner, group)):
+        for cut in self._cut(layout):
+            if isinstance(cut.part.exporter, Summing):
+                for rank, count in enumerate(cut.part.exporter.source_counts(cut.layout, group)):
                     counts[rank] += count
         return counts
 
@@ -135,16 +165,17 @@ class ComposedExporter:
         """Implements ``Summing.fold``."""
         whole = Folded.unknown(layout)
         mismatches: list[Mismatch] = []
-        for part, numbers, inner in self._inner_layouts(layout):
-            if not isinstance(part.exporter, Summing):
+        for cut in self._cut(layout):
+            exporter = cut.part.exporter
+            if not isinstance(exporter, Summing):
                 continue
-            counts = part.exporter.source_counts(inner, group)
+            counts = exporter.source_counts(cut.layout, group)
             pairs = [answer.tensor_split([count]) for answer, count in zip(answers, counts, strict=True)]
             answers = [rest for _, rest in pairs]
-            folded = part.exporter.fold(inner, group, [mine for mine, _ in pairs])
-            whole.sums[numbers] = folded.sums
-            whole.known[numbers] = folded.known
-            mismatches += [replace(found, name=f"{part.prefix}{found.name}") for found in folded.mismatches]
+            folded = exporter.fold(cut.layout, group, [mine for mine, _ in pairs])
+            whole.sums[cut.numbers] = folded.sums
+            whole.known[cut.numbers] = folded.known
+            mismatches += [replace(found, name=f"{cut.part.prefix}{found.name}") for found in folded.mismatches]
         return replace(whole, mismatches=tuple(mismatches))
 
     def unsummed(self) -> Collection[str]:
@@ -156,14 +187,18 @@ class ComposedExporter:
             found += [f"{part.prefix}{name}" for name in names]
         return found
 
-    def _inner_layouts(self, layout: BucketLayout) -> Iterator[tuple[Part, list[int], BucketLayout]]:
-        """Each part with tensors in a bucket, the numbers of its slots, and a layout of those slots alone."""
+    def _cut(self, layout: BucketLayout) -> list[_Cut]:
+        """A bucket as buckets of the parts that have tensors in it; cut once for each layout."""
+        known = self._cuts.get(layout.index)
+        if known is not None and known[0] == layout:
+            return known[1]
         slots: dict[str, list[int]] = {}
         for number, slot in enumerate(layout.slots):
             found = self._inner.get(slot.spec.name)
             if found is None:
                 raise ConfigError(f"bucket {layout.index} carries {slot.spec.name}, which no part has")
             slots.setdefault(found[0], []).append(number)
+        cuts: list[_Cut] = []
         for name, part in self.parts.items():
             if name not in slots:
                 continue
@@ -171,5 +206,6 @@ class ComposedExporter:
                 msgspec.structs.replace(layout.slots[number], spec=self._inner[layout.slots[number].spec.name][1])
                 for number in slots[name]
             )
-            inner = msgspec.structs.replace(layout, slots=own)
-            yield part, slots[name], inner
+            cuts.append(_Cut(part, torch.tensor(slots[name]), msgspec.structs.replace(layout, slots=own)))
+        self._cuts[layout.index] = layout, cuts
+        return cuts

@@ -9,7 +9,7 @@ on every mesh, and a half or a quarter of the size of bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -199,6 +199,7 @@ class Quantiser:
         self._shared = shared
         self._group: TrainerGroup | None = None
         self._split: set[int] = set()
+        self._ranges: dict[int, tuple[BucketLayout, Mapping[int, tuple[int, int]]]] = {}
         # For the bucket that is being filled, by source.
         self._grids: dict[int, torch.Tensor] = {}
         self._overall: dict[int, torch.Tensor] = {}
@@ -252,25 +253,14 @@ class Quantiser:
 
     def begin(self, layout: BucketLayout, group: TrainerGroup) -> None:
         """Computes the scales that a bucket needs.  Collective if shards cut through blocks; ``end`` frees them."""
-        wanted: dict[int, list[tuple[int, int]]] = {}
-        for slot in layout.slots:
-            number = self._number.get(slot.spec.name)
-            if number is None:
-                raise ConfigError(f"bucket {layout.index} carries {slot.spec.name}, and the exporter does not have it")
-            source, kind = self._kinds[number]
-            if kind != _AS_IT_IS and slot.num_rows:
-                wanted.setdefault(source, []).append(
-                    self._blocks[source].grid_rows(kind, slot.first_row, slot.first_row + slot.num_rows)
-                )
+        wanted = self._wanted(layout)
         shapes = {source: self._blocks[source].grid_shape for source in wanted}
         scales = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float32, device=group.device)
         parts = scales.split([math.prod(shape) for shape in shapes.values()])
         self._parts = {source: self._local(source) for source in wanted}
         self._grids = {source: part.view(shapes[source]) for source, part in zip(wanted, parts, strict=True)}
         shared: list[torch.Tensor] = []
-        for source, ranges in wanted.items():
-            rows = [rows for rows in ranges if rows[0] < rows[1]] or [(0, 0)]
-            first, last = min(start for start, _ in rows), max(end for _, end in rows)
+        for source, (first, last) in wanted.items():
             grid = self._grids[source]
             self._measure(source, grid, first, last)
             if source in self._split:
@@ -288,6 +278,31 @@ class Quantiser:
         for source, grid in self._grids.items():
             self._overall[source] = found[self._form.joined(self._wide[source].name)]
             self._form.finish(grid, self._overall[source])
+
+    def plan(self, layout: BucketLayout) -> None:
+        """Works out which scales a bucket needs."""
+        self._wanted(layout)
+
+    def _wanted(self, layout: BucketLayout) -> Mapping[int, tuple[int, int]]:
+        """First and end index, in the grid's dimension 0, of the scales that a bucket needs, by source."""
+        known = self._ranges.get(layout.index)
+        if known is not None and known[0] == layout:
+            return known[1]
+        wanted: dict[int, tuple[int, int]] = {}
+        for slot in layout.slots:
+            number = self._number.get(slot.spec.name)
+            if number is None:
+                raise ConfigError(f"bucket {layout.index} carries {slot.spec.name}, and the exporter does not have it")
+            source, kind = self._kinds[number]
+            if kind != _AS_IT_IS and slot.num_rows:
+                first, last = self._blocks[source].grid_rows(kind, slot.first_row, slot.first_row + slot.num_rows)
+                start, end = wanted.get(source, (first, last))
+                if start == end:  # so far only a scale of the whole weight, which is in no row of the grid
+                    wanted[source] = first, last
+                elif first < last:
+                    wanted[source] = min(start, first), max(end, last)
+        self._ranges[layout.index] = layout, wanted
+        return wanted
 
     def end(self) -> None:
         """Frees the scales."""
