@@ -16,6 +16,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.errors import ConfigError
 from weightcast.exporters.bucketize import bucketize
 from weightcast.exporters.module import ModuleExporter
+from weightcast.exporters.module_tensors import PlacedTensors
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import Packing, plan_buckets
 
@@ -247,3 +248,59 @@ def test_a_parameter_of_another_shape_is_refused_the_second_time_too():
     model.weight = nn.Parameter(torch.zeros(6, 5))
     with pytest.raises(ConfigError, match="has shape"):
         export(exporter)
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(16.0).view(4, 4), requires_grad=False)
+        self.register_buffer("steps", torch.arange(4))
+
+
+def new_dictionary(model: nn.Module) -> None:
+    model._parameters = dict(model._parameters)
+    model.weight = nn.Parameter(torch.ones(4, 4))
+
+
+SWAPS = {
+    "another parameter": lambda model: setattr(model, "weight", nn.Parameter(torch.ones(4, 4))),
+    "another buffer": lambda model: setattr(model, "steps", torch.arange(4) * 2),
+    "another storage": lambda model: setattr(model.weight, "data", model.weight.data.clone()),
+    "another dictionary": new_dictionary,
+    "a parametrization": lambda model: nn.utils.parametrize.register_parametrization(model, "weight", nn.Tanh()),
+}
+OTHER_FORMS = {
+    "another dtype": lambda model: setattr(model.weight, "data", model.weight.data.view(torch.int32)),
+    "other strides": lambda model: setattr(model.weight, "data", model.weight.data.t()),
+    "another shape": lambda model: setattr(model.weight, "data", model.weight.data.view(2, 8)),
+    "another device": lambda model: setattr(model, "weight", nn.Parameter(model.weight.to("meta"))),
+    "other strides of a buffer": lambda model: setattr(model, "steps", torch.arange(8)[::2]),
+}
+
+
+@pytest.mark.parametrize("what", [*SWAPS, *OTHER_FORMS])
+def test_tensors_that_are_watched_are_those_of_now(what):
+    model = Holding()
+    tensors = PlacedTensors(model)
+    watched = tensors.watch(range(len(tensors.places)))
+    before = watched.now()
+    assert watched.now().layout == before.layout
+    assert watched.now().addresses == before.addresses
+    (SWAPS | OTHER_FORMS)[what](model)
+    for _ in range(2):
+        now = watched.now()
+        assert now.addresses == tuple(getattr(model, name).data_ptr() for name in ("weight", "steps")) or "para" in what
+        assert (now.layout == before.layout) is (what in SWAPS)
+        assert what not in SWAPS or now.addresses != before.addresses
+        assert all(map(torch.equal, now.tensors[1:], [model.steps]))
+        assert now.tensors[0].is_meta or torch.equal(now.tensors[0], model.weight)
+
+
+def test_watching_keeps_no_tensor_alive():
+    model = Holding()
+    watched = PlacedTensors(model).watch([0, 1])
+    watched.now()
+    kept = [weakref.ref(tensor) for tensor in (model.weight, model.steps)]
+    model.weight, model.steps = nn.Parameter(torch.ones(4, 4)), torch.arange(4)
+    assert [one() for one in kept] == [None, None]
+    assert torch.equal(watched.now().tensors[0], model.weight)

@@ -60,8 +60,9 @@ class GatheredTensors(PlacedTensors, ABC):
         found = self._imagined.get(number)
         return super().tensor(number) if found is None else found
 
-    def _now(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        return [self.tensor(number) for number in numbers] if self._imagined else super()._now(numbers)
+    def imagines(self) -> bool:
+        """True inside ``imagined``."""
+        return bool(self._imagined)
 
     def part(self, number: int) -> tuple[Box, torch.Tensor] | None:
         """The whole tensor, without memory unless it is gathered."""

@@ -56,13 +56,21 @@ class Seen:
         return tuple(map(torch.Tensor.data_ptr, self.tensors))
 
 
-# The tensors with these numbers now.
-Look = Callable[[Sequence[int]], Seen]
+class Watched(Protocol):
+    """Some tensors that are looked at in update after update.  It keeps none of them alive."""
+
+    def now(self) -> Seen:
+        """The tensors as they lie now."""
+        ...
+
+
+# Watches the tensors with these numbers.
+Watch = Callable[[Sequence[int]], Watched]
 
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """A part that lies in memory.  ``source``: number, for ``Look``, of the tensor that it views; None if unknown."""
+    """A part that lies in memory.  ``source``: number, for ``Watch``, of the tensor that it views; None if unknown."""
 
     box: Box
     memory: torch.Tensor
@@ -81,10 +89,11 @@ class InMemory:
 class HeldParts:
     """Finds the parts that this rank holds by the names of their tensors."""
 
-    def __init__(self, specs: Sequence[TensorSpec], local: Local, look: Look | None) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], local: Local, watch: Watch | None) -> None:
         self.number = {spec.name: number for number, spec in enumerate(specs)}
         self.local = local
-        self.look = look
+        self.watches = watch is not None
+        self._watch = watch
 
     def find(self, name: str, box: Box) -> Held:
         """The part of a tensor that contains a box; raises ``ConfigError`` if there is none."""
@@ -93,9 +102,14 @@ class HeldParts:
                 return held
         raise ConfigError(f"{name}: the model has been sharded anew since the exporter was prepared")
 
-    def look_at(self, sources: Sequence[int]) -> Seen:
-        """The sources of these numbers as they lie now."""
-        return self.look(sources) if self.look else Seen([], None)
+    def watch(self, sources: Sequence[int]) -> Watched:
+        """Watches the sources of these numbers."""
+        return self._watch(sources) if self._watch else _Nothing()
+
+
+class _Nothing:
+    def now(self) -> Seen:
+        return Seen([], None)
 
 
 def is_ready(tensor: torch.Tensor | None, spec: TensorSpec, device: torch.device) -> bool:

@@ -136,7 +136,7 @@ class Merger:
             self._specs,
             self._local,
             SharedParts(self._tensors, as_stored(self._tensors), self._specs),
-            self._tensors.look,
+            self._tensors.watch,
         )
 
     def __bool__(self) -> bool:

@@ -92,7 +92,7 @@ class AdapterExporter:
                 self._specs,
                 computed=lambda number: self._layer(number) is not None,
             ),
-            self._tensors.look,
+            self._tensors.watch,
         )
         if scaled and self.config:
             self.config |= {

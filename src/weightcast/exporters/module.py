@@ -86,9 +86,9 @@ class WeightsExporter:
         shared = SharedParts(self._tensors, self._arranged, specs, travelling=self._specs, computed=self._merger.merges)
         self._quantiser = Quantiser(specs, self._local, shared, quantise) if quantise is not None else None
         if self._quantiser is None:
-            self._gatherer = Gatherer(self._specs, self._local, shared, self._tensors.look)
+            self._gatherer = Gatherer(self._specs, self._local, shared, self._tensors.watch)
         else:
-            self._gatherer = Gatherer(self._specs, self._quantiser.local, self._quantiser, self._tensors.look)
+            self._gatherer = Gatherer(self._specs, self._quantiser.local, self._quantiser, self._tensors.watch)
         self._number = {spec.name: number for number, spec in enumerate(self._specs)}
         self._sources: dict[int, tuple[BucketLayout, list[int]]] = {}
 

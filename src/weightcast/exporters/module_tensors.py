@@ -5,11 +5,14 @@ Tensors are looked up by attribute whenever they are needed, since optimizers an
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,7 +82,6 @@ class PlacedTensors:
         self._settle()
 
     def _settle(self) -> None:
-        self._attributes = [(place.module, place.attribute) for place in self.places]
         device_bytes: Counter[torch.device] = Counter()
         for number, place in enumerate(self.places):
             part = stored_part(place.name, self.tensor(number), self._shard_of) if self.holds(number) else None
@@ -126,33 +128,13 @@ class PlacedTensors:
         """How the trainer ranks hold a tensor now.  No communication.  ``ConfigError`` if it cannot be exported."""
         return placement_of(self.places[number].name, self.tensor(number), self._shard_of)
 
-    def look(self, numbers: Sequence[int]) -> Seen:
-        """This rank's shards of these tensors now, as ``Look`` in ``held_parts``.  No checks, and no loop for each."""
-        tensors = self._now(numbers)
-        marks: list[object] = []
-        if self._shard_of is not None:
-            names = [self.places[number].name for number in numbers]
-            marks.append(list(map(self._shard_of, names, tensors)))
-        if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
-            marks.append([_placing(tensor) for tensor in tensors])
-            with torch.no_grad():
-                tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        marks += [list(map(read, tensors)) for read in _LAYOUT]
-        whole = list(map(torch.Tensor.is_contiguous, tensors))
-        marks.append(whole)
-        if not all(whole):
-            marks.append(list(map(torch.Tensor.stride, tensors)))
-        return Seen(tensors, marks)
+    def watch(self, numbers: Sequence[int]) -> WatchedTensors:
+        """This rank's shards of these tensors, to be looked at in update after update."""
+        return WatchedTensors(self, numbers, self._shard_of)
 
-    def _now(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """These tensors as the module has them now."""
-        places = [self._attributes[number] for number in numbers]
-        # Not by getattr, which takes eight times as long: there may be tens of thousands, and an update waits.
-        found = [module.__dict__["_parameters"].get(attribute) for module, attribute in places]
-        return [
-            tensor if tensor is not None else getattr(module, attribute)
-            for tensor, (module, attribute) in zip(found, places, strict=True)
-        ]
+    def imagines(self) -> bool:
+        """True while tensors are not what the modules have."""
+        return False
 
     @contextmanager
     def looking(self) -> Generator[None]:
@@ -170,7 +152,71 @@ class PlacedTensors:
             module.reshard()
 
 
-_LAYOUT = torch.Tensor.size, attrgetter("dtype"), attrgetter("device")  # for a parameter ``shape`` takes twice as long
+class WatchedTensors:
+    """Shards of some tensors, as ``Watched`` in ``held_parts``.  No checks, and no loop for each."""
+
+    def __init__(self, owner: PlacedTensors, numbers: Sequence[int], shard_of: ShardOf | None) -> None:
+        self._owner = owner
+        self._numbers = list(numbers)
+        self._shard_of = shard_of
+        self._names: list[str] = [owner.places[number].attribute for number in numbers]
+        # Attributes of each module once, and the dictionary of parameters or buffers that each tensor is in.
+        self._attributes: list[dict[str, Any]] = []
+        self._kinds: list[str] = []
+        self._known: list[dict[str, torch.Tensor]] = []
+        self._dictionaries: list[dict[str, torch.Tensor]] = []
+        self._addresses: tuple[int, ...] = ()
+        self._devices: list[torch.device] = []
+
+    def now(self) -> Seen:
+        """The shards as they lie now."""
+        tensors = self._find()
+        marks: list[object] = []
+        if self._shard_of is not None:
+            names = [self._owner.places[number].name for number in self._numbers]
+            marks.append(list(map(self._shard_of, names, tensors)))
+        if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+            marks.append([_placing(tensor) for tensor in tensors])
+            with torch.no_grad():
+                tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        seen = Seen(tensors, marks)
+        if not self._devices or seen.addresses != self._addresses:  # no two devices have the same addresses
+            self._addresses, self._devices = seen.addresses, list(map(attrgetter("device"), tensors))
+        marks.append(self._devices)
+        marks += [list(map(read, tensors)) for read in _LAYOUT]
+        whole = list(map(torch.Tensor.is_contiguous, tensors))
+        marks.append(whole)
+        if not all(whole):
+            marks.append(list(map(torch.Tensor.stride, tensors)))
+        return seen
+
+    def _find(self) -> list[torch.Tensor]:
+        """The tensors as the modules have them now."""
+        if self._owner.imagines():
+            return list(map(self._owner.tensor, self._numbers))
+        if not self._known or not all(map(operator.is_, map(dict.get, self._attributes, self._kinds), self._known)):
+            self._locate()
+        # Not by getattr, which takes eight times as long: there may be tens of thousands, and an update waits.
+        found: list[Any] = list(map(dict.get, self._dictionaries, self._names))
+        if any(map(operator.is_, found, repeat(None))):
+            pairs = zip(found, self._numbers, strict=True)
+            found = [self._owner.tensor(number) if tensor is None else tensor for tensor, number in pairs]
+        return found
+
+    def _locate(self) -> None:
+        modules: dict[tuple[int, str], dict[str, Any]] = {}
+        self._dictionaries = []
+        for number, name in zip(self._numbers, self._names, strict=True):
+            attributes = self._owner.places[number].module.__dict__
+            kind = "_buffers" if name in attributes["_buffers"] else "_parameters"
+            modules[id(attributes), kind] = attributes
+            self._dictionaries.append(attributes[kind])
+        self._kinds = [kind for _, kind in modules]
+        self._attributes = list(modules.values())
+        self._known = [attributes[kind] for (_, kind), attributes in modules.items()]
+
+
+_LAYOUT = torch.Tensor.size, attrgetter("dtype")  # for a parameter ``shape`` takes twice as long
 
 
 def _placing(tensor: torch.Tensor) -> object:

@@ -17,7 +17,7 @@ from weightcast.digest.source_sums import Taker
 from weightcast.digest.templates import NOWHERE, Placed, StandIns, Template, can_stand_in, flat_stand_in
 from weightcast.digest.transfers import PlacedLaunches, can_transfer, transfers_on, worth_launch
 from weightcast.errors import ConfigError
-from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, region, slices, to_sum
+from weightcast.exporters.held_parts import HeldParts, InMemory, Seen, Watched, region, slices, to_sum
 from weightcast.runtime.scratch import Scratch
 from weightcast.wire.box import Box, split
 from weightcast.wire.bucket import Bucket
@@ -110,13 +110,14 @@ class _ComputedSums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CopySteps:
-    """Remembered steps that copy this rank's parts, valid while ``Seen.layout`` of the sources is ``layout``.
+    """Remembered steps that copy this rank's parts, valid while the sources lie as in ``layout``, a ``Seen.layout``.
 
     ``summed`` are those of ``launches``, wherever bucket and sources lie; None if there are none.  ``rest`` has the
     computed parts, which are written anew each time, and ``computed`` their sums.  ``lent`` names zero-copy tensors.
     """
 
     sources: list[int]
+    watched: Watched
     layout: object
     summed: Template | None
     launches: PlacedLaunches
@@ -135,6 +136,7 @@ class _SumSteps:
     """
 
     sources: list[int]
+    watched: Watched
     layout: object
     views: Mapping[torch.device, list[_View]]
     launches: Mapping[torch.device, tuple[Template, PlacedLaunches]]
@@ -148,6 +150,7 @@ class _Lying:
 
     served: Sequence[tuple[int, Box]]
     sources: list[int]
+    watched: Watched
     layout: object
     views: list[tuple[int, _View]]
 
@@ -213,7 +216,7 @@ class OwnParts:
         self._seen = [], None
         steps, found = self._copying, None
         if steps is not None and steps.lent == frozenset(bucket.lent):
-            found = self._held.look_at(steps.sources)
+            found = steps.watched.now()
         if steps is None or found is None or found.layout != steps.layout:
             steps, found = self._plan_copies(bucket.data.device, frozenset(bucket.lent))
             self._copying = steps
@@ -242,7 +245,7 @@ class OwnParts:
         (known, found), self._seen = self._seen, ([], None)
         steps = self._summing
         if steps is not None and (found is None or known != steps.sources):
-            found = self._held.look_at(steps.sources)
+            found = steps.watched.now()
         if steps is None or found is None or found.layout != steps.layout:
             steps, found = self._plan_sums()
             self._summing = steps
@@ -259,12 +262,13 @@ class OwnParts:
             ConfigError: A part does not lie in memory as it travels.
         """
         known = self._lying
-        found = self._held.look_at(known.sources) if known is not None else None
+        found = known.watched.now() if known is not None else None
         if known is None or found is None or known.served != served or known.layout != found.layout:
             views = [(number, self._served_view(self._layout.slots[number], number, box)) for number, box in served]
             sources = list(dict.fromkeys(view.source for _, view in views))
-            found = self._held.look_at(sources)
-            known = self._lying = _Lying(served, sources, found.layout, views)
+            watched = self._held.watch(sources)
+            found = watched.now()
+            known = self._lying = _Lying(served, sources, watched, found.layout, views)
         return OwnMemory(known, found)
 
     def _served_view(self, slot: TensorSlot, number: int, box: Box) -> _View:
@@ -331,22 +335,22 @@ class OwnParts:
                 memories.append((numbers[view.source], 0))
             else:
                 copies.append(copy)
-        seen = self._held.look_at(list(wholes))
+        watched = self._held.watch(list(wholes))
+        seen = watched.now()
         template = Template(transfers, memories, device) if transfers else None
         placed = PlacedLaunches(device, len(self._parts))
         computed = _ComputedSums(self._layout, [own for own in rest if own.computed and own.place is not None], device)
-        return _CopySteps(list(wholes), seen.layout, template, placed, copies, rest, computed, lent), seen
+        return _CopySteps(list(wholes), watched, seen.layout, template, placed, copies, rest, computed, lent), seen
 
     def _views_of(self, parts: Sequence[OwnPart]) -> list[tuple[_View, torch.Tensor] | None]:
-        """Place of each part in a tensor that ``Look`` knows, and that tensor; None if it is computed or unknown."""
-        look = self._held.look
+        """Place of each part in a tensor that is watched, and that tensor; None if it is computed or unknown."""
         places: list[tuple[OwnPart, int, Box, torch.Tensor] | None] = []
         for own in parts:
             held = self._held.find(own.slot.spec.name, own.box)
-            known = look is not None and isinstance(held, InMemory) and held.source is not None
+            known = self._held.watches and isinstance(held, InMemory) and held.source is not None
             places.append((own, held.source, held.box, held.memory) if known else None)  # type: ignore[union-attr]
         sources = list(dict.fromkeys(place[1] for place in places if place is not None))
-        wholes = dict(zip(sources, look(sources).tensors, strict=True)) if look is not None and sources else {}
+        wholes = dict(zip(sources, self._held.watch(sources).now().tensors, strict=True)) if sources else {}
         found: list[tuple[_View, torch.Tensor] | None] = []
         for place in places:
             if place is None:
@@ -380,7 +384,8 @@ class OwnParts:
             views.setdefault(whole.device, []).append(view)
             places.setdefault(whole.device, []).append(own.place)
         sources = list(dict.fromkeys(view.source for some in views.values() for view in some))
-        seen = self._held.look_at(sources)
+        watched = self._held.watch(sources)
+        seen = watched.now()
         tensors = {device: torch.tensor(some) for device, some in places.items()}
         wholes = dict(zip(sources, seen.tensors, strict=True))
         launches: dict[torch.device, tuple[Template, PlacedLaunches]] = {}
@@ -388,7 +393,7 @@ class OwnParts:
             template = _template_of_sums(device, some, wholes)
             if template is not None:
                 launches[device] = template, PlacedLaunches(device, len(some))
-        return _SumSteps(sources, seen.layout, views, launches, tensors, rest), seen
+        return _SumSteps(sources, watched, seen.layout, views, launches, tensors, rest), seen
 
     def _sum_views(self, steps: _SumSteps, found: Seen, taker: Taker) -> None:
         for device, views in steps.views.items():
