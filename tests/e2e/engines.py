@@ -166,9 +166,9 @@ def status(*targets: Engine) -> list[dict[str, Any]]:
     return json.loads(done.stdout)["engines"]
 
 
-def verify(checkpoint: Path, engine: Engine) -> tuple[int, set[str]]:
+def verify(checkpoint: Path, engine: Engine, *options: str) -> tuple[int, set[str]]:
     """``weightcast verify``: exit code and the names of the tensors that differ."""
-    done = weightcast("verify", checkpoint, "--at", engine.url, "--json")
+    done = weightcast("verify", checkpoint, "--at", engine.url, "--json", *options)
     assert done.stdout, done.stderr
     return done.returncode, {found["name"] for found in json.loads(done.stdout)["differences"]}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines import Engine, push
+from tests.e2e.engines import Engine, push, verify
 from tests.engines.eagle_heads import Weights, made
 from tests.engines.test_vllm_cpu import PROMPTS
 from tests.engines.test_vllm_draft import UPDATE
@@ -94,6 +94,14 @@ def test_a_head_is_updated_with_the_model(tmp_path: Path, method: str, tp: int) 
         tokens, counts = played(engine)
         assert tokens == expected[0]
         assert share(counts) < 0.2
+        assert verify(b.model, engine, "--draft", str(c.head)) == (0, set())
+        # The command line takes both checkpoints too.
+        [said] = push(b.model, [engine], 3, "--draft", str(b.head))["targets"]
+        assert (said["proof"], said["version_after"], said["not_updated"]) == ("resident", 3, [])
+        assert played(engine) == expected
+        code, differing = verify(b.model, engine, "--draft", str(a.head))
+        assert code != 0
+        assert {name.partition(".")[0] for name in differing} == {"draft"}
 
 
 @pytest.mark.engine_full

@@ -97,6 +97,13 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
+Draft = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Checkpoint of a draft model, or of an EAGLE head, that the engines keep up to date with the model.",
+    ),
+]
 BucketBytes = Annotated[
     str, typer.Option("--bucket-bytes", metavar="SIZE", help="Size of one bucket, such as 512MiB, 1.5GiB, 64MB.")
 ]

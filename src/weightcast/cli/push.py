@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -17,6 +17,7 @@ from weightcast.cli.options import (
     CaFile,
     CertFile,
     Checkpoint,
+    Draft,
     EngineKind,
     HtmlFile,
     Json,
@@ -56,6 +57,7 @@ def push(
             "auto: ipc to engines on this host, broadcast to the others.",
         ),
     ] = "auto",
+    draft: Draft = None,
     engine: EngineKind = "auto",
     api_key: ApiKeys = None,
     ca_file: CaFile = None,
@@ -158,6 +160,7 @@ def push(
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --to http://10.0.3.8:8000 --version 412 --via broadcast
     weightcast push runs/step-412 --to http://10.0.3.7:8000 --version 412 --trace trace.json --html update.html
+    weightcast push runs/step-412 --draft runs/head-412 --to http://10.0.3.7:8000 --version 412
     weightcast push runs/step-90 --to http://127.0.0.1:8000 --version 90 --allow-older --pause wait --json
     """
     size_bytes = parse_size(bucket_bytes)
@@ -178,15 +181,18 @@ def push(
     from weightcast.update.updater import WeightUpdater
 
     wire_dtype = torch_dtype(dtype)
+    filled_on = bucket_device(device, found, via=via, timeout_s=timeout)
     with (
-        CheckpointExporter(
-            checkpoint, wire_dtype=wire_dtype, device=bucket_device(device, found, via=via, timeout_s=timeout)
-        ) as exporter,
+        CheckpointExporter(checkpoint, wire_dtype=wire_dtype, device=filled_on) as exporter,
+        nullcontext()
+        if draft is None
+        else CheckpointExporter(draft, wire_dtype=wire_dtype, device=filled_on) as of_draft,
         progress("push") as advance,
     ):
         updater = WeightUpdater.connect(
             exporter,
             targets=found,
+            draft=of_draft,
             transport=cast("TransportName", via),
             bucket_bytes=size_bytes,
             max_extra_bytes=limit_bytes,

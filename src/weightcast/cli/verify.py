@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from weightcast.cli.options import (
     CaFile,
     CertFile,
     Checkpoint,
+    Draft,
     Json,
     KeyFile,
     Traceback,
@@ -89,6 +91,7 @@ class Comparison:
 def verify(
     checkpoint: Checkpoint,
     at: Annotated[str, typer.Option("--at", metavar="URL", help="Engine to compare.")],
+    draft: Draft = None,
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", envvar="WEIGHTCAST_API_KEY", help="API key of the engine.")
     ] = None,
@@ -112,11 +115,19 @@ def verify(
     """
     from weightcast.comm.http import Client
     from weightcast.exporters.checkpoint import CheckpointExporter
+    from weightcast.exporters.multi_module import ComposedExporter, Part
     from weightcast.update.recognise import recognise
+    from weightcast.wire.layout import DRAFT_PREFIX
 
     keys = [api_key] if api_key is not None else []
     target = targets([at], keys, ca_file=ca_file, cert_file=cert_file, key_file=key_file)[0]
-    with CheckpointExporter(checkpoint, wire_dtype=torch_dtype(dtype)) as exporter:
+    with (
+        CheckpointExporter(checkpoint, wire_dtype=torch_dtype(dtype)) as of_model,
+        nullcontext() if draft is None else CheckpointExporter(draft, wire_dtype=torch_dtype(dtype)) as of_draft,
+    ):
+        exporter: Exporter = of_model
+        if of_draft is not None:
+            exporter = ComposedExporter({"model": of_model, "draft": Part(exporter=of_draft, prefix=DRAFT_PREFIX)})
         client = Client(target, timeout_s=timeout)
         try:
             info = recognise(client)

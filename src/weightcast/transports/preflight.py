@@ -62,7 +62,7 @@ def _check_tables(
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConfigError(
             f"these weights do not fit {link.url} ({link.info.model}): {'; '.join(problems[:_SHOWN])}{more}",
-            hint="this engine updates its draft model too: connect(model, ..., draft=draft_model)"
+            hint="this engine updates its draft model too: connect(model, ..., draft=draft_model), or push --draft"
             if any(name.startswith(DRAFT_PREFIX) and name not in ours for name in theirs)
             else "is it a checkpoint of the model that this engine serves?",
         )
