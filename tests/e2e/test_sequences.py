@@ -1,6 +1,6 @@
 """After any sequence of changes on either side, engines hold exactly what was sent.
 
-The real updater and the real receiver run in this process, with HTTP and shared memory between them.
+The real updater and the real receiver run in this process, with HTTP, shared memory and gloo between them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,18 +28,30 @@ from weightcast.digest.definition import model_digest, tensor_digest
 from weightcast.lab.bench.synthetic import nested
 from weightcast.receiver import staging
 from weightcast.receiver.engine_state import EngineFacts
+from weightcast.receiver.peer_routes import peer_routes
 from weightcast.receiver.rank import WeightReceiver
 from weightcast.receiver.server import weight_routes
 from weightcast.receiver.session import SessionHandler
+from weightcast.wire.answers import RankAck
 from weightcast.wire.engine_info import RankInfo
+from weightcast.wire.messages import Message
 
 PLACES = ("device", "host", "none", "device that keeps storage")
 EXPERTS = 24
 BUCKETS = (4096, 6000, 1 << 20)
+TRANSPORTS = ("ipc", "direct", "broadcast")
 
 
 def weights(seed: int = 0) -> Weights:
     return weights_of(seed, experts=EXPERTS)
+
+
+class AtOnce(Ranks):
+    """Ranks that work at the same time, so that all of them can be in one collective."""
+
+    def apply(self, message: Message, *, timeout_s: float) -> list[RankAck]:
+        with ThreadPoolExecutor(self.tp_size) as threads:
+            return list(threads.map(lambda receiver: receiver.apply(message), self.receivers))
 
 
 class Engine:
@@ -50,6 +63,7 @@ class Engine:
         self.start()
         app = FastAPI()
         app.include_router(weight_routes(_Now(self)))  # type: ignore[arg-type]
+        app.include_router(peer_routes(lambda: self.handler))
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -78,14 +92,14 @@ class Engine:
                 draft=nn.Linear(2, 2) if self.draft else None,
             )
             receivers.append(receiver)
-        self.ranks = Ranks(receivers)
+        self.ranks = AtOnce(receivers)
         facts = EngineFacts(
             engine="test 1",
             model="m",
             host_id=host_id(),
             ranks=tuple(RankInfo(rank=rank, pid=1, device="cpu") for rank in range(self.tp_size)),
             staging=receivers[0].loader.staging.place,
-            transports=("ipc",),
+            transports=TRANSPORTS,
             specs=tuple(specs_of(first)),
         )
         self.handler = SessionHandler(self.ranks, Hooks(), facts)
@@ -145,6 +159,7 @@ class World:
     def __init__(self) -> None:
         self.engine = Engine()
         self.bucket_bytes = BUCKETS[0]
+        self.transport: Any = TRANSPORTS[0]
         self.updater: WeightUpdater | None = None
         self.begin()
 
@@ -164,15 +179,21 @@ class World:
 
     def connect(self) -> None:
         """Both sides work out the updates to come; what changes afterwards must be noticed."""
-        self.updater = WeightUpdater.connect(
-            self.model,
+        self.updater = self.connected(self.model, self.bucket_bytes)
+        self.wire = {name: self.parameter(number)[2].dtype for number, name in enumerate(self.names)}
+
+    def connected(self, model: nn.Module, bucket_bytes: int) -> WeightUpdater:
+        return WeightUpdater.connect(
+            model,
             [self.engine.url],
-            transport="ipc",
-            bucket_bytes=self.bucket_bytes,
+            transport=self.transport,
+            bucket_bytes=bucket_bytes,
             allow_older=True,
             min_proven_share=0.0,
         )
-        self.wire = {name: self.parameter(number)[2].dtype for number, name in enumerate(self.names)}
+
+    def other_model(self) -> nn.Module:
+        return nested({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in weights(2).items()})
 
     def parameter(self, number: int) -> tuple[nn.Module, str, torch.Tensor]:
         name = self.names[number % len(self.names)]
@@ -223,10 +244,17 @@ class World:
                 self.disconnect()
                 self.connect()
             case "another trainer prepares other updates":
-                other = nested({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in weights(2).items()})
-                size = BUCKETS[number % len(BUCKETS)]
-                options: Any = dict(transport="ipc", bucket_bytes=size, allow_older=True, min_proven_share=0.0)
-                WeightUpdater.connect(other, [self.engine.url], **options).close()
+                self.connected(self.other_model(), BUCKETS[number % len(BUCKETS)]).close()
+            case "another trainer updates the engine":
+                other = self.other_model()
+                with self.connected(other, BUCKETS[number % len(BUCKETS)]) as updater:
+                    for _ in range(1 + number % 2):
+                        self.version += 1
+                        updater.update(version=self.version)
+                assert self.engine.holds(dict(other.named_parameters()))
+            case "trainer with another transport":
+                self.transport = TRANSPORTS[number % len(TRANSPORTS)]
+                self.disconnect()
             case "trainer with other buckets":
                 self.bucket_bytes = BUCKETS[number % len(BUCKETS)]
                 self.disconnect()
@@ -287,7 +315,9 @@ CHANGES = (
     "trainer connects again",
     "trainer has connected",
     "another trainer prepares other updates",
+    "another trainer updates the engine",
     "trainer with other buckets",
+    "trainer with another transport",
 )
 # The model, what changes, a number that says which tensor, and whether an update follows at once.
 STEPS = st.tuples(st.integers(0, 1), st.sampled_from(CHANGES), st.integers(0, 1000), st.booleans())
@@ -312,11 +342,13 @@ def exchanging(size_bytes: int) -> Iterator[None]:
         staging._EXCHANGED_BYTES = before
 
 
-def play(worlds: list[World], steps: list[tuple[int, str, int, bool]], size_bytes: int) -> None:
+def play(
+    worlds: list[World], steps: list[tuple[int, str, int, bool]], size_bytes: int, transport: str = TRANSPORTS[0]
+) -> None:
     with exchanging(size_bytes):
         for world in worlds:
             world.engine.tp_size, world.engine.place, world.engine.draft = 1, "device", False
-            world.engine.kind, world.bucket_bytes = FusedModel, BUCKETS[0]
+            world.engine.kind, world.bucket_bytes, world.transport = FusedModel, BUCKETS[0], transport
             world.engine.start()
             world.begin()
             world.update()
@@ -336,20 +368,29 @@ def quiet(cases: int) -> Any:
     return settings(max_examples=cases, deadline=None, suppress_health_check=checks)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("what", CHANGES)
-def test_after_any_one_change_the_engine_holds_what_was_sent(worlds, what):
-    play(worlds, [(0, what, 3, True), (1, what, 5, False), (0, what, 4, True)], 128)
+def test_after_any_one_change_the_engine_holds_what_was_sent(worlds, what, transport):
+    play(worlds, [(0, what, 3, True), (1, what, 5, False), (0, what, 4, True)], 128, transport)
 
 
 @quiet(5)
-@given(steps=st.lists(STEPS, max_size=8), size_bytes=st.sampled_from([0, 128, 1 << 20]))
-def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes):
-    play(worlds, steps, size_bytes)
+@given(
+    steps=st.lists(STEPS, max_size=8),
+    size_bytes=st.sampled_from([0, 128, 1 << 20]),
+    transport=st.sampled_from(TRANSPORTS),
+)
+def test_after_any_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes, transport):
+    play(worlds, steps, size_bytes, transport)
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(7200)
 @quiet(300)
-@given(steps=st.lists(STEPS, max_size=20), size_bytes=st.sampled_from([0, 128, 1 << 20]))
-def test_after_any_long_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes):
-    play(worlds, steps, size_bytes)
+@given(
+    steps=st.lists(STEPS, max_size=20),
+    size_bytes=st.sampled_from([0, 128, 1 << 20]),
+    transport=st.sampled_from(TRANSPORTS),
+)
+def test_after_any_long_sequence_of_changes_the_engine_holds_what_was_sent(worlds, steps, size_bytes, transport):
+    play(worlds, steps, size_bytes, transport)
