@@ -153,6 +153,9 @@ class UpdateConfig:
             hosts) or ``"auto"`` (the first of these that works, without ``relay`` and ``rdma``).
         keep_mapped: True if the weights stay where they are between updates, so that engine ranks may keep them mapped;
             for ``direct``.  Call ``release`` before the trainer frees or moves them.
+        cell_ranks: Most engine ranks in one process group of ``broadcast`` and of ``direct`` by messages or by relay.
+            Engines beyond it get groups of their own, which fail alone.  An engine is never divided: one with more
+            ranks is a cell by itself.
     """
 
     transport: TransportName = "auto"
@@ -176,6 +179,7 @@ class UpdateConfig:
     disk_readers: DiskReaders = "user"
     direct_by: DirectBy = "auto"
     keep_mapped: bool = False
+    cell_ranks: int = 64
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -206,6 +210,8 @@ class UpdateConfig:
             raise ConfigError(f"max_extra_bytes={self.max_extra_bytes}: a limit is a positive number of bytes")
         if self.max_connections is not None and self.max_connections < 1:
             raise ConfigError(f"max_connections={self.max_connections}: a limit is a positive number of connections")
+        if self.cell_ranks < 1:
+            raise ConfigError(f"cell_ranks={self.cell_ranks}: a cell has at least one engine rank")
         if not 0 <= self.min_proven_share <= 1:
             raise ConfigError(f"min_proven_share={self.min_proven_share}: a share is a number from 0 to 1")
         if not self.timeout_s > 0:

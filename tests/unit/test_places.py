@@ -35,7 +35,7 @@ class Group:
         self.entered: list[torch.Tensor] = []
         self.breaks_at: int | None = None
 
-    def start_broadcast(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def start_broadcast(self, data: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
         self.entered.append(data)
         return data, self.queue[len(self.entered) - 1]
 

@@ -219,9 +219,13 @@ class UpdateGroup:
         """False after an abort."""
         return not self._aborted.is_set()
 
-    def start_broadcast(self, data: torch.Tensor) -> Any:
-        """Enters the broadcast of flat uint8 ``data`` from rank 0 and returns a handle for ``finish``."""
-        return self._start(data)
+    def start_broadcast(self, data: torch.Tensor, *, patience_s: float | None = None) -> Any:
+        """Enters the broadcast of flat uint8 ``data`` from rank 0 and returns a handle for ``finish``.
+
+        ``patience_s`` limits the time from now until it is complete, in seconds, for a broadcast that is entered long
+        before rank 0 may enter it.  None takes the deadline of the rendezvous.  Only gloo keeps such a limit.
+        """
+        return self._start(data, patience_s)
 
     def finish(self, work: Any, *, what: str, timeout_s: float, poll: Callable[[], None] | None = None) -> None:
         """Waits for a broadcast.  After it, ``data`` is complete on this rank, not merely enqueued.
@@ -375,9 +379,11 @@ class UpdateGroup:
             raise GroupFailed(f"group {self.name}: {self._why or 'it does not exist yet'}")
         return group
 
-    def _start(self, data: torch.Tensor) -> Any:
+    def _start(self, data: torch.Tensor, patience_s: float | None = None) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        if patience_s is not None and self.device.type == "cpu":
+            options.timeout = timedelta(seconds=patience_s)
         group = self._check()
         try:
             return group.broadcast([data], options)

@@ -177,6 +177,10 @@ class SentDigests:
             for dtype in self._casts.get(slot.spec.name, ()):
                 self._add_cast(slot, bucket.view(slot), dtype)
 
+    def add_again(self, bucket: Bucket) -> None:
+        """Notes where a bucket lies that was filled again.  Its digest is that of the first time."""
+        self._lying[bucket.data.data_ptr()] = bucket
+
     def finish(
         self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
     ) -> Sent:

@@ -25,6 +25,8 @@ def bucketize(
     sources: SourceSums | None = None,
     *,
     scattered: bool = False,
+    first: int = 0,
+    unsummed: int = 0,
 ) -> Iterator[Bucket | None]:
     """Fills one bucket after another, using the given buffers in turn.  Collective: every rank takes as many steps.
 
@@ -34,6 +36,8 @@ def bucketize(
         slots: Flat uint8 buffers on the exporter's device, on ranks of ``group.receivers``; None elsewhere.
         lent: Zero-copy tensors of each bucket (``Bucket.lent``), in order; empty if every tensor is to be copied.
         sources: Takes the sums of this rank's shards, if the exporter is ``Summing``; None for no sums.
+        first: Number of the bucket to begin with.
+        unsummed: Number of the first buckets that ``sources`` has the sums of already.
         scattered: True leaves shards where they are: each rank's bucket gets that rank's own parts.
 
     Yields:
@@ -47,14 +51,15 @@ def bucketize(
     if slots is not None and (not slots or min(slot.numel() for slot in slots) < needed_bytes):
         sizes = [slot.numel() for slot in slots]
         raise ConfigError(f"buffers of {sizes} bytes for buckets of {needed_bytes} bytes")
-    for number, layout in enumerate(layouts):
+    for number, layout in enumerate(layouts[first:], first):
+        taker = sources if number >= unsummed else None
         stays = lent[number] if lent else {}
         bucket = Bucket(layout, slots[number % len(slots)], lent=stays) if slots is not None else None
         if scattered:
             assert bucket is not None
-            sums = cast(Scattering, exporter).fill_own(bucket, layout, group, sources)
-        elif sources is not None and isinstance(exporter, Summing):
-            sums = cast(Summing, exporter).fill(bucket, layout, group, sources)
+            sums = cast(Scattering, exporter).fill_own(bucket, layout, group, taker)
+        elif taker is not None and isinstance(exporter, Summing):
+            sums = cast(Summing, exporter).fill(bucket, layout, group, taker)
         else:
             sums = exporter.fill(bucket, layout, group)
         yield replace(bucket, sums=sums) if bucket is not None else None

@@ -90,6 +90,7 @@ class GatheredExporter:
         ConfigError: The model has tensors that cannot be sent; nothing has moved.
     """
 
+    refills = True
     framework: ClassVar[str]
 
     def __init__(

@@ -47,6 +47,8 @@ class AdapterExporter:
         ConfigError: The model has no such adapter, or the adapter has more than A and B.
     """
 
+    refills = True
+
     def __init__(
         self,
         model: nn.Module,

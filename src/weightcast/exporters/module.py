@@ -49,6 +49,8 @@ class WeightsExporter:
         ConfigError: The model has tensors that cannot be sent as they are; nothing has moved.
     """
 
+    refills = True
+
     def __init__(
         self,
         model: nn.Module,

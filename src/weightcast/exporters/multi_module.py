@@ -13,7 +13,7 @@ from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, Mismatch, SourceSums
 from weightcast.errors import ConfigError
 from weightcast.exporters.names import check_names
-from weightcast.protocols import Exporter, Planning, Shard, Summing
+from weightcast.protocols import Exporter, Planning, Refilling, Shard, Summing
 from weightcast.wire.bucket import Bucket
 from weightcast.wire.layout import BucketLayout, TensorSpec
 
@@ -86,6 +86,11 @@ class ComposedExporter:
     def device(self) -> torch.device:
         """The device of the first part's weights."""
         return next(iter(self.parts.values())).exporter.device
+
+    @property
+    def refills(self) -> bool:
+        """As ``Refilling.refills``."""
+        return all(isinstance(part.exporter, Refilling) and part.exporter.refills for part in self.parts.values())
 
     def specs(self) -> Sequence[TensorSpec]:
         """The parts' tensors, one part after the other."""

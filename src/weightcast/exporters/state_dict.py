@@ -38,6 +38,8 @@ class StateDictExporter:
         ConfigError: A value is not a tensor, or a tensor or name cannot be sent.
     """
 
+    refills = True
+
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, wire_dtype: torch.dtype | None = None) -> None:
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]

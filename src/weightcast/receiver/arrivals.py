@@ -31,6 +31,11 @@ class Arrivals:
         self._abandoned = False
         self._followed, self._whole = [], []
 
+    def begin_again(self) -> None:
+        """Starts to count again, and keeps the rows of tensors that were not yet put together."""
+        self._rows.clear()
+        self._followed, self._whole = [], []
+
     def prepare(self, buckets: Sequence[Mapping[str, int]], specs: Sequence[TensorSpec]) -> None:
         """Looks whether these rows of each bucket are all of these tensors, as ``missing`` would in an update.
 
@@ -113,4 +118,4 @@ class Arrivals:
             return view.clone()
         part = self._parts.setdefault(name, torch.empty(slot.spec.shape, dtype=view.dtype, device=view.device))
         part.narrow(0, slot.first_row, slot.num_rows).copy_(view)
-        return self._parts.pop(name) if self._rows[name] >= slot.spec.num_rows else None
+        return self._parts.pop(name) if slot.first_row + slot.num_rows >= slot.spec.num_rows else None

@@ -116,6 +116,7 @@ class Loader:
         self._sums = ResidentSums(routes, self.expected, recording.constants)
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
+        self._loaded: list[BucketPlan] = []  # of this update, in order
         self._copier = BucketCopier()
         self.plan = LoadPlan()
         self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
@@ -218,6 +219,7 @@ class Loader:
         self.staging.look(dtypes=True)
         self._arrivals.begin()
         self._held.clear()
+        self._loaded.clear()
         self._fetched = None
         self.touched = False
         self.scattered.begin()
@@ -287,6 +289,49 @@ class Loader:
         self.staging.abandon()
         self._arrivals.abandon()
 
+    def renew(self, layout: BucketLayout, names: Collection[str]) -> None:
+        """Moves the ``places`` of a bucket, while a broadcast may still write to them.
+
+        ``names`` are those of the slots.  What arrived before stays.
+        """
+        plan = self._plan(layout)
+        try:
+            self.staging.renew(
+                {copy.parameter for slot, copies in plan.table if slot.spec.name in names for copy in copies}
+            )
+        except BaseException:  # such as without memory: the update cannot go on, but no later one may be written to
+            self.abandon()
+            raise
+
+    def rewind(self, buckets: int) -> None:
+        """Forgets all buckets of this update but the first ones, because the others come again.
+
+        Raises:
+            Refused: So many buckets have not arrived, or the first rows of a tensor that was handed to the model's own
+                loader would not come again.  It can always go back to the first bucket.
+        """
+        if buckets > len(self._loaded):
+            raise Refused(f"{len(self._loaded)} buckets have arrived, which is fewer than {buckets}")
+        kept, dropped = self._loaded[:buckets], self._loaded[buckets:]
+        if self._arrivals.abandoned:
+            if kept:
+                raise Refused("a bucket of this update was given up half way", hint="go back to the first bucket")
+            self.staging.allocate()
+            self._arrivals.begin()
+        names = {slot.spec.name for plan in dropped for slot, _ in plan.table}
+        cut = names & self.computed & {slot.spec.name for plan in kept[-1:] for slot, _ in plan.table}
+        if cut:
+            raise Refused(
+                f"the first rows of {some(sorted(cut))}, which the model's own loader takes, would not come again",
+                hint="go back to the first bucket",
+            )
+        self._arrivals.begin_again()
+        for plan in kept:
+            self._count_rows(plan)
+        self._loaded = kept
+        self._held = [(name, whole) for name, whole in self._held if name not in names]
+        self.scattered.rewind({(slot.spec.name, slot.first_row) for plan in dropped for slot, _ in plan.table})
+
     def load(self, bucket: Bucket, *, summed: bool = True) -> torch.Tensor | None:
         """Copies the bucket's tensors into the staging set.  Enqueued on the current stream of a GPU, done on a CPU.
 
@@ -320,11 +365,11 @@ class Loader:
     ) -> None:
         """As ``load_parts``, out of the places of a plan, each flat uint8."""
         rows = self._plan(plan.layout)
-        if not self._arrivals.take_all(rows.rows):
+        if not self._count_rows(rows):
             for number, (slot, _) in enumerate(rows.table):
-                self._arrivals.take(slot)
                 if slot.spec.name in self.computed:
                     self._hand_over(slot, self.scattered.put_together(slot, plan.wholes[number], buffers))
+        self._loaded.append(rows)
         self.touched = self.touched or (not self.staging.staged and plan.read_bytes > 0)
         self.scattered.copy(buffers, plan, self.staging, far=far, summed=summed)
 
@@ -373,12 +418,19 @@ class Loader:
 
     def _take_over(self, bucket: Bucket, plan: BucketPlan) -> None:
         """Counts the bucket's rows and hands computed sources to the model's own loader."""
+        if not self._count_rows(plan):
+            for slot, _ in plan.table:
+                if slot.spec.name in self.computed:
+                    self._hand_over(slot, bucket.view(slot))
+        self._loaded.append(plan)
+
+    def _count_rows(self, plan: BucketPlan) -> bool:
+        """Counts a bucket's rows; False if its slots were counted one by one, as those of computed sources are."""
         if self._arrivals.take_all(plan.rows):
-            return
+            return True
         for slot, _ in plan.table:
             self._arrivals.take(slot)
-            if slot.spec.name in self.computed:
-                self._hand_over(slot, bucket.view(slot))
+        return False
 
     def missing(self, specs: Sequence[TensorSpec]) -> list[str]:
         """Announced tensors that have not arrived, or not all of them."""

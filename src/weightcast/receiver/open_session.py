@@ -10,7 +10,7 @@ from weightcast.receiver.rank_answers import Resident
 from weightcast.wire.answers import Cause
 from weightcast.wire.fields import shown
 from weightcast.wire.layout import BucketLayout, TensorSpec
-from weightcast.wire.messages import Announce, Close, Commit, Fetch, Join, Leave, Message, Open, Revert
+from weightcast.wire.messages import Announce, Close, Commit, Fetch, Join, Leave, Message, Open, Resume, Revert
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ def check_message(message: Message, current: OpenSession | None, committed: str)
         if isinstance(message, Leave) and message.group in current.groups:
             raise Refused(f"{owner(current.open)} uses the group {message.group}", hint="end its update first")
     # A Join that names no session makes a group outside an update.
-    named = message.session if isinstance(message, Join | Announce | Close | Commit | Revert | Fetch) else ""
+    named = message.session if isinstance(message, Join | Announce | Resume | Close | Commit | Revert | Fetch) else ""
     if committed and isinstance(message, Commit | Revert) and message.session == committed:
         return  # a committed session may still be asked about, and reverted
     if named and (current is None or current.open.session != named):

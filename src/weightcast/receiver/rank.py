@@ -53,6 +53,7 @@ from weightcast.wire.messages import (
     Prepare,
     Readback,
     ReadChunk,
+    Resume,
     Revert,
     TellBoxes,
 )
@@ -241,6 +242,8 @@ class WeightReceiver:
                 return self._ack()
             case Announce():
                 return self._take(message)
+            case Resume():
+                return self._resume_from(message)
             case Close():
                 return self._count(message)
             case Commit():
@@ -412,13 +415,26 @@ class WeightReceiver:
                 runs=runs,
                 next_runs=() if self.loader.may_place(layout.index + 1, next_runs) else next_runs,
                 places=places,
+                patience_s=session.lease_s,  # the trainer may rebuild the group of other engines first
             )
         except Refused:
             raise  # before anything was entered
         except BaseException:
             if places:
-                self.loader.abandon()
+                self.loader.renew(layout, places)
             raise
+
+    def _resume_from(self, message: Resume) -> RankAck:
+        """Forgets the buckets after ``message.buckets``.  A broadcast that was given up may still write to its memory."""
+        self._session(message.session)
+        if self._interrupted.is_set():
+            raise Refused("interrupted")
+        wait_for_streams(self.device)  # the copies of buckets read the memory that is freed here
+        self.loader.rewind(message.buckets)
+        self._received.rewind(message.buckets)
+        self._broadcast.expect_nothing()
+        self._trim()
+        return self._ack()
 
     def _count(self, message: Close) -> RankAck:
         session = self._session(message.session)

@@ -33,6 +33,11 @@ class ReceivedSums:
         self._copies.clear()
         self._hashed.clear()
 
+    def rewind(self, buckets: int) -> None:
+        """Drops the sums of all buckets but the first ones, so that the same buckets can come again."""
+        for taken in (self._received, self._copies):
+            taken[:] = [(layout, sums) for layout, sums in taken if layout.index < buckets]
+
     def add(self, bucket: Bucket, session: Open) -> None:
         """Digests a bucket as the session asks for."""
         if session.digest == "sha256":

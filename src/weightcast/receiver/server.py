@@ -20,7 +20,7 @@ from weightcast.wire.answers import GROUP_FAILED, MAPPING_FAILED, UNKNOWN_PLAN, 
 from weightcast.wire.codec import ANNOUNCE_SCHEMA, MAX_MESSAGE_BYTES, OPEN_SCHEMA, PREPARE_SCHEMA, decode, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import TensorSpec
-from weightcast.wire.messages import Abort, Close, Commit, Fetch, Join, Leave, Message, Open, Readback, Revert
+from weightcast.wire.messages import Abort, Close, Commit, Fetch, Join, Leave, Message, Open, Readback, Resume, Revert
 from weightcast.wire.plans import UnknownPlan
 from weightcast.wire.status import EngineStatus
 
@@ -123,7 +123,7 @@ def weight_routes(engine: Answers, score: Score | None = None) -> APIRouter:
 
     @router.post(
         "/apply",
-        summary="One message of an update: Prepare, Join, Announce, Fetch, Close, Commit, Revert, Abort, Leave",
+        summary="One message of an update: Prepare, Join, Announce, Resume, Fetch, Close, Commit, Revert, Abort, Leave",
         response_class=Response,
         responses={200: _ACK, **_REFUSALS},
         openapi_extra={"requestBody": {"required": True, **_MESSAGES}},
@@ -292,7 +292,7 @@ _LEASE = {
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
 _MESSAGES = json_content(
-    "One message", PREPARE_SCHEMA | Join | Leave | ANNOUNCE_SCHEMA | Close | Commit | Revert | Abort | Readback | Fetch
+    "One message", PREPARE_SCHEMA | Join | Leave | ANNOUNCE_SCHEMA | Resume | Close | Commit | Revert | Abort | Readback | Fetch
 )
 _OPEN = json_content("The first message of an update", OPEN_SCHEMA)
 _SCORED = json_content("A text as tokens", Scored)

@@ -8,7 +8,7 @@ holds the old version, which ``undo`` restores.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
@@ -162,6 +162,19 @@ class Staging:
         self._reset_progress()
         self._placing = _Placing([], [], None)
         self._waiting.clear()
+
+    def renew(self, names: Collection[str]) -> None:
+        """Moves these parameters of the second set to other memory, while a broadcast may write to where they lay.
+
+        For parameters on the host.  The broadcast keeps the old memory alive.
+        """
+        for name in names:
+            before = self._waiting[name]
+            after = torch.empty_strided(
+                tuple(before.shape), before.stride(), dtype=before.dtype, pin_memory=before.is_pinned()
+            )
+            self._waiting[name] = after.copy_(before)
+        self._placing = self._placed()
 
     @property
     def number(self) -> int:

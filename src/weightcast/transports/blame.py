@@ -50,7 +50,7 @@ def together(errors: Iterable[BaseException | None]) -> BaseException | None:
     for error in found:
         for failure in failures_of(error):
             failures.setdefault(engine_of(failure), failure)
-    own = [failure for failure in failures.values() if not _only_its_group(failure)]
+    own = [failure for failure in failures.values() if not only_its_group(failure)]
     named = own or list(failures.values())[:1]
     if len(named) > 1:
         return TargetsFailed(named)
@@ -84,7 +84,8 @@ def is_the_transports(error: WeightcastError, link: Link) -> bool:
     return link.info.kind != "native" or error.status in (MAPPING_FAILED, GROUP_FAILED)
 
 
-def _only_its_group(error: WeightcastError) -> bool:
+def only_its_group(error: WeightcastError) -> bool:
+    """True if an engine with our receiver says that its group failed, so that another member may be to blame."""
     return isinstance(error, TargetRejected) and error.status == GROUP_FAILED
 
 
@@ -136,7 +137,7 @@ def find_culprit(
             break
         for answer in due:
             link, failure = waiting.pop(answer), answer.exception()
-            if not isinstance(failure, WeightcastError) or _only_its_group(failure):
+            if not isinstance(failure, WeightcastError) or only_its_group(failure):
                 continue
             if isinstance(failure, TargetRejected):
                 refusals[link.url] = failure

@@ -2,8 +2,9 @@
 
 The receiver is ``receiver/sources/broadcast.py``.
 
-Engines with the same kind of rendezvous share one group (``channel.py``).  Engines with different kinds have separate
-groups, to which the head broadcasts at the same time.  Other trainer ranks only gather and are in no group.
+Engines with the same kind of rendezvous are divided into cells (``cells.py``), each of which is one group with the head
+(``channel.py``).  The head broadcasts to all cells at the same time.  Other trainer ranks only gather and are in no
+group.  A cell that fails may be rebuilt and gets the missing buckets again, while the others keep what they have.
 
 Ranks of one engine may be on several hosts.  Those on hosts with trainer ranks can read the buckets there, as with
 ``ipc``; then only the others are members of the group (``BY_RANK``).
@@ -18,14 +19,16 @@ from dataclasses import replace
 import torch
 
 from weightcast.comm.shared_buckets import Shared
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.protocols import Meeting
 from weightcast.transports.blame import raise_together
+from weightcast.transports.cells import divide
 from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.pump import Pumped
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.messages import MAX_GROUP
 
 
 class BroadcastTransport(Pumped):
@@ -44,6 +47,8 @@ class BroadcastTransport(Pumped):
         trainers: int | None = None,
         relays: bool = False,
         in_flight: int | None = None,
+        cell_ranks: int | None = None,
+        mends: bool = False,
     ) -> None:
         """Creates no group yet.
 
@@ -51,6 +56,8 @@ class BroadcastTransport(Pumped):
             host: Address of this process that engines can reach.
             trainers, relays: As for ``Channel``.
             in_flight: As ``Wiring.in_flight``; None if these are all targets of the update.
+            cell_ranks: Most engine ranks in one group; None for one group over all of them.
+            mends: True if a cell that fails is kept for ``rebuild``, if it can be rebuilt.
 
         Raises:
             ConfigError: As ``Channel``.
@@ -63,7 +70,7 @@ class BroadcastTransport(Pumped):
         meetings: dict[Meeting, None] = dict.fromkeys(link.adapter.meeting for link in links)
         self._channels = [
             Channel(
-                [link for link in links if link.adapter.meeting == meeting],
+                cell,
                 meeting=meeting,
                 device=device,
                 host=host,
@@ -74,12 +81,41 @@ class BroadcastTransport(Pumped):
                 relays=relays,
             )
             for meeting in meetings
+            for cell in divide(
+                [link for link in links if link.adapter.meeting == meeting],
+                lambda link: len(link.members),
+                cell_ranks or MAX_GROUP,
+            )
         ]
+        self._mends = mends
         self._pool = ThreadPoolExecutor(
             max_workers=in_flight * len(self._channels), thread_name_prefix="weightcast-channel"
         )
         self._filled: dict[int, torch.cuda.Event] = {}  # by bucket, until it is sent
+        self._taking: dict[int, Sequence[Channel]] = {}  # by bucket, likewise
         self._closed = False
+
+    @property
+    def cells(self) -> Sequence[Channel]:
+        """As ``Mending.cells``."""
+        return self._channels
+
+    def drop(self, cell: Channel) -> None:
+        """As ``Mending.drop``."""
+        cell.close()
+        self._channels.remove(cell)
+
+    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
+        """As ``Mending.rebuild``."""
+        found: list[tuple[Channel, int]] = []
+
+        def rebuild(cell: Channel) -> None:
+            first = cell.take_back()
+            cell.connect()
+            found.append((cell, first))
+
+        self._each(rebuild, cells)
+        return found
 
     def connect(self) -> None:
         """Makes the groups that do not exist.
@@ -88,19 +124,23 @@ class BroadcastTransport(Pumped):
             TargetError: Targets could not join, or did not try to.  The error names them and has their own words.
             DeadlineExceeded: Not all targets joined, and it is not known which ones are missing.
         """
-        self._each(Channel.connect)
+        for channel in self._channels:
+            channel.begin()
+        self._each(Channel.connect, self._channels)
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """As ``Transport.send``."""
+        index = bucket.layout.index
+        self._taking[index] = [channel for channel in self._channels if channel.takes(index)]
         if self._device.type == "cuda":
-            event = self._filled[bucket.layout.index] = torch.cuda.Event()
+            event = self._filled[index] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
         self._pump.put(bucket, tuple(shared))
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
         super().drain()
-        self._each(Channel.drain)
+        self._each(Channel.drain, [channel for channel in self._channels if channel.failure is None])
 
     def settle(self) -> None:
         """As ``Transport.settle``."""
@@ -120,20 +160,32 @@ class BroadcastTransport(Pumped):
         self._closed = True
         self._pump.close()
         self.settle()
-        self._each(Channel.close)
+        self._each(Channel.close, self._channels)
         self._pool.shutdown(wait=True)
 
     def _send_one(self, bucket: Bucket, shared: tuple[Shared, ...]) -> None:
-        filled = self._filled.pop(bucket.layout.index, None)
-        self._each(lambda channel: channel.send(bucket, filled, shared))
+        index = bucket.layout.index
+        filled = self._filled.pop(index, None)
+        self._each(lambda channel: channel.send(bucket, filled, shared), self._taking.pop(index))
 
-    def _each(self, do: Callable[[Channel], None]) -> None:
-        """Calls ``do`` for all channels at once, and waits for all; the error names every engine that failed."""
-        if len(self._channels) == 1:
-            do(self._channels[0])
+    def _each(self, do: Callable[[Channel], None], channels: Sequence[Channel]) -> None:
+        """Calls ``do`` for these channels at once, and waits for all.
+
+        A cell that can be rebuilt keeps its failure.  The error of the others names every engine that failed.
+        """
+        if len(channels) == 1:
+            self._do(do, channels[0])
             return
-        futures = [self._pool.submit(do, channel) for channel in self._channels]
+        futures = [self._pool.submit(self._do, do, channel) for channel in channels]
         raise_together([future.exception() for future in futures])
+
+    def _do(self, do: Callable[[Channel], None], channel: Channel) -> None:
+        try:
+            do(channel)
+        except WeightcastError as error:
+            if not self._mends or not channel.can_resume:
+                raise
+            channel.fail(error)
 
 
 def _build(wiring: Wiring) -> BroadcastTransport:
@@ -145,6 +197,8 @@ def _build(wiring: Wiring) -> BroadcastTransport:
         bucket_bytes=config.bucket_bytes,
         timeout_s=config.timeout_s,
         in_flight=wiring.in_flight,
+        cell_ranks=config.cell_ranks,
+        mends=config.on_failure == "quarantine",
     )
 
 
@@ -165,7 +219,7 @@ def _check(placement: Placement) -> None:
 
 
 SPEC = TransportSpec(
-    name="broadcast", delivery="group", mixes=True, zero_copy=True, suits=lambda _: True, build=_build, check=_check
+    name="broadcast", delivery="group", mixes=True, zero_copy=True, cells=True, suits=lambda _: True, build=_build, check=_check
 )
 
 

@@ -1,4 +1,4 @@
-"""One process group that joins the trainer's head, or all trainer ranks, and the engine ranks.
+"""One cell: a process group that joins the trainer's head, or all trainer ranks, and the engine ranks.
 
 Rank 0 of the group is the head; the engine ranks follow the trainer's, target by target.  For each bucket, the head
 posts to every target, enters the collective, and reads the replies last, because engines answer after they have
@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import contextmanager
 from operator import itemgetter
@@ -30,7 +30,7 @@ from weightcast.comm.shared_buckets import Shared
 from weightcast.comm.update_group import GroupFailed, UpdateGroup, backend_for
 from weightcast.errors import DeadlineExceeded, TargetError, TargetLost, TargetRejected, WeightcastError
 from weightcast.protocols import Invitation, Meeting, Storing
-from weightcast.transports.blame import find_culprit
+from weightcast.transports.blame import find_culprit, raise_together, together, try_each
 from weightcast.transports.link import Link, leave_all, tell
 from weightcast.wire.bucket import Bucket
 
@@ -43,7 +43,11 @@ _OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 
 # Over 350 lines: the turns of two threads, the replies that are due and the group are read and changed together.
 class Channel:
-    """The group of the targets that share one way of rendezvous.
+    """The group of some targets that share one way of rendezvous.
+
+    Attributes:
+        failure: The reason why this cell gets nothing more until ``rebuild``; None if it is well.
+        resent_bytes: Bytes of buckets that were broadcast again in this update.
 
     Thread rule: one thread at a time calls ``connect`` or ``close``, as many as buckets may be in flight ``send``;
     ``abort`` may come from any other.
@@ -89,6 +93,66 @@ class Channel:
         self._trainers = trainers
         self._relays = relays
         self._invited: Invited | None = None
+        self._due = 0  # index of the bucket that is sent next
+        self._begun = 0  # number of buckets whose broadcast was begun
+        self.failure: WeightcastError | None = None
+        self.resent_bytes = 0
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The targets in this cell."""
+        return self._links
+
+    @property
+    def can_resume(self) -> bool:
+        """True if all its targets can take buckets again, so that it can be rebuilt within an update."""
+        return all(link.can_resume for link in self._links)
+
+    def begin(self) -> None:
+        """Starts an update, in which no bucket was sent yet.  Called before ``invite`` and ``connect``."""
+        self.settle()
+        self._turn = self._due = self._begun = 0
+        self.failure = None
+
+    def takes(self, index: int) -> bool:
+        """True if the bucket must be sent to this cell next, which is then counted as sent."""
+        if self.failure is not None or index < self._due:
+            return False
+        self._due = index + 1
+        return True
+
+    def fail(self, error: WeightcastError) -> None:
+        """Keeps an error as the reason why this cell has failed, beside those that came before."""
+        found = together((self.failure, error))
+        assert isinstance(found, WeightcastError)
+        self.failure = found
+
+    def leave_out(self, urls: Collection[str]) -> None:
+        """Drops targets of a cell that has failed."""
+        self._links = [link for link in self._links if link.url not in urls]
+
+    def take_back(self) -> int:
+        """Makes the targets of a cell that has failed forget what not all of them have taken.
+
+        ``connect`` must follow.  Returns the index of the bucket that comes next.
+
+        Raises:
+            WeightcastError: Targets cannot be asked, or refuse; the error names them.
+        """
+        self.settle()  # replies that failed stay due
+        first = min(link.sent for link in self._links)
+        errors = try_each(lambda link: link.resume(first, timeout_s=self._timeout_s), self._links)
+        if first and any(isinstance(error, TargetRejected) for error in errors):
+            first = 0  # an engine whose own loader has taken a part of a tensor can go back to the beginning only
+            errors = try_each(lambda link: link.resume(0, timeout_s=self._timeout_s), self._links)
+        raise_together(errors)
+        if self._group is not None:
+            leave_all(self._links, self._group.name)
+            self._group.close()
+            self._group = None
+        self._turn = self._due = first
+        self.failure = None
+        return first
 
     def member(self) -> UpdateGroup:
         """The head's end of a group of all trainer ranks; ``connect`` comes first."""
@@ -124,7 +188,6 @@ class Channel:
             TargetError: Targets could not join or did not come; the error names them and quotes their answers.
             DeadlineExceeded: Not all targets came, and the absent ones are not known.
         """
-        self._turn = 0
         invited = self._invited or self.invite()
         if invited is None:
             return
@@ -258,7 +321,11 @@ class Channel:
             if self._trainers is None:
                 with self._in_turn(index, group):
                     began = time.monotonic()
-                    works = [group.start_broadcast(run) for run in bucket.runs() if run.numel()]
+                    runs = [run for run in bucket.runs() if run.numel()]
+                    works = [group.start_broadcast(run) for run in runs]
+                    if index < self._begun:
+                        self.resent_bytes += sum(run.numel() for run in runs)
+                    self._begun = max(self._begun, index + 1)
                 for work in works:
                     group.finish(work, what=f"bucket {index}", timeout_s=self._timeout_s, poll=look_for_refusals)
                 self._links[0].events.step_ended("wire", began, time.monotonic(), bucket=index)

@@ -48,6 +48,7 @@ class ExchangeTransport(BroadcastTransport):
 
     def invite(self) -> Invited | None:
         """As ``Exchanging.invite``."""
+        self._channels[0].begin()
         return self._channels[0].invite()
 
     def member(self) -> UpdateGroup:

@@ -7,10 +7,13 @@ so no target switches before all of them, over every transport, have proven what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from weightcast.comm.shared_buckets import Shared
 from weightcast.protocols import Transport
 from weightcast.transports.blame import raise_together
+from weightcast.transports.cells import Mending
+from weightcast.transports.channel import Channel
 from weightcast.wire.bucket import Bucket
 
 
@@ -24,14 +27,31 @@ class MixedTransport:
     def __init__(self, parts: Sequence[Transport]) -> None:
         self.name = join_names(part.name for part in parts)
         self._parts = tuple(parts)
+        self._num_sent = 0
+
+    @property
+    def cells(self) -> Sequence[Channel]:
+        """As ``Mending.cells``, of all parts that have cells."""
+        return [cell for part in self._mending for cell in part.cells]
+
+    def drop(self, cell: Channel) -> None:
+        """As ``Mending.drop``."""
+        self._part_of(cell).drop(cell)
+
+    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
+        """As ``Mending.rebuild``."""
+        each = [(part, [cell for cell in cells if cell in part.cells]) for part in self._mending]
+        return [found for part, its in each for found in part.rebuild(its)]
 
     def connect(self) -> None:
         """As ``Transport.connect``."""
+        self._num_sent = 0
         self._each(lambda part: part.connect())
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
-        """As ``Transport.send``."""
-        self._each(lambda part: part.send(bucket, shared))
+        """As ``Transport.send``; a bucket that comes again goes to cells alone."""
+        again, self._num_sent = bucket.layout.index < self._num_sent, max(self._num_sent, bucket.layout.index + 1)
+        self._each(lambda part: part.send(bucket, shared), self._mending if again else self._parts)
 
     def drain(self) -> None:
         """As ``Transport.drain``."""
@@ -49,9 +69,16 @@ class MixedTransport:
         """As ``Transport.close``."""
         self._each(lambda part: part.close())
 
-    def _each(self, do: Callable[[Transport], None]) -> None:
+    @property
+    def _mending(self) -> list[Mending]:
+        return [part for part in self._parts if isinstance(part, Mending)]
+
+    def _part_of(self, cell: Channel) -> Mending:
+        return next(part for part in self._mending if cell in part.cells)
+
+    def _each(self, do: Callable[[Any], None], parts: Iterable[object] | None = None) -> None:
         errors = list[BaseException | None]()
-        for part in self._parts:
+        for part in self._parts if parts is None else parts:
             try:
                 do(part)
             except Exception as error:  # noqa: BLE001  raised below, when every transport has been called

@@ -145,6 +145,7 @@ class TransportSpec:
         exchanges: True if every trainer rank sends its parts to engine ranks, in a group of all of them.
         relays: True if engine ranks of one role then pass on to each other what trainer ranks send.
         mapped: True if there are no buckets: engine ranks read the trainer ranks' own memory.
+        cells: True if engine ranks join process groups, each of which has a limited number of them.
         primitives: Ways in which this transport may move bytes, best first; one of them takes its place.
         primitive: Name of the way, if it is one of several; empty otherwise.
         by_rank: True if engine ranks on hosts with trainer ranks map buffers there, and the others of the same engine
@@ -165,6 +166,7 @@ class TransportSpec:
     exchanges: bool = False
     relays: bool = False
     mapped: bool = False
+    cells: bool = False
     primitives: tuple[TransportSpec, ...] = ()
     primitive: str = ""
     by_rank: bool = False

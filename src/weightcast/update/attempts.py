@@ -83,11 +83,14 @@ class Attempts:
                     result = self._meet(result, head, stream)
                 if result.failure is not None or result.again:
                     return result
-                folded, found = stream.send(filling, sums_buckets=result.sums_buckets)
-                if head is not None:
-                    result = head.finish(folded, found)
-                    if head.failed:
-                        stream.abort("the update failed")
+                sums_buckets, first = result.sums_buckets, 0
+                while first is not None:
+                    folded, found = stream.send(filling, sums_buckets=sums_buckets, first=first)
+                    if head is not None:
+                        result = head.finish(folded, found)
+                        if head.failed:
+                            stream.abort("the update failed")
+                    first = self._ranks.hear(AttemptResult(resume_from=result.resume_from)).resume_from if stream.resumes else None
             except BaseException as error:
                 if head is not None:
                     head.give_up(f"the trainer failed: {type(error).__name__}: {error}".rstrip(": "))

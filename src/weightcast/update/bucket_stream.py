@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import cast
 
@@ -22,7 +22,7 @@ from weightcast.digest.transfers import prepare_kernels
 from weightcast.errors import WeightcastError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
-from weightcast.protocols import Exporter, Lender, Mappable, Planning, Summing
+from weightcast.protocols import Exporter, Lender, Mappable, Planning, Refilling, Summing
 from weightcast.runtime.lru import Lru
 from weightcast.transports.link import margin_s
 from weightcast.update.exchange import Exchange
@@ -44,24 +44,38 @@ from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted, name_of
 Progress = Callable[[int, int], None]
 
 _NUM_SLOTS = 2
+_STOP = b"stop"
 _shared = msgspec.json.Decoder(Shared)
 _TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
 _known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
 _shared_parts = msgspec.json.Decoder(SharedParts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_Filled = Iterator[tuple[Bucket | None, SharedSlot | None]]
+
+
+@dataclass(slots=True, kw_only=True)
 class Filling:
     """The buckets of one attempt.
 
     Attributes:
-        buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
+        lent: The zero-copy tensors of each bucket; empty if there are none.
         sources: Sums of this rank's shards, which grow with each bucket; None without verification.
+        buckets: Fills and returns the next bucket and its buffer; None and None on a rank that only contributes shards.
+        next: Number of that bucket.
+        filled: Number of buckets that were filled at least once, and so are in ``sources``.
+        sent: Number of buckets that were sent at least once.
+        sums: Sums of the slots of each bucket that was sent, if they are asked for, on ranks other than the head.
     """
 
     plan: SendPlan
-    buckets: Iterator[tuple[Bucket | None, SharedSlot | None]]
+    lent: Sequence[Mapping[str, torch.Tensor]]
     sources: SourceSums | None
+    buckets: _Filled = iter(())
+    next: int = 0
+    filled: int = 0
+    sent: int = 0
+    sums: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
 
 # Over 350 lines: what is known of a bucket before an update and what happens to it then is about the same buffers.
@@ -176,15 +190,16 @@ class BucketStream:
         """Begins to fill the buckets of one attempt.  Collective: every trainer rank calls it."""
         lent = self._lend()
         plan = self._plan_of(lent)
-        sources = SourceSums() if self._verifies else None
-        buckets = self._fill(lent, sources)
+        filling = Filling(plan=plan, lent=lent, sources=SourceSums() if self._verifies else None)
+        buckets = self._fill(filling)
         # With one trainer rank, buckets fill while the engines open their sessions: one on the host, and as many as
         # there are slots on a GPU, which works asynchronously.
         ahead = _NUM_SLOTS if self._exporter.device.type == "cuda" else 1
         # Buffers that are read through NIXL are as large as what their readers want.
         ahead = ahead if self._group.world_size == 1 and not self._num_mapped and not self._is_remote else 0
         first = list(islice(buckets, ahead))
-        return Filling(plan=plan, buckets=chain(first, buckets), sources=sources)
+        filling.buckets = chain(first, buckets)
+        return filling
 
     def _plan_of(self, lent: Sequence[Mapping[str, torch.Tensor]]) -> SendPlan:
         names = [tuple(tensors) for tensors in lent]
@@ -193,17 +208,16 @@ class BucketStream:
         return self._plan
 
     def send(
-        self, filling: Filling, *, sums_buckets: bool
+        self, filling: Filling, *, sums_buckets: bool, first: int = 0
     ) -> tuple[Sequence[Folded], Mapping[int, Sequence[torch.Tensor]]]:
-        """Sends all buckets.  Collective: every trainer rank calls it.
+        """Sends all buckets, or those from ``first`` on once more.  Collective: every trainer rank calls it.
 
         With ``sums_buckets``, every rank with a bucket sums it.  Returns the arguments of ``Head.finish``; they are
         empty on other ranks, without verification, and after a failure.
         """
-        sums: list[torch.Tensor] | None = [] if sums_buckets else None
-        if not self._send_each(filling, sums) or filling.sources is None:
+        if not self._send_each(filling, first, sums_buckets=sums_buckets) or filling.sources is None:
             return (), {}
-        return self._gather_sums(filling.sources, sums or ())
+        return self._gather_sums(filling.sources, filling.sums)
 
     def join(self, invited: Invited) -> str:
         """Joins the group of all trainer ranks and engine ranks; returns the failure, empty if there is none."""
@@ -256,10 +270,11 @@ class BucketStream:
         """Returns the tensors of each bucket that are sent without a copy; empty if the plan has none."""
         return cast(Lender, self._exporter).lend(self._layouts, self._group) if self._choice.zero_copy else ()
 
-    def _fill(
-        self, lent: Sequence[Mapping[str, torch.Tensor]], sources: SourceSums | None
-    ) -> Iterator[tuple[Bucket | None, SharedSlot | None]]:
-        """Fills each bucket into the next slot; yields None and None on a rank that only contributes shards."""
+    def _fill(self, filling: Filling, first: int = 0) -> _Filled:
+        """Fills each bucket into its slot; yields None and None on a rank that only contributes shards.
+
+        ``first`` is the number of the bucket to begin with, where no bucket is mapped.
+        """
         for layout in self._layouts[: self._num_mapped]:  # nothing is filled
             yield Bucket(layout, torch.empty(layout.size_bytes, dtype=torch.uint8, device="meta")), None
         layouts = self._layouts[self._num_mapped :]
@@ -270,35 +285,53 @@ class BucketStream:
             self._slots = make_slots(count, max(size, 1), self._exporter.device, self._choice.ways)
         slots = [slot.data for slot in self._slots] if receives else None
         scattered = self._choice.scattered
-        buckets = bucketize(self._exporter, layouts, self._group, slots, lent, sources, scattered=scattered)
-        for number, layout in enumerate(layouts):
+        begin = first if isinstance(self._exporter, Refilling) and self._exporter.refills else 0
+        buckets = bucketize(
+            self._exporter,
+            layouts,
+            self._group,
+            slots,
+            filling.lent,
+            filling.sources,
+            scattered=scattered,
+            first=begin,
+            unsummed=filling.filled,
+        )
+        for number, layout in enumerate(layouts[begin:], begin):
             slot = self._slots[number % len(self._slots)] if receives else None
             if slot is not None:
                 slot.reclaim()
             began = time.monotonic()
             bucket = next(buckets)
             ended = time.monotonic()
+            filling.filled = max(filling.filled, number + 1)
             self._events.step_ended("gather", began, ended, bucket=layout.index)
             if self._head is not None:
                 self._head.add_phase("gather", ended - began)
-            yield bucket, slot
+            if number >= first:
+                yield bucket, slot
 
-    def _send_each(self, filling: Filling, sums: list[torch.Tensor] | None) -> bool:
+    def _send_each(self, filling: Filling, first: int, *, sums_buckets: bool) -> bool:
         """Sends one bucket after the other; False, the same on every rank, if one could not be sent.
 
-        ``sums`` takes the sums of each bucket's slots on ranks other than the head.
+        A cell that was rebuilt meanwhile gets buckets again, so all ranks then go back to the first of them.
         """
-        head, sources = self._head, filling.sources
-        sent_bytes = 0
+        head = self._head
         self.exchange.begin()
-        for layout in self._layouts:
-            go = b"go" if head is None or not head.failed else b"stop"
-            if self._group.broadcast_bytes(go, timeout_s=self._wait_s) != b"go":
+        index = first
+        while index < len(self._layouts):
+            go = self._group.broadcast_bytes(self._next(index), timeout_s=self._wait_s)
+            if go == _STOP:
                 self.exchange.abort("the update failed")
                 return False
+            index = int(go)
+            if index != filling.next:
+                filling.buckets = self._fill(filling, index)
+            layout = self._layouts[index]
             bucket, slot = next(filling.buckets)
-            if sums is not None and head is None and bucket is not None:
-                sums.append(filling.plan.sums.of(bucket))
+            filling.next = index + 1
+            if sums_buckets and head is None and bucket is not None and index == len(filling.sums):
+                filling.sums.append(filling.plan.sums.of(bucket))
             mapped = layout.index < self._num_mapped
             if mapped:
                 parts, shared = (), self._gather_mapped(layout)
@@ -308,16 +341,30 @@ class BucketStream:
             if head is not None and not head.failed:
                 assert bucket is not None
                 head.send(bucket, shared)
-                if self._progress is not None and not head.failed:
-                    sent_bytes += self._payload_bytes[bucket.layout.index]
-                    self._progress(sent_bytes, sum(self._payload_bytes))
-            if mapped and sources is not None:
-                cast(Mappable, self._exporter).sum_own(layout, self._group, sources)  # while engines read
+                if self._progress is not None and not head.failed and index == filling.sent:
+                    self._progress(sum(self._payload_bytes[: index + 1]), sum(self._payload_bytes))
+            filling.sent = max(filling.sent, index + 1)
+            if mapped and filling.sources is not None:
+                cast(Mappable, self._exporter).sum_own(layout, self._group, filling.sources)  # while engines read
             if self._choice.exchanges and bucket is not None and (head is None or not head.failed):
                 began = time.monotonic()
                 self.exchange.send(bucket, self._served.of(layout))
                 self._sent_since(began)
+            index += 1
         return not self._choice.exchanges or self._end_exchange()
+
+    def _next(self, index: int) -> bytes:
+        """The head's word on the bucket that every rank sends next; the argument is the one that would be next."""
+        head = self._head
+        if head is None:
+            return b""
+        again = head.go_on()
+        return _STOP if head.failed else str(index if again is None else again).encode()
+
+    @property
+    def resumes(self) -> bool:
+        """True if a cell that failed may be rebuilt, and buckets then come again."""
+        return self._choice.resumes
 
     def _end_exchange(self) -> bool:
         """Waits for all messages to engine ranks; False if some failed on any rank."""

@@ -17,6 +17,7 @@ from weightcast.errors import ConfigError, WeightcastError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exporter, Sharing, Transport
 from weightcast.transports.blame import raise_together
+from weightcast.transports.cells import cells_of
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.mixed import MixedTransport
 from weightcast.transports.preflight import (
@@ -181,6 +182,8 @@ class Plan:
             ways=tuple(ways),
             opens=opens["torch"],
             ring_opens=opens["ring"],
+            cells=cells_of(links, self.transport_of, self._config.cell_ranks),
+            resumes=self._config.on_failure == "quarantine" and any(one.cells for one in chosen),
             served=max((info.version for info in healthy.values() if info.version is not None), default=None),
         )
 

@@ -22,7 +22,7 @@ from weightcast.errors import ConfigError, UpdateFailed, VerificationFailed, Wei
 from weightcast.fleet.roster import Current, Roster
 from weightcast.protocols import Exporter
 from weightcast.report import UpdateReport
-from weightcast.transports.blame import engine_of, failures_of, raise_together, run_each, together
+from weightcast.transports.blame import engine_of, failures_of, only_its_group, raise_together, run_each, together
 from weightcast.transports.link import Link, leave_all
 from weightcast.transports.outcome import Outcome, check_alike
 from weightcast.update.choose import Plan
@@ -107,6 +107,7 @@ class Head:
         that take part; None for all.
         """
         self._version = version
+        self._sessions.begin_update()
         for url in self._plan.urls:
             self._roster.broke_off(url, "the update before this one did not end", whole=False)
         self._excluded.clear()
@@ -202,6 +203,44 @@ class Head:
         """True once a bucket could not be sent."""
         return self._failure is not None
 
+    def go_on(self, *, over: bool = False) -> int | None:
+        """Rebuilds cells that have failed; returns the index of the bucket from which on they need buckets again.
+
+        None if they need none, and after a failure, which ``finish`` reports.  ``over`` is True after the last bucket.
+        """
+        if self._failure is not None or not self._sessions.broken:
+            return None
+        try:
+            with self._phase("open"):
+                mended = self._sessions.mend(self._find_in_cell, self._leave_out, over=over)
+        except WeightcastError as error:
+            self._failure = error
+            return None
+        if mended is None:
+            return None
+        for url, first in mended.targets.items():
+            self._outcomes[url].notes.append(
+                f"the group of its cell failed and was made again; buckets came again from bucket {first} on"
+            )
+        return mended.first
+
+    def _find_in_cell(self, error: WeightcastError, links: Sequence[Link]) -> dict[str, WeightcastError]:
+        """Returns the targets of a cell because of which it has failed, each with its own failure."""
+        urls = [link.url for link in links]
+        named = {engine_of(failure): failure for failure in failures_of(error) if not only_its_group(failure)}
+        found = {url: failure for url, failure in named.items() if url in urls}
+        if found:
+            return found
+        now = self._plan.probe(urls, hasty=True)
+        return {url: info for url, info in now.items() if not isinstance(info, EngineInfo)}
+
+    def _leave_out(self, failures: Mapping[str, WeightcastError]) -> None:
+        """Leaves targets out of this update."""
+        for url, failure in failures.items():
+            log.warning("%s takes no further part in version %s: %s", url, self._version, failure)
+            self._outcomes[url].failed = failure
+        self._excluded |= failures.keys()
+
     def _began(self, message: Open) -> None:
         self._events.emit(
             AttemptStarted(
@@ -221,7 +260,10 @@ class Head:
         """Digests and sends a bucket; ``finish`` reports a failure."""
         try:
             with self._phase("pack", bucket.layout.index):
-                self._verifier.add(bucket)
+                if bucket.layout.index < self._sessions.num_buckets:
+                    self._verifier.add_again(bucket)
+                else:
+                    self._verifier.add(bucket)
             with self._phase("send", bucket.layout.index):
                 self._sessions.send(bucket, shared)
         except WeightcastError as error:
@@ -231,10 +273,13 @@ class Head:
         self, sources: Sequence[Folded] = (), buckets: Mapping[int, Sequence[torch.Tensor]] | None = None
     ) -> AttemptResult:
         """Drains the transport, verifies, and commits; the arguments are those of ``Verifier.finish``."""
+        result = AttemptResult()
         try:
-            return self._finish(sources, buckets or {})
+            result = self._finish(sources, buckets or {})
         finally:
-            self._verifier.release()
+            if result.resume_from is None:
+                self._verifier.release()
+        return result
 
     def _finish(self, sources: Sequence[Folded], buckets: Mapping[int, Sequence[torch.Tensor]]) -> AttemptResult:
         try:
@@ -244,6 +289,11 @@ class Head:
                 sent = self._verifier.finish(sources, buckets)
             with self._phase("send"):
                 self._sessions.drain()
+            resume_from = self.go_on(over=True)
+            if resume_from is not None:
+                return AttemptResult(resume_from=resume_from)
+            if self._failure is not None:
+                raise self._failure
             with self._phase("verify"):
                 self._close_all(sent)
             with self._phase("commit"):
@@ -444,6 +494,7 @@ class Head:
             digest=digest,
             targets=rows,
             unsummed=self._verifier.unsummed,
+            resent_bytes=self._sessions.resent_bytes,
             changed_ratio=changed,
         )
 

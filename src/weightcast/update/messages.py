@@ -71,6 +71,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         ring_opens: Number of engine processes that open the storage of all buffers.
         zero_copy: True if large tensors are sent without a copy, from the model's own memory.
         served: Highest version that a target serves; None if no target knows its own.
+        cells: URLs of the targets in each cell of a transport that has cells.
+        resumes: True if a cell that failed may be rebuilt, and buckets then come again.
     """
 
     failure: Failure | None = None
@@ -88,6 +90,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     zero_copy: bool = False
     bucket_bytes: int = 0
     served: int | None = None
+    cells: tuple[tuple[str, ...], ...] = ()
+    resumes: bool = False
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +104,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
         invited: The group that every trainer rank joins next; None if there is none to join.
         boxes: The boxes that engine ranks want, which trainer ranks pack for them; None if they are as before.
+        resume_from: Index of the bucket from which on a rebuilt cell gets buckets; None if nothing is sent again.
         waiting: True if the head is still at work, and another message follows.
     """
 
@@ -111,4 +116,5 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     sums_buckets: bool = False
     invited: Invited | None = None
     boxes: tuple[bytes, ...] | None = None
+    resume_from: int | None = None
     waiting: bool = False

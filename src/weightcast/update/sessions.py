@@ -6,8 +6,9 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared
@@ -16,7 +17,9 @@ from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
 from weightcast.protocols import Exchanging, Transport
-from weightcast.transports.blame import run_each
+from weightcast.transports.blame import raise_together, run_each
+from weightcast.transports.cells import Mending
+from weightcast.transports.channel import Channel
 from weightcast.transports.link import Link, in_flight_to
 from weightcast.transports.outcome import Outcome
 from weightcast.update.choose import Plan
@@ -30,7 +33,20 @@ from weightcast.wire.plans import UpdatePlan
 
 log = logging.getLogger("weightcast.update.sessions")
 
+Find = Callable[[WeightcastError, Sequence[Link]], Mapping[str, WeightcastError]]
+LeaveOut = Callable[[Mapping[str, WeightcastError]], None]
 LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
+
+# Engines in other cells wait meanwhile, and each try may take a deadline: their leases last for four.
+_REBUILDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """Cells that were rebuilt: the first bucket that comes again, and for each target the one that it goes on from."""
+
+    first: int
+    targets: Mapping[str, int]
 
 
 class Sessions:
@@ -45,6 +61,7 @@ class Sessions:
     def __init__(self, plan: Plan, roster: Roster, config: UpdateConfig) -> None:
         self.links: Sequence[Link] = ()
         self.num_buckets = self.sent_bytes = 0
+        self._resent_bytes = 0  # to cells that were given up, and in attempts before
         self.invited: Invited | None = None
         self.transport_failed = False
         self._plan = plan
@@ -56,10 +73,18 @@ class Sessions:
 
     def begin(self) -> None:
         """Starts an attempt, which has no targets yet."""
+        self._resent_bytes = self.resent_bytes
+        for cell in self._cells:
+            cell.resent_bytes = 0
         self.links = ()
         self.invited = None
         self.transport_failed = False
         self.num_buckets = self.sent_bytes = 0
+
+    def begin_update(self) -> None:
+        """Starts an update, in which nothing was sent again yet."""
+        self.begin()
+        self._resent_bytes = 0
 
     def open(
         self,
@@ -145,14 +170,80 @@ class Sessions:
         assert self._transport is not None
         with self._moving():
             self._transport.send(bucket, shared)
-        self.num_buckets += 1
-        self.sent_bytes += bucket.layout.size_bytes
+        if bucket.layout.index == self.num_buckets:
+            self.num_buckets += 1
+            self.sent_bytes += bucket.layout.size_bytes
 
     def drain(self) -> None:
         """Waits until every target has taken every bucket."""
         assert self._transport is not None
         with self._moving():
             self._transport.drain()
+
+    @property
+    def broken(self) -> Sequence[Channel]:
+        """The cells that have failed."""
+        return [cell for cell in self._cells if cell.failure is not None]
+
+    @property
+    def resent_bytes(self) -> int:
+        """Bytes of buckets that were sent again to rebuilt cells in this update, counted for each cell."""
+        return self._resent_bytes + sum(cell.resent_bytes for cell in self._cells)
+
+    def mend(self, find: Find, leave_out: LeaveOut, *, over: bool) -> Mended | None:
+        """Rebuilds every cell that has failed, without the targets because of which.
+
+        Args:
+            find: Returns the targets of a cell because of which it has failed, with the failure of each.
+            leave_out: Told of targets that take no further part; their sessions are over when it returns.
+            over: True if every bucket was sent, so that a cell that has all of them needs no group any more.
+
+        Returns:
+            The index of the first bucket that rebuilt cells get again, and their targets; None if there are none.
+
+        Raises:
+            WeightcastError: Something else failed than a cell, or no target would be left.
+        """
+        transport = self._transport
+        if not isinstance(transport, Mending):
+            return None
+        mended: dict[str, int] = {}
+        tries = 0
+        with self._moving():
+            transport.drain()
+            while broken := self.broken:
+                self._leave_out(broken, find, leave_out, is_last=tries == _REBUILDS)
+                tries += 1
+                left = [cell for cell in broken if cell.links]
+                for cell in broken:
+                    if not cell.links:
+                        self._resent_bytes += cell.resent_bytes
+                        transport.drop(cell)
+                    elif over and all(link.sent == self.num_buckets for link in cell.links):
+                        cell.failure = None
+                        left.remove(cell)
+                for cell, first in transport.rebuild(left):
+                    mended |= dict.fromkeys((link.url for link in cell.links), first)
+        return Mended(min(mended.values()), mended) if mended else None
+
+    def _leave_out(self, broken: Sequence[Channel], find: Find, leave_out: LeaveOut, *, is_last: bool) -> None:
+        """Leaves out the targets because of which cells have failed; all of a cell's if it fails again and again."""
+        culprits: dict[str, WeightcastError] = {}
+        for cell in broken:
+            failure = cell.failure
+            assert failure is not None
+            found = find(failure, cell.links)
+            culprits |= dict.fromkeys((link.url for link in cell.links), failure) if is_last and not found else found
+        if all(link.url in culprits for link in self.links):
+            raise_together([cell.failure for cell in broken])
+        leave_out(culprits)
+        for cell in broken:
+            cell.leave_out(culprits)
+        gone = [link for link in self.links if link.url in culprits]
+        self.links = [link for link in self.links if link.url not in culprits]
+        self._signature = self._sign()
+        for link in gone:
+            self._abort_each([link], str(culprits[link.url]))
 
     async def close_one(self, link: Link, *, by_name: bool) -> Ack:
         """Tells a target that everything was sent; ``by_name`` asks for the digest of each tensor."""
@@ -207,9 +298,7 @@ class Sessions:
 
     def _renew_transport(self) -> Transport:
         """Returns the transport; a new one if a target came back as another member of its groups."""
-        signature = tuple(
-            (link.url, link.info.incarnation, self._plan.transport_of(link.url).name) for link in self.links
-        )
+        signature = self._sign()
         shown = all(link.info.shows_restart for link in self.links)
         if self._transport is not None and shown and signature == self._signature:
             return self._transport
@@ -218,6 +307,13 @@ class Sessions:
         self._transport = self._plan.build_transport(self.links)
         self._signature = signature
         return self._transport
+
+    def _sign(self) -> tuple[object, ...]:
+        return tuple((link.url, link.info.incarnation, self._plan.transport_of(link.url).name) for link in self.links)
+
+    @property
+    def _cells(self) -> Sequence[Channel]:
+        return self._transport.cells if isinstance(self._transport, Mending) else ()
 
     def _abort_each(self, links: Sequence[Link], reason: str) -> None:
         if not links:

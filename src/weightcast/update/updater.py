@@ -146,6 +146,7 @@ class WeightUpdater:
         disk_readers: DiskReaders = "user",
         direct_by: DirectBy = "auto",
         keep_mapped: bool = False,
+        cell_ranks: int = 64,
         progress: Progress | None = None,
         on_event: Listeners = None,
         alone: bool = False,
@@ -197,6 +198,7 @@ class WeightUpdater:
             disk_readers=disk_readers,
             direct_by=direct_by,
             keep_mapped=keep_mapped,
+            cell_ranks=cell_ranks,
         )
         with gc_paused(), Connecting() as connecting:
             return cls._connect(
@@ -251,6 +253,14 @@ class WeightUpdater:
         Where ``"auto"`` reaches targets in different ways, the names are joined: ``"ipc+broadcast"``.
         """
         return self._choice.transport
+
+    @property
+    def cells(self) -> tuple[tuple[str, ...], ...]:
+        """URLs of the engines in each cell, as planned; empty if the transport makes no process group.
+
+        A cell is one process group.  It fails alone, and is rebuilt alone with ``on_failure="quarantine"``.
+        """
+        return self._choice.cells
 
     @property
     def served(self) -> int | None:

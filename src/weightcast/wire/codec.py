@@ -32,6 +32,7 @@ from weightcast.wire.messages import (
     Prepare,
     Readback,
     ReadChunk,
+    Resume,
     Revert,
     TellBoxes,
 )
@@ -78,6 +79,7 @@ _decoder = msgspec.json.Decoder(
     | _AnnounceForm
     | Join
     | Leave
+    | Resume
     | Close
     | Commit
     | Revert

@@ -16,7 +16,7 @@ from weightcast.wire.answers import UNKNOWN_PLAN
 from weightcast.wire.codec import decode_ack, encode
 from weightcast.wire.engine_info import EngineInfo
 from weightcast.wire.layout import BucketLayout, Packing, TensorSpec
-from weightcast.wire.messages import Abort, Close, Commit, Fetch, Leave, Message, Open, Prepare, Revert
+from weightcast.wire.messages import Abort, Close, Commit, Fetch, Leave, Message, Open, Prepare, Resume, Revert
 
 
 class NativeAdapter:
@@ -85,6 +85,10 @@ class NativeAdapter:
 
     def fetch(self, message: Fetch) -> Steps:
         """Makes each rank copy one chunk from a peer engine."""
+        return self._apply(message)
+
+    def resume(self, message: Resume) -> Steps:
+        """As ``protocols.Resuming.resume``."""
         return self._apply(message)
 
     def close(self, message: Close) -> Steps:

@@ -119,6 +119,7 @@ class BroadcastSource:
         runs: Sequence[int] = (),
         next_runs: Sequence[int] = (),
         places: Mapping[str, torch.Tensor] = _NOWHERE,
+        patience_s: float | None = None,
     ) -> Bucket:
         """Receives a bucket, which is valid until the next but one.
 
@@ -126,6 +127,7 @@ class BroadcastSource:
             runs: Sizes of its runs, in bytes; empty for one run of all.
             next_runs: Runs of the bucket that will follow from the same group, if they are known.  If it fits a buffer,
                 its broadcast is entered before this one is returned, and goes on meanwhile.
+            patience_s: Seconds within which the next bucket comes, if its broadcast is entered; None for ``timeout_s``.
             places: Destinations of slots that are a run of their own, by name: ``Bucket.lent`` of what is returned.  A
                 bucket that was ``entered`` can have none.  A broadcast that was given up may write there until it
                 notices; it keeps the memory alive.
@@ -150,7 +152,7 @@ class BroadcastSource:
             for work in entered.works:
                 group.finish(work, what=f"bucket {layout.index}", timeout_s=timeout_s)
             if 0 < sum(next_runs) <= entered.buffer.numel():
-                self._entered = self._enter(group, tuple(next_runs), {})
+                self._entered = self._enter(group, tuple(next_runs), {}, patience_s)
             return Bucket(layout, entered.buffer, lent=places)
 
     def relay(self, name: str) -> Relay:
@@ -242,14 +244,21 @@ class BroadcastSource:
             if not group.alive:
                 self.leave(name)
 
-    def _enter(self, group: UpdateGroup, runs: tuple[int, ...], places: Mapping[int, torch.Tensor]) -> _Entered:
+    def _enter(
+        self,
+        group: UpdateGroup,
+        runs: tuple[int, ...],
+        places: Mapping[int, torch.Tensor],
+        patience_s: float | None = None,
+    ) -> _Entered:
         buffer = self._buffer(sum(runs))
         works: list[Any] = []
         start = 0
         for size_bytes in runs:
             if size_bytes:
                 place = places.get(start)
-                works.append(group.start_broadcast(buffer[start : start + size_bytes] if place is None else place))
+                data = buffer[start : start + size_bytes] if place is None else place
+                works.append(group.start_broadcast(data, patience_s=patience_s))
             start += size_bytes
         return _Entered(group, runs, buffer, works)
 

@@ -1,0 +1,84 @@
+"""Cells: the groups of bounded size into which the engine ranks of one update are divided.
+
+All members of a process group fail together, so a group over every engine makes one engine's failure that of all.  A
+cell has whole engines, a group of its own, and the sending trainer ranks as members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from weightcast.transports.channel import Channel
+from weightcast.transports.link import Link
+from weightcast.transports.spec import TransportSpec
+
+_Item = TypeVar("_Item")
+
+
+@runtime_checkable
+class Mending(Protocol):
+    """A transport whose targets are in cells.
+
+    A failure of one cell is kept in that cell, and ``send`` and ``drain`` raise nothing for it.
+    """
+
+    @property
+    def cells(self) -> Sequence[Channel]:
+        """All cells."""
+        ...
+
+    def drop(self, cell: Channel) -> None:
+        """Gives up a cell that has no targets left."""
+        ...
+
+    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
+        """Makes the groups of failed cells anew.
+
+        Returns:
+            Each cell that has a group now, with the index of the first bucket that it gets again.  The others keep why
+            they have failed again.
+        """
+        ...
+
+
+def divide(items: Iterable[_Item], ranks_of: Callable[[_Item], int], cell_ranks: int) -> list[list[_Item]]:
+    """Divides engines into cells of at most ``cell_ranks`` ranks, in order; a larger engine is a cell by itself.
+
+    ``ranks_of`` returns the number of an engine's ranks that are members of its group.
+    """
+    cells: list[list[_Item]] = []
+    room = 0
+    for item in items:
+        ranks = ranks_of(item)
+        if not cells or ranks > room:
+            cells.append([])
+            room = cell_ranks
+        cells[-1].append(item)
+        room -= ranks
+    return cells
+
+
+def cells_of(
+    links: Sequence[Link], transport_of: Callable[[str], TransportSpec], cell_ranks: int
+) -> tuple[tuple[str, ...], ...]:
+    """URLs of the targets in each cell; none for targets whose transport makes no group."""
+    found: list[tuple[str, ...]] = []
+    ways = dict.fromkeys((transport_of(link.url), link.adapter.meeting) for link in links)
+    for spec, meeting in ways:
+        its = [link for link in links if transport_of(link.url) is spec and link.adapter.meeting == meeting]
+        if spec.cells:
+            cells = divide(its, lambda link: len(link.members), cell_ranks)
+            found += (tuple(link.url for link in cell) for cell in cells)
+    return tuple(found)
+
+
+def cells_in_words(sizes: Sequence[int]) -> str:
+    """Numbers of engine ranks in each cell, in words: ``"3 cells of 64, 64 and 8 engine ranks"``."""
+    if not sizes:
+        return "no cell"
+    if len(sizes) == 1:
+        return f"1 cell of {sizes[0]} engine rank{'s' if sizes[0] != 1 else ''}"
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} cells of {sizes[0]} engine rank{'s' if sizes[0] != 1 else ''} each"
+    return f"{len(sizes)} cells of {min(sizes)} to {max(sizes)} engine ranks"

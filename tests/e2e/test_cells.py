@@ -1,0 +1,202 @@
+"""Cells: an engine that fails in the middle of an update takes nobody with it, and little is sent again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.harness import SMALL_BUCKETS, Engine, connect, free, next_version, serves_whole, trainer_of
+from weightcast import UpdateFailed, WeightUpdater
+from weightcast.comm.update_group import UpdateGroup
+from weightcast.report import UpdateReport
+from weightcast.transports.channel import Channel
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.status import EngineStatus
+
+pytestmark = pytest.mark.deadlines
+
+
+def hit(engine: Engine, what: str) -> None:
+    number = signal.SIGKILL if what.endswith("killed") else signal.SIGSTOP
+    if what.startswith("rank 1"):
+        os.kill(engine.info().ranks[1].pid, number)
+    else:
+        engine.signal(number)
+
+
+def buckets_of(engine: Engine) -> int:
+    """Number of buckets that the engine has loaded in its last update, those that came twice counted twice."""
+    status, body = engine.ask("GET", "/weightcast/status")
+    assert status == 200, body
+    update = msgspec.json.decode(body, type=EngineStatus).update
+    assert update is not None
+    return update.buckets
+
+
+def once_half_way(do: Callable[[], object]) -> Callable[[int, int], None]:
+    """A progress callback that does something once, when a third of the bytes was sent."""
+    done: list[int] = []
+
+    def look(sent: int, total: int) -> None:
+        if sent > total // 3 and not done:
+            done.append(sent)
+            do()
+
+    return look
+
+
+def update(engines: list[Engine], version: int, **options: Any) -> UpdateReport:
+    options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0} | options
+    with connect(trainer_of(version), engines, **options) as updater:
+        return updater.update(version=version)
+
+
+def check_others(report: UpdateReport, dead: Engine, others: list[Engine], version: int, dead_is: str = "quarantined") -> None:
+    """The report blames the dead engine alone, and the others serve the version, which was proven."""
+    rows = {row.url: row for row in report.targets}
+    assert rows[dead.url].status == dead_is
+    assert dead.url in rows[dead.url].message
+    for engine in others:
+        row = rows[engine.url]
+        assert (row.status, row.version_after, row.proof) == ("serving", version, "resident")
+        assert row.message == ""
+        assert row.digest
+        assert serves_whole(engine) == version
+
+
+def test_an_engine_that_dies_leaves_other_cells_undisturbed(engines, fresh):
+    doomed, others = fresh("--local"), [engines.one, engines.two]
+    version = next_version()
+
+    report = update([doomed, *others], version, cell_ranks=1, progress=once_half_way(doomed.close))
+
+    check_others(report, doomed, others, version)
+    assert report.resent_bytes == 0
+    assert report.buckets > 10
+    assert [buckets_of(engine) for engine in others] == [report.buckets] * 2
+    assert all(row.notes == () for row in report.targets[1:])
+
+
+@pytest.mark.parametrize("what", ["killed", "stopped", "rank 1 killed", "rank 1 stopped"])
+@pytest.mark.parametrize("other", ["one", "two", "host", "bare"])
+def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fresh, other, what):
+    if other != "one" and what != "killed":
+        pytest.skip("one engine is enough")
+    doomed, rest, apart = fresh("--tp", "2"), getattr(engines, other), fresh("--local")
+    assert serves_whole(doomed) == serves_whole(apart) == 0
+    cell_ranks = 2 + rest.info().tp_size
+    version = next_version()
+    options = {"cell_ranks": cell_ranks, "timeout_s": 3.0}
+    try:
+        report = update(
+            [doomed, rest, apart], version, progress=once_half_way(lambda: hit(doomed, what)), **options
+        )
+    finally:
+        if "stopped" in what:
+            doomed.signal(signal.SIGCONT)
+
+    # One that answers again at its end says that it has the old version.
+    check_others(report, doomed, [rest, apart], version, dead_is="untouched" if what == "rank 1 stopped" else "quarantined")
+    again = buckets_of(rest) + (report.resent_bytes > 0) - report.buckets
+    assert 0 <= again <= 2
+    assert report.resent_bytes <= 2 * SMALL_BUCKETS
+    assert buckets_of(apart) == report.buckets
+    assert [len(row.notes) for row in report.targets[1:]] == [1, 0]
+    assert "bucket" in report.targets[1].notes[0]
+
+
+def test_an_engine_that_does_not_come_to_the_meeting_is_left_out_of_its_cell(engines, fresh):
+    doomed, apart = fresh("--tp", "2"), fresh("--local")
+    assert serves_whole(doomed) == serves_whole(apart) == 0
+    version = next_version()
+    join = Channel.connect
+
+    def stop_and_join(self: Channel) -> None:
+        if doomed.url in [link.url for link in self.links]:
+            hit(doomed, "rank 1 stopped")
+        join(self)
+
+    Channel.connect = stop_and_join
+    try:
+        report = update([doomed, engines.one, apart], version, cell_ranks=3, timeout_s=3.0)
+    finally:
+        Channel.connect = join
+        doomed.signal(signal.SIGCONT)
+    check_others(report, doomed, [engines.one, apart], version, dead_is="untouched")
+    assert report.resent_bytes == 0
+
+
+def test_an_engine_that_dies_with_the_last_bucket_costs_no_bucket_again(engines, fresh):
+    doomed = fresh("--local")
+    version = next_version()
+
+    def at_the_end(sent: int, total: int) -> None:
+        if sent == total:
+            doomed.close()
+
+    report = update([doomed, engines.one], version, progress=at_the_end)
+    check_others(report, doomed, [engines.one], version)
+    assert report.resent_bytes <= 2 * SMALL_BUCKETS
+    # The group is made anew for the next update.
+    version = next_version()
+    assert update([engines.one], version).ok
+    assert serves_whole(engines.one) == version
+
+
+def test_a_wrong_bit_in_a_bucket_that_came_again_is_found(engines, fresh, monkeypatch):
+    doomed, before = fresh("--local"), serves_whole(engines.one)
+    start, begun, flipped = Channel.send, list[int](), list[int]()
+
+    def send(self: Channel, bucket: Bucket, filled: object, shared: object = ()) -> None:
+        if bucket.layout.index in begun and not flipped:  # it comes again
+            flipped.append(bucket.layout.index)
+            bucket.data[bucket.layout.slots[0].offset_bytes] ^= 1
+        begun.append(bucket.layout.index)
+        start(self, bucket, filled, shared)
+
+    monkeypatch.setattr(Channel, "send", send)
+    version = next_version()
+    with pytest.raises(UpdateFailed, match="received something else") as caught:
+        update([doomed, engines.one], version, progress=once_half_way(doomed.close))
+    assert flipped
+    assert serves_whole(engines.one) == before
+    rows = {row.url: row for row in caught.value.report.targets}
+    assert rows[engines.one.url].status == "untouched"
+
+
+def test_with_on_failure_raise_no_cell_switches(engines, fresh):
+    doomed, before = fresh("--local"), serves_whole(engines.one)
+    with pytest.raises(UpdateFailed, match=doomed.url) as caught:
+        update(
+            [doomed, engines.one],
+            next_version(),
+            cell_ranks=1,
+            on_failure="raise",
+            progress=once_half_way(doomed.close),
+        )
+    assert [row.status for row in caught.value.report.targets] == ["quarantined", "untouched"]
+    assert serves_whole(engines.one) == before
+
+
+def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
+    doomed = fresh("--local")
+    model = trainer_of(version := next_version())
+    options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0, "cell_ranks": 1}
+    with connect(model, [doomed, engines.one, engines.host], progress=once_half_way(doomed.close), **options) as updater:
+        assert updater.cells == ((doomed.url,), (engines.one.url,), (engines.host.url,))
+        check_others(updater.update(version=version), doomed, [engines.one, engines.host], version)
+        model.set_version(version := next_version())
+        check_others(updater.update(version=version), doomed, [engines.one, engines.host], version)
+        doomed.close()
+        back = fresh("--local", port=doomed.port)
+        assert serves_whole(back) == 0
+        model.set_version(version := next_version())
+        report = updater.update(version=version)
+        assert report.ok
+        assert report.resent_bytes == 0
+        assert serves_whole(back) == version
