@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.harness import SMALL_BUCKETS, Engine, connect, free, next_version, serves_whole, trainer_of
-from weightcast import UpdateFailed, WeightUpdater
-from weightcast.comm.update_group import UpdateGroup
+from tests.harness import SMALL_BUCKETS, Engine, connect, next_version, serves_whole, trainer_of
+from weightcast import UpdateFailed
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
 from weightcast.wire.bucket import Bucket
@@ -56,7 +55,9 @@ def update(engines: list[Engine], version: int, **options: Any) -> UpdateReport:
         return updater.update(version=version)
 
 
-def check_others(report: UpdateReport, dead: Engine, others: list[Engine], version: int, dead_is: str = "quarantined") -> None:
+def check_others(
+    report: UpdateReport, dead: Engine, others: list[Engine], version: int, dead_is: str = "quarantined"
+) -> None:
     """The report blames the dead engine alone, and the others serve the version, which was proven."""
     rows = {row.url: row for row in report.targets}
     assert rows[dead.url].status == dead_is
@@ -93,15 +94,15 @@ def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fr
     version = next_version()
     options = {"cell_ranks": cell_ranks, "timeout_s": 3.0}
     try:
-        report = update(
-            [doomed, rest, apart], version, progress=once_half_way(lambda: hit(doomed, what)), **options
-        )
+        report = update([doomed, rest, apart], version, progress=once_half_way(lambda: hit(doomed, what)), **options)
     finally:
         if "stopped" in what:
             doomed.signal(signal.SIGCONT)
 
     # One that answers again at its end says that it has the old version.
-    check_others(report, doomed, [rest, apart], version, dead_is="untouched" if what == "rank 1 stopped" else "quarantined")
+    check_others(
+        report, doomed, [rest, apart], version, dead_is="untouched" if what == "rank 1 stopped" else "quarantined"
+    )
     again = buckets_of(rest) + (report.resent_bytes > 0) - report.buckets
     assert 0 <= again <= 2
     assert report.resent_bytes <= 2 * SMALL_BUCKETS
@@ -187,7 +188,9 @@ def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
     doomed = fresh("--local")
     model = trainer_of(version := next_version())
     options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0, "cell_ranks": 1}
-    with connect(model, [doomed, engines.one, engines.host], progress=once_half_way(doomed.close), **options) as updater:
+    with connect(
+        model, [doomed, engines.one, engines.host], progress=once_half_way(doomed.close), **options
+    ) as updater:
         assert updater.cells == ((doomed.url,), (engines.one.url,), (engines.host.url,))
         check_others(updater.update(version=version), doomed, [engines.one, engines.host], version)
         model.set_version(version := next_version())

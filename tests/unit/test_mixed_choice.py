@@ -163,7 +163,7 @@ def test_every_part_gets_every_bucket_also_after_one_has_failed():
     mixed = MixedTransport([bad, worse])
     assert mixed.name == "ipc+broadcast"
     shared: list[Shared] = []
-    bucket: Any = None
+    bucket: Any = SimpleNamespace(layout=SimpleNamespace(index=0))
     with pytest.raises(TargetsFailed) as raised:
         mixed.send(bucket, shared)
     assert [engine_of(failure) for failure in raised.value.failures] == [HERE, THERE]

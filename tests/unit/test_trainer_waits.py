@@ -34,7 +34,10 @@ class Group:
 
 @pytest.mark.parametrize(("buckets", "waits"), [(0, 2), (1, 1)])
 def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(buckets: int, waits: int) -> None:
-    group, head = Group(), SimpleNamespace(failed=True, add_phase=lambda *_: None, exchange_failed=lambda _: None)
+    group, head = (
+        Group(),
+        SimpleNamespace(failed=True, add_phase=lambda *_: None, exchange_failed=lambda _: None, go_on=lambda: None),
+    )
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {
         "exporter": SimpleNamespace(device=torch.device("cpu")),
@@ -46,5 +49,6 @@ def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(bu
     stream = BucketStream(
         layouts=layouts, verifies=False, check_finite=False, wait_s=TIMEOUT_S, timeout_s=TIMEOUT_S, **parts
     )
-    assert not stream._send_each(iter(()), None, None)
+    filling: Any = SimpleNamespace(next=0)
+    assert not stream._send_each(filling, 0, sums_buckets=False)
     assert group.limits_s == [pytest.approx(TIMEOUT_S + margin_s(TIMEOUT_S))] * waits

@@ -34,6 +34,7 @@ class Arrivals:
     def begin_again(self) -> None:
         """Starts to count again, and keeps the rows of tensors that were not yet put together."""
         self._rows.clear()
+        self._abandoned = False
         self._followed, self._whole = [], []
 
     def prepare(self, buckets: Sequence[Mapping[str, int]], specs: Sequence[TensorSpec]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weightcast.digest.copies import flat_bytes
-from weightcast.errors import ConfigError, EngineFailure
+from weightcast.errors import ConfigError, EngineFailure, Refused
 from weightcast.receiver.arrivals import Arrivals
 from weightcast.receiver.bucket_copier import BucketCopier, target_of
 from weightcast.receiver.bucket_plan import BucketPlan, Copy, plan_bucket
@@ -117,6 +117,7 @@ class Loader:
         self._device = next(iter(self.residents.values())).device if self.residents else torch.device("cpu")
         self._arrivals = Arrivals()
         self._loaded: list[BucketPlan] = []  # of this update, in order
+        self._unsafe: set[str] = set()  # parameters to whose second set a broadcast may write that was given up
         self._copier = BucketCopier()
         self.plan = LoadPlan()
         self.scattered = ScatteredCopier(self.expected, self.routes, self.computed)
@@ -215,7 +216,9 @@ class Loader:
         self._use(plan)
         self._copier.begin()
         if self._arrivals.abandoned:
+            self.staging.abandon()
             self.staging.allocate()
+            self._unsafe.clear()
         self.staging.look(dtypes=True)
         self._arrivals.begin()
         self._held.clear()
@@ -284,24 +287,14 @@ class Loader:
             return self.staging.staged and len(runs) > 1
         return any(True for _ in self._straight(plan, runs))
 
-    def abandon(self) -> None:
-        """Gives up this update while a broadcast may still write to ``places``; the next one gets other memory."""
-        self.staging.abandon()
-        self._arrivals.abandon()
+    def abandon(self, layout: BucketLayout, names: Collection[str]) -> None:
+        """Gives up a bucket while a broadcast may still write to its ``places``, whose slots have these names.
 
-    def renew(self, layout: BucketLayout, names: Collection[str]) -> None:
-        """Moves the ``places`` of a bucket, while a broadcast may still write to them.
-
-        ``names`` are those of the slots.  What arrived before stays.
+        No bucket is taken until ``rewind``, or until the next update begins: both get other memory.
         """
-        plan = self._plan(layout)
-        try:
-            self.staging.renew(
-                {copy.parameter for slot, copies in plan.table if slot.spec.name in names for copy in copies}
-            )
-        except BaseException:  # such as without memory: the update cannot go on, but no later one may be written to
-            self.abandon()
-            raise
+        copies = [copy for slot, some in self._plan(layout).table if slot.spec.name in names for copy in some]
+        self._unsafe.update(copy.parameter for copy in copies)
+        self._arrivals.abandon()
 
     def rewind(self, buckets: int) -> None:
         """Forgets all buckets of this update but the first ones, because the others come again.
@@ -313,11 +306,6 @@ class Loader:
         if buckets > len(self._loaded):
             raise Refused(f"{len(self._loaded)} buckets have arrived, which is fewer than {buckets}")
         kept, dropped = self._loaded[:buckets], self._loaded[buckets:]
-        if self._arrivals.abandoned:
-            if kept:
-                raise Refused("a bucket of this update was given up half way", hint="go back to the first bucket")
-            self.staging.allocate()
-            self._arrivals.begin()
         names = {slot.spec.name for plan in dropped for slot, _ in plan.table}
         cut = names & self.computed & {slot.spec.name for plan in kept[-1:] for slot, _ in plan.table}
         if cut:
@@ -325,6 +313,8 @@ class Loader:
                 f"the first rows of {some(sorted(cut))}, which the model's own loader takes, would not come again",
                 hint="go back to the first bucket",
             )
+        self.staging.renew(self._unsafe)
+        self._unsafe.clear()
         self._arrivals.begin_again()
         for plan in kept:
             self._count_rows(plan)

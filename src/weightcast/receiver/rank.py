@@ -421,11 +421,11 @@ class WeightReceiver:
             raise  # before anything was entered
         except BaseException:
             if places:
-                self.loader.renew(layout, places)
+                self.loader.abandon(layout, places)
             raise
 
     def _resume_from(self, message: Resume) -> RankAck:
-        """Forgets the buckets after ``message.buckets``.  A broadcast that was given up may still write to its memory."""
+        """Forgets the buckets after ``message.buckets``, and the memory to which their broadcasts may still write."""
         self._session(message.session)
         if self._interrupted.is_set():
             raise Refused("interrupted")

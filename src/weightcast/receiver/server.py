@@ -292,7 +292,8 @@ _LEASE = {
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
 _MESSAGES = json_content(
-    "One message", PREPARE_SCHEMA | Join | Leave | ANNOUNCE_SCHEMA | Resume | Close | Commit | Revert | Abort | Readback | Fetch
+    "One message",
+    PREPARE_SCHEMA | Join | Leave | ANNOUNCE_SCHEMA | Resume | Close | Commit | Revert | Abort | Readback | Fetch,
 )
 _OPEN = json_content("The first message of an update", OPEN_SCHEMA)
 _SCORED = json_content("A text as tokens", Scored)

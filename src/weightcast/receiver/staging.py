@@ -174,7 +174,8 @@ class Staging:
                 tuple(before.shape), before.stride(), dtype=before.dtype, pin_memory=before.is_pinned()
             )
             self._waiting[name] = after.copy_(before)
-        self._placing = self._placed()
+        if names:
+            self._placing = self._placed()
 
     @property
     def number(self) -> int:

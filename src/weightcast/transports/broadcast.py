@@ -219,7 +219,14 @@ def _check(placement: Placement) -> None:
 
 
 SPEC = TransportSpec(
-    name="broadcast", delivery="group", mixes=True, zero_copy=True, cells=True, suits=lambda _: True, build=_build, check=_check
+    name="broadcast",
+    delivery="group",
+    mixes=True,
+    zero_copy=True,
+    cells=True,
+    suits=lambda _: True,
+    build=_build,
+    check=_check,
 )
 
 

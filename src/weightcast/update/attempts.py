@@ -90,7 +90,11 @@ class Attempts:
                         result = head.finish(folded, found)
                         if head.failed:
                             stream.abort("the update failed")
-                    first = self._ranks.hear(AttemptResult(resume_from=result.resume_from)).resume_from if stream.resumes else None
+                    first = (
+                        self._ranks.hear(AttemptResult(resume_from=result.resume_from)).resume_from
+                        if stream.resumes
+                        else None
+                    )
             except BaseException as error:
                 if head is not None:
                     head.give_up(f"the trainer failed: {type(error).__name__}: {error}".rstrip(": "))

@@ -71,7 +71,7 @@ class Filling:
     plan: SendPlan
     lent: Sequence[Mapping[str, torch.Tensor]]
     sources: SourceSums | None
-    buckets: _Filled = iter(())
+    buckets: _Filled = field(default_factory=lambda: iter(()))
     next: int = 0
     filled: int = 0
     sent: int = 0

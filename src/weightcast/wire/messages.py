@@ -2,8 +2,8 @@
 
 An update is Open, Join (if the group changed), Announce for each bucket, Close, Commit.  ``Close`` asks whether
 everything has arrived, and ``Commit`` makes it live.  They are two messages so that no engine switches before every
-engine has everything.  ``Resume`` repeats buckets after a group failed.  ``Revert`` undoes a commit until another session is opened.  ``Prepare`` may come before the
-first update.
+engine has everything.  ``Resume`` takes a session back to an earlier bucket after its group has failed.  ``Revert``
+undoes a commit until another session is opened.  ``Prepare`` may come before the first update.
 
 The engine answers each with an ``Ack`` (``answers.py``).  Before the first, the trainer asks for its description
 (``engine_info.py``).
