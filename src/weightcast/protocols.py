@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from weightcast.comm.trainer_group import TrainerGroup
     from weightcast.comm.update_group import UpdateGroup
     from weightcast.digest.source_sums import Folded, SourceSums
+    from weightcast.errors import WeightcastError
     from weightcast.wire.box import Box
     from weightcast.wire.bucket import Bucket
     from weightcast.wire.engine_info import EngineInfo
@@ -548,12 +549,25 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Exchanging(Protocol):
-    """A transport over a group of all trainer ranks, each of which sends its own parts to engine ranks."""
+    """A transport over groups of all trainer ranks, each of which sends its own parts to engine ranks."""
 
-    def invite(self) -> Invited | None:
-        """Opens the rendezvous of a new group, which ``connect`` then makes; None if there is a group that lives."""
+    def invite(self) -> Sequence[Invited]:
+        """Begins an attempt and opens the rendezvous of new groups, which ``connect`` then makes.
+
+        Returns ``invited``; a group that lives from an earlier update is not made again.
+        """
         ...
 
-    def member(self) -> UpdateGroup:
-        """The head's end of the group; ``connect`` comes first."""
+    @property
+    def invited(self) -> Sequence[Invited]:
+        """The groups that every trainer rank must join, and ``connect`` makes."""
+        ...
+
+    @property
+    def members(self) -> Mapping[str, UpdateGroup]:
+        """The head's end of each group that is well, by its name."""
+        ...
+
+    def lost(self, name: str, error: WeightcastError) -> None:
+        """Ends the transfers in a group in which messages of a trainer rank failed; raises the error of the cause."""
         ...

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.harness import SMALL_BUCKETS, Engine, connect, next_version, serves_whole, trainer_of
-from weightcast import UpdateFailed
+from tests.harness import (
+    SMALL_BUCKETS,
+    Engine,
+    connect,
+    next_version,
+    on_every_rank,
+    serves_whole,
+    set_shards,
+    trainer_of,
+)
+from tests.unit.ranks import Ranks
+from weightcast import UpdateFailed, WeightUpdater
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
 from weightcast.wire.bucket import Bucket
@@ -203,3 +215,82 @@ def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
         assert report.ok
         assert report.resent_bytes == 0
         assert serves_whole(back) == version
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    """A trainer of two ranks."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def lose_an_engine(urls: list[str], victim: int, what: int, versions: list[int], options: dict) -> list[str]:
+    """Updates by two trainer ranks; a process is killed or stopped after the fifth bucket of the first one."""
+
+    def strike(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 5:
+            os.kill(victim, what)
+
+    seen: list[int] = []
+    model = trainer_of(versions[0])
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    told = []
+    with WeightUpdater.connect(
+        model, urls, bucket_bytes=SMALL_BUCKETS, on_failure="quarantine", progress=strike, **options
+    ) as updater:
+        for version in versions:
+            set_shards(model, version)
+            told.append(on_every_rank(updater.update(version=version)))
+    return told
+
+
+@pytest.mark.parametrize("struck", ["killed", "stopped"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"transport": "broadcast"}, id="broadcast"),
+        pytest.param({"transport": "direct", "direct_by": "messages"}, id="messages"),
+        pytest.param({"transport": "direct", "direct_by": "relay"}, id="relay"),
+    ],
+)
+@pytest.mark.parametrize("cell_ranks", [4, 64])
+def test_all_trainer_ranks_go_back_to_the_bucket_that_a_cell_needs(fresh, two_ranks, cell_ranks, options, struck):
+    if struck == "stopped" and cell_ranks == 64:
+        pytest.skip("one size of cells is enough")
+    lost, kept, apart = fresh("--tp", "2"), fresh("--tp", "2"), fresh("--tp", "2")
+    versions = [next_version(), next_version()]
+    victim = lost.info().ranks[1].pid
+    options = options | {"cell_ranks": cell_ranks, "timeout_s": 10.0 if struck == "killed" else 4.0}
+    number = signal.SIGKILL if struck == "killed" else signal.SIGSTOP
+    urls = [lost.url, kept.url, apart.url]
+
+    told = two_ranks.run(lose_an_engine, urls, victim, number, versions, options)
+
+    assert told[0] == told[1]
+    first, second = (UpdateReport.from_json(text) for text in told[0])
+    for version, report in ((versions[0], first), (versions[1], second)):
+        lost_row, *rows = report.targets
+        assert lost_row.status != "serving"
+        assert lost.url in lost_row.message
+        for row in rows:
+            assert (row.status, row.version_after, row.proof, row.message) == ("serving", version, "resident", "")
+    assert "rank 1" in first.targets[0].message or struck == "stopped"
+    assert first.resent_bytes <= 2 * 2 * SMALL_BUCKETS
+    assert [len(row.notes) for row in first.targets[1:]] == [1, 0 if cell_ranks == 4 else 1]
+    assert second.resent_bytes == 0
+    assert buckets_of(apart) == buckets_of(kept) == second.buckets
+    assert serves_whole(kept) == serves_whole(apart) == versions[1]
+
+
+def test_cells_of_messages_are_exchanged_side_by_side(fresh, two_ranks):
+    engines = [fresh("--tp", str(tp)) for tp in (1, 2, 1)]
+    versions = [next_version(), next_version()]
+    options = {"transport": "direct", "direct_by": "messages", "cell_ranks": 2, "timeout_s": 30.0}
+    told = two_ranks.run(lose_an_engine, [engine.url for engine in engines], 0, 0, versions, options)
+    for text in told[0]:
+        report = UpdateReport.from_json(text)
+        assert report.ok
+        assert (report.resent_bytes, [row.notes for row in report.targets]) == (0, [()] * 3)
+    assert [serves_whole(engine) for engine in engines] == [versions[1]] * 3

@@ -12,6 +12,7 @@ from torch import nn
 from tests.unit.playing import Game
 from tests.unit.test_placements import jobs, model_of
 from weightcast.comm.group_moves import Move
+from weightcast.comm.invited import Invited
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.comm.update_group import UpdateGroup
 from weightcast.digest.definition import tensor_digest
@@ -104,6 +105,11 @@ class Post:
         assert works == ["works"]
 
 
+def invited(world_size: int, group: str = "g", **options: int) -> Invited:
+    """To the group of one cell."""
+    return Invited(group=group, host="h", port=1, token="t", world_size=world_size, **options)
+
+
 class Trainer:
     """One trainer rank of a played job, with values."""
 
@@ -179,7 +185,7 @@ def exchange_and_compare(case: dict) -> None:
     post = Post(len(trainers), wanted)
     ends = [Exchange(rank=n, num_trainers=len(trainers), device=CPU, timeout_s=1.0) for n in range(len(trainers))]
     for end in ends:
-        end.use(cast(UpdateGroup, post))
+        assert end.use({invited(post.world_size): cast(UpdateGroup, post)}) == {}
     largest = max(layout.size_bytes for layout in layouts)
     slots = [[torch.empty(largest, dtype=torch.uint8) for _ in range(2)] for _ in trainers]
     for seed in range(3):  # from the second time on from plans that are known, in the same buffers
@@ -189,6 +195,8 @@ def exchange_and_compare(case: dict) -> None:
         for loader in loaders:
             loader.begin()
         num_pieces = [0] * len(loaders)
+        for end in ends:
+            end.begin()
         for layout in layouts:
             post.messages.clear()
             parts = []
@@ -198,7 +206,7 @@ def exchange_and_compare(case: dict) -> None:
                 served = list(trainer.gatherer.serves(layout, trainer.group))
                 parts.append(tuple(Part(slot=slot, offset=box.offset, shape=box.shape) for slot, box in served))
                 end.send(bucket, served)
-                assert end.failed is None
+                assert end.failures == {}
             for number, loader in enumerate(loaders):
                 plan = loader.scattered.plan_exchange(layout, tuple(parts))
                 received = torch.zeros(max(plan.size_bytes, 1), dtype=torch.uint8)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clock import wait_until
-from tests.unit.test_exchange import Post
+from tests.unit.test_exchange import Post, invited
 from weightcast.comm.group_moves import Move
 from weightcast.comm.relays import Relay, chains
 from weightcast.comm.rendezvous import Rendezvous
@@ -62,8 +62,8 @@ def test_trainer_ranks_send_to_the_first_of_each_chain():
     wanted = [encode_wanted({"w": (WantedBox((row, 0), (2, 8)),)}) for row in (0, 2, 0, 2, 0)]
     post = Post(2, wanted)
     end = Exchange(rank=0, num_trainers=2, device=CPU, timeout_s=1.0, relays=True)
-    end.use(cast(UpdateGroup, post))
-    assert sorted(end._kinds) == [2, 3]
+    assert end.use({invited(post.world_size): cast(UpdateGroup, post)}) == {}
+    assert sorted(end._cells["g"].kinds) == [2, 3]
 
 
 class Groups:

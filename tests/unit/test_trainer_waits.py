@@ -29,14 +29,14 @@ class Group:
 
     def gather_bytes(self, payload: bytes, *, timeout_s: float) -> list[bytes]:
         self.limits_s.append(timeout_s)
-        return [payload, b""]
+        return [payload, payload]
 
 
 @pytest.mark.parametrize(("buckets", "waits"), [(0, 2), (1, 1)])
 def test_head_waits_longer_for_other_ranks_than_these_wait_for_an_engine_rank(buckets: int, waits: int) -> None:
     group, head = (
         Group(),
-        SimpleNamespace(failed=True, add_phase=lambda *_: None, exchange_failed=lambda _: None, go_on=lambda: None),
+        SimpleNamespace(failed=True, add_phase=lambda *_: None, exchange_failed=lambda *_: None, go_on=lambda: None),
     )
     layouts: list[Any] = [SimpleNamespace(slots=(), index=0)] * buckets
     parts: dict[str, Any] = {

@@ -8,7 +8,8 @@ import msgspec
 class Invited(msgspec.Struct, frozen=True, kw_only=True):
     """The rendezvous of a group; trainer ranks keep their own numbers in it, and engine ranks follow.
 
-    ``token`` is the prefix of the keys in the head's store, which listens at ``host`` and ``port``.
+    ``token`` is the prefix of the keys in the head's store, which listens at ``host`` and ``port``.  The group is made
+    anew if another one failed before bucket number ``begun``: it gets the buckets from number ``first`` on.
     """
 
     group: str
@@ -16,3 +17,5 @@ class Invited(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     token: str
     world_size: int
+    first: int = 0
+    begun: int = 0

@@ -38,6 +38,7 @@ _Unanswered = tuple[int, list[Future[None]]]  # a bucket's index and the targets
 
 _COME_S = 1.0  # for engines on their way to the rendezvous to reach it
 _TURN_POLL_S = 0.05  # the abort of a group does not wake threads that wait for a turn
+_REBUILDS = 2  # engines in other cells wait meanwhile, a deadline for each: their leases last for four
 _OTHERS_S = 1.0  # for other stock engines to refuse, once one has
 
 
@@ -95,6 +96,8 @@ class Channel:
         self._invited: Invited | None = None
         self._due = 0  # index of the bucket that is sent next
         self._begun = 0  # number of buckets whose broadcast was begun
+        self._rebuilds = 0  # without progress between them
+        self._went_back_to = -1
         self.failure: WeightcastError | None = None
         self.resent_bytes = 0
 
@@ -108,11 +111,17 @@ class Channel:
         """True if all its targets can take buckets again, so that it can be rebuilt within an update."""
         return all(link.can_resume for link in self._links)
 
+    @property
+    def is_stuck(self) -> bool:
+        """True if it was rebuilt, and again, and no bucket has arrived at all its targets since."""
+        return self._rebuilds >= _REBUILDS and min(link.sent for link in self._links) <= self._went_back_to
+
     def begin(self) -> None:
         """Starts an update, in which no bucket was sent yet.  Called before ``invite`` and ``connect``."""
         self.settle()
-        self._turn = self._due = self._begun = 0
-        self.failure = None
+        self._turn = self._due = self._begun = self._rebuilds = 0
+        self._went_back_to = -1
+        self.failure = self._invited = None
 
     def takes(self, index: int) -> bool:
         """True if the bucket must be sent to this cell next, which is then counted as sent."""
@@ -150,14 +159,34 @@ class Channel:
             leave_all(self._links, self._group.name)
             self._group.close()
             self._group = None
-        self._turn = self._due = first
+        self._rebuilds = self._rebuilds + 1 if first <= self._went_back_to else 1
+        self._turn = self._due = self._went_back_to = first
         self.failure = None
         return first
 
-    def member(self) -> UpdateGroup:
-        """The head's end of a group of all trainer ranks; ``connect`` comes first."""
-        assert isinstance(self._group, UpdateGroup)
-        return self._group
+    def member(self) -> UpdateGroup | None:
+        """The head's end of a group of all trainer ranks; None before ``connect`` and after a failure."""
+        assert not isinstance(self._group, NcclGroup)
+        return self._group if self.failure is None and self._invited is None else None
+
+    @property
+    def name(self) -> str:
+        """Name of the group, or of the one that comes next; empty if there is none."""
+        if self._invited is not None:
+            return self._invited.group
+        return "" if self._group is None else self._group.name
+
+    @property
+    def invited(self) -> Invited | None:
+        """The group that ``connect`` makes; None if it lives, or was not yet ``invite``d."""
+        return self._invited if self.failure is None else None
+
+    def lose(self, error: WeightcastError) -> None:
+        """Ends the transfers because messages of a trainer rank failed; raises the error of the cause."""
+        self._invited = None
+        self.abort(str(error))
+        self.drain()
+        raise error
 
     def invite(self) -> Invited | None:
         """Opens the rendezvous of a new group; None if there is a group that lives."""
@@ -178,6 +207,8 @@ class Channel:
             port=self._store.port,
             token=secrets.token_hex(16),
             world_size=rank,
+            first=self._due,
+            begun=self._begun,
         )
         return self._invited
 
@@ -287,6 +318,8 @@ class Channel:
         group = self._group
         assert group is not None, "connect() comes first"
         index = bucket.layout.index
+        if self._trainers is not None:
+            self._begun = max(self._begun, index + 1)
         # Another transport of a mixed update may share the bucket in memory, which members of a group must not read.
         parts = shared if self._trainers is not None else ()
         self._read_replies(index - self._in_flight)

@@ -20,16 +20,18 @@ The first two reach engines on every host whose trainer ranks hold all weights t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from weightcast.comm import nixl
 from weightcast.comm.invited import Invited
 from weightcast.comm.update_group import UpdateGroup
-from weightcast.errors import ConfigError
+from weightcast.errors import ConfigError, WeightcastError
 from weightcast.protocols import Transport
 from weightcast.transports.broadcast import SPEC as BROADCAST
 from weightcast.transports.broadcast import BroadcastTransport
+from weightcast.transports.channel import Channel
 from weightcast.transports.ipc import IpcTransport
 from weightcast.transports.spec import Placement, TransportSpec, Wiring
 from weightcast.wire.engine_info import EngineInfo
@@ -46,14 +48,46 @@ class ExchangeTransport(BroadcastTransport):
 
     name = "direct"
 
-    def invite(self) -> Invited | None:
+    def invite(self) -> Sequence[Invited]:
         """As ``Exchanging.invite``."""
-        self._channels[0].begin()
-        return self._channels[0].invite()
+        for channel in self._channels:
+            channel.begin()
+            channel.invite()
+        return self.invited
 
-    def member(self) -> UpdateGroup:
-        """As ``Exchanging.member``."""
-        return self._channels[0].member()
+    @property
+    def invited(self) -> Sequence[Invited]:
+        """As ``Exchanging.invited``."""
+        return [channel.invited for channel in self._channels if channel.invited is not None]
+
+    def connect(self) -> None:
+        """As ``Transport.connect``, for the cells that were ``invited``."""
+        self._each(Channel.connect, [channel for channel in self._channels if channel.invited is not None])
+
+    @property
+    def members(self) -> Mapping[str, UpdateGroup]:
+        """As ``Exchanging.members``."""
+        return {group.name: group for channel in self._channels if (group := channel.member()) is not None}
+
+    def lost(self, name: str, error: WeightcastError) -> None:
+        """As ``Exchanging.lost``."""
+        channels = [channel for channel in self._channels if channel.name == name]
+        for channel in channels:
+            channel.abort(str(error))
+        self._pump.drain()
+        self._each(lambda channel: channel.lose(error), [one for one in channels if one.failure is None])
+
+    def rebuild(self, cells: Sequence[Channel]) -> list[tuple[Channel, int]]:
+        """As ``Mending.rebuild``; their groups come about once the other trainer ranks were told of ``invited``."""
+        found: list[tuple[Channel, int]] = []
+
+        def rebuild(cell: Channel) -> None:
+            first = cell.take_back()
+            cell.invite()
+            found.append((cell, first))
+
+        self._each(rebuild, cells)
+        return found
 
 
 def _check_memory(placement: Placement) -> None:
@@ -133,6 +167,8 @@ def _exchange(wiring: Wiring, *, relays: bool = False) -> Transport:
         timeout_s=config.timeout_s,
         trainers=wiring.num_trainers,
         relays=relays,
+        cell_ranks=config.cell_ranks,
+        mends=config.on_failure == "quarantine",
     )
 
 
@@ -174,6 +210,7 @@ _MESSAGES = TransportSpec(
     primitive="messages",
     scattered=True,
     exchanges=True,
+    cells=True,
     delivery="group",
     check=_check_messages,
     build=_exchange,

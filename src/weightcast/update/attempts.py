@@ -79,7 +79,7 @@ class Attempts:
                 result = self._ranks.hear(result)
                 if result.boxes is not None:
                     stream.use_boxes(result.boxes)
-                if result.invited is not None:
+                if result.invited:
                     result = self._meet(result, head, stream)
                 if result.failure is not None or result.again:
                     return result
@@ -110,18 +110,10 @@ class Attempts:
             raise UpdateFailed(f"the engines have switched, but {error}", report=report) from error
 
     def _meet(self, result: AttemptResult, head: Head | None, stream: BucketStream) -> AttemptResult:
-        """Makes the group of all trainer ranks and engine ranks.  Collective."""
-        assert result.invited is not None
-        failure = ""
+        """Makes the groups of all trainer ranks and engine ranks.  Collective."""
+        stream.meet(result.invited)
         if head is not None:
-            head.meet(stream.exchange)
-        else:
-            failure = stream.join(result.invited)
-        failures = self._group.gather_bytes(failure.encode(), timeout_s=self._ranks.wait_s)
-        if head is not None:
-            assert failures is not None
-            others = [text.decode() for text in failures]
-            result = head.after_meeting(others, msgspec.structs.replace(result, invited=None))
+            result = head.after_meeting(msgspec.structs.replace(result, invited=()))
         return self._ranks.hear(result)
 
     def _conclude(

@@ -19,7 +19,6 @@ from weightcast.comm.shared_buckets import Shared, SharedSlot, make_slots
 from weightcast.comm.trainer_group import TrainerGroup
 from weightcast.digest.source_sums import Folded, SourceSums
 from weightcast.digest.transfers import prepare_kernels
-from weightcast.errors import WeightcastError
 from weightcast.exporters import sum_messages
 from weightcast.exporters.bucketize import bucketize
 from weightcast.protocols import Exporter, Lender, Mappable, Planning, Refilling, Summing
@@ -44,7 +43,32 @@ from weightcast.wire.pieces import ALIGNMENT_BYTES, decode_wanted, name_of
 Progress = Callable[[int, int], None]
 
 _NUM_SLOTS = 2
-_STOP = b"stop"
+
+
+class _Go(msgspec.Struct, frozen=True):
+    """The head's word before each bucket.
+
+    Attributes:
+        index: The bucket that comes next; None to stop, because the update has failed.
+        groups: Names of the groups in which trainer ranks send to engine ranks.
+        invited: Groups that must be made before.
+    """
+
+    index: int | None
+    groups: tuple[str, ...] = ()
+    invited: tuple[Invited, ...] = ()
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What a trainer rank tells the head: failed messages by name of the group, and bytes that it has sent again."""
+
+    failures: dict[str, str]
+    resent_bytes: int
+
+
+_encoder = msgspec.json.Encoder()
+_go = msgspec.json.Decoder(_Go)
+_told = msgspec.json.Decoder(_Told)
 _shared = msgspec.json.Decoder(Shared)
 _TIMES_ITS_BYTES = 8  # memory of decoded handles and parts
 _known_shared: Lru[tuple[bytes, str], Shared] = Lru(64 << 20)
@@ -190,6 +214,7 @@ class BucketStream:
         """Begins to fill the buckets of one attempt.  Collective: every trainer rank calls it."""
         lent = self._lend()
         plan = self._plan_of(lent)
+        self.exchange.begin()
         filling = Filling(plan=plan, lent=lent, sources=SourceSums() if self._verifies else None)
         buckets = self._fill(filling)
         # With one trainer rank, buckets fill while the engines open their sessions: one on the host, and as many as
@@ -219,13 +244,14 @@ class BucketStream:
             return (), {}
         return self._gather_sums(filling.sources, filling.sums)
 
-    def join(self, invited: Invited) -> str:
-        """Joins the group of all trainer ranks and engine ranks; returns the failure, empty if there is none."""
-        try:
-            self.exchange.join(invited)
-        except WeightcastError as error:
-            return str(error)
-        return ""
+    def meet(self, invited: Sequence[Invited]) -> None:
+        """Joins groups of all trainer ranks and engine ranks; the head notes what fails.  Collective."""
+        failures: Mapping[str, str] = {}
+        if self._head is not None:
+            self._head.meet(self.exchange)
+        else:
+            failures = self.exchange.join(invited)
+        self._tell_failures(failures)
 
     @property
     def boxes(self) -> tuple[bytes, ...]:
@@ -317,16 +343,20 @@ class BucketStream:
         A cell that was rebuilt meanwhile gets buckets again, so all ranks then go back to the first of them.
         """
         head = self._head
-        self.exchange.begin()
         index = first
         while index < len(self._layouts):
-            go = self._group.broadcast_bytes(self._next(index), timeout_s=self._wait_s)
-            if go == _STOP:
+            go = _go.decode(self._group.broadcast_bytes(self._next(index), timeout_s=self._wait_s))
+            if go.index is None:
                 self.exchange.abort("the update failed")
                 return False
-            index = int(go)
+            index = go.index
             if index != filling.next:
-                filling.buckets = self._fill(filling, index)
+                self.exchange.drain()  # messages may still be read from buffers that are filled again
+                filling.buckets, filling.next = self._fill(filling, index), index
+            self.exchange.keep((*go.groups, *(one.group for one in go.invited)))
+            if go.invited:
+                self.meet(go.invited)
+                continue
             layout = self._layouts[index]
             bucket, slot = next(filling.buckets)
             filling.next = index + 1
@@ -359,7 +389,9 @@ class BucketStream:
         if head is None:
             return b""
         again = head.go_on()
-        return _STOP if head.failed else str(index if again is None else again).encode()
+        if head.failed:
+            return _encoder.encode(_Go(None))
+        return _encoder.encode(_Go(index if again is None else again, head.groups, head.invited))
 
     @property
     def resumes(self) -> bool:
@@ -384,12 +416,14 @@ class BucketStream:
         if self._head is not None:
             self._head.add_phase("send", time.monotonic() - began)
 
-    def _tell_failures(self) -> None:
-        """Tells the head which ranks' messages failed."""
-        failed = self.exchange.failed
-        failures = self._group.gather_bytes(str(failed or "").encode(), timeout_s=self._wait_s)
-        if self._head is not None and failures is not None:
-            self._head.exchange_failed([text.decode() for text in failures])
+    def _tell_failures(self, failures: Mapping[str, str] | None = None) -> None:
+        """Tells the head in which groups each rank's messages failed, unless ``failures`` are given."""
+        failed = self.exchange.failures if failures is None else dict(failures)
+        mine = _encoder.encode(_Told(failed, self.exchange.resent_bytes))
+        gathered = self._group.gather_bytes(mine, timeout_s=self._wait_s)
+        if self._head is not None and gathered is not None:
+            told = [_told.decode(one) for one in gathered]
+            self._head.exchange_failed([one.failures for one in told], sum(one.resent_bytes for one in told))
 
     def _gather_sums(
         self, sources: SourceSums, buckets: Sequence[torch.Tensor]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weightcast.comm.rendezvous import GroupFailed
+from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared
 from weightcast.config import Target, UpdateConfig
 from weightcast.digest.sent import Sent
@@ -177,26 +177,43 @@ class Head:
         )
 
     def meet(self, exchange: Exchange) -> None:
-        """Joins the group of all trainer ranks and engine ranks; ``after_meeting`` reports a failure."""
+        """Joins the groups of all trainer ranks and engine ranks to which the others are ``invited``."""
         try:
             with self._phase("open"):
-                exchange.use(self._sessions.connect())
+                self._sessions.lost(exchange.use(self._sessions.connect()))
         except WeightcastError as error:
             self._failure = error
 
-    def after_meeting(self, others: Sequence[str], result: AttemptResult) -> AttemptResult:
-        """Returns ``result`` if all have joined; ``others`` has each trainer rank's failure, empty for none."""
-        failed = [f"trainer rank {rank}: {text}" for rank, text in enumerate(others) if text]
-        if self._failure is None and not failed:
-            return result
-        error = self._failure or WeightcastError("; ".join(failed))
-        return self._fail(error)
+    def after_meeting(self, result: AttemptResult) -> AttemptResult:
+        """Returns ``result`` if all have joined, but for cells that can be rebuilt."""
+        return result if self._failure is None else self._fail(self._failure)
 
-    def exchange_failed(self, failures: Sequence[str]) -> None:
-        """Notes failed messages of trainer ranks in order (empty for none); the error is that of an engine at fault."""
-        failed = [f"trainer rank {rank}: {text}" for rank, text in enumerate(failures) if text]
-        if failed and self._failure is None:
-            self._failure = self._sessions.blame(GroupFailed("; ".join(failed)))
+    def exchange_failed(self, failures: Sequence[Mapping[str, str]], resent_bytes: int = 0) -> None:
+        """Notes groups in which messages of trainer ranks failed, by name, for each trainer rank in order.
+
+        ``resent_bytes`` is what all ranks together have sent again in this attempt.
+        """
+        self._sessions.exchanged_again = resent_bytes
+        by_group: dict[str, list[str]] = {}
+        for rank, failed in enumerate(failures):
+            for name, text in failed.items():
+                by_group.setdefault(name, []).append(f"trainer rank {rank}: {text}")
+        if not by_group or self._failure is not None:
+            return
+        try:
+            self._sessions.lost({name: "; ".join(texts) for name, texts in by_group.items()})
+        except WeightcastError as error:
+            self._failure = error
+
+    @property
+    def invited(self) -> tuple[Invited, ...]:
+        """As ``Sessions.invited``."""
+        return self._sessions.invited
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """As ``Sessions.groups``."""
+        return self._sessions.groups
 
     @property
     def failed(self) -> bool:

@@ -102,7 +102,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         choice: The choices for that attempt; None if they stay as they are.
         score: True if the head needs the trainer's forward pass next.
         sums_buckets: True if every rank with a bucket sums it, because an engine cannot say what it received.
-        invited: The group that every trainer rank joins next; None if there is none to join.
+        invited: The groups that every trainer rank joins next; empty if there are none to join.
         boxes: The boxes that engine ranks want, which trainer ranks pack for them; None if they are as before.
         resume_from: Index of the bucket from which on a rebuilt cell gets buckets; None if nothing is sent again.
         waiting: True if the head is still at work, and another message follows.
@@ -114,7 +114,7 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
     choice: Choice | None = None
     score: bool = False
     sums_buckets: bool = False
-    invited: Invited | None = None
+    invited: tuple[Invited, ...] = ()
     boxes: tuple[bytes, ...] | None = None
     resume_from: int | None = None
     waiting: bool = False

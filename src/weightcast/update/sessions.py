@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from weightcast.comm.invited import Invited
 from weightcast.comm.shared_buckets import Shared
-from weightcast.comm.update_group import UpdateGroup
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
 from weightcast.config import UpdateConfig
 from weightcast.errors import TargetRejected, WeightcastError, WireError
 from weightcast.fleet.roster import Roster
@@ -37,9 +37,6 @@ Find = Callable[[WeightcastError, Sequence[Link]], Mapping[str, WeightcastError]
 LeaveOut = Callable[[Mapping[str, WeightcastError]], None]
 LEASE_DEADLINES = 4  # an engine ends a session after this many deadlines of one wait without a message
 
-# Engines in other cells wait meanwhile, and each try may take a deadline: their leases last for four.
-_REBUILDS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Mended:
@@ -54,7 +51,7 @@ class Sessions:
 
     Attributes:
         links: The targets of the attempt; empty until ``open``.
-        invited: The group that the other trainer ranks must join before anything is sent; None if there is none.
+        exchanged_again: Bytes of messages that trainer ranks have sent again in this attempt.
         transport_failed: True if the attempt failed because a target could not be connected or given a bucket.
     """
 
@@ -62,7 +59,7 @@ class Sessions:
         self.links: Sequence[Link] = ()
         self.num_buckets = self.sent_bytes = 0
         self._resent_bytes = 0  # to cells that were given up, and in attempts before
-        self.invited: Invited | None = None
+        self.exchanged_again = 0
         self.transport_failed = False
         self._plan = plan
         self._roster = roster
@@ -76,8 +73,8 @@ class Sessions:
         self._resent_bytes = self.resent_bytes
         for cell in self._cells:
             cell.resent_bytes = 0
+        self.exchanged_again = 0
         self.links = ()
-        self.invited = None
         self.transport_failed = False
         self.num_buckets = self.sent_bytes = 0
 
@@ -114,7 +111,7 @@ class Sessions:
                     self._roster.opened(link.url)
         with self._moving():
             if isinstance(transport, Exchanging):
-                self.invited = transport.invite()
+                transport.invite()
             else:
                 transport.connect()
 
@@ -143,27 +140,41 @@ class Sessions:
         run_each(ask, readers)
         return tuple(dict.fromkeys(one for link in readers for one in self._boxes[link.url][1]))
 
-    def connect(self) -> UpdateGroup:
-        """Makes the group of all trainer ranks and engine ranks, to which the others are ``invited``.
+    @property
+    def invited(self) -> tuple[Invited, ...]:
+        """The groups that all trainer ranks must join before anything is sent; empty if there are none."""
+        return tuple(self._transport.invited) if isinstance(self._transport, Exchanging) else ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups in which trainer ranks send to engine ranks, those that are well."""
+        return tuple(self._transport.members) if isinstance(self._transport, Exchanging) else ()
+
+    def connect(self) -> dict[Invited, UpdateGroup]:
+        """Makes the groups to which the other trainer ranks are ``invited``; returns those that came about.
 
         Raises:
             TargetError, TargetsFailed, DeadlineExceeded: Targets could not join.
         """
         transport = self._transport
         assert isinstance(transport, Exchanging)
+        invited = transport.invited
         with self._moving():
             transport.connect()
-        return transport.member()
+        members = transport.members
+        return {one: members[one.group] for one in invited if one.group in members}
 
-    def blame(self, error: WeightcastError) -> WeightcastError:
-        """Ends the transfers after a trainer rank's messages failed, and returns the error of the cause."""
-        assert self._transport is not None
-        self._transport.abort(str(error))
-        try:
-            self._transport.drain()
-        except WeightcastError as cause:
-            return cause
-        return error
+    def lost(self, failures: Mapping[str, str]) -> None:
+        """Ends the transfers in groups in which a trainer rank's messages failed, by name of the group.
+
+        Raises:
+            WeightcastError: The cause, unless it is that of one cell alone.
+        """
+        transport = self._transport
+        assert isinstance(transport, Exchanging)
+        with self._moving():
+            for name, text in failures.items():
+                transport.lost(name, GroupFailed(text))
 
     def send(self, bucket: Bucket, shared: Sequence[Shared]) -> None:
         """Sends a bucket; ``shared`` has the handles to the buffers that hold it."""
@@ -188,7 +199,7 @@ class Sessions:
     @property
     def resent_bytes(self) -> int:
         """Bytes of buckets that were sent again to rebuilt cells in this update, counted for each cell."""
-        return self._resent_bytes + sum(cell.resent_bytes for cell in self._cells)
+        return self._resent_bytes + self.exchanged_again + sum(cell.resent_bytes for cell in self._cells)
 
     def mend(self, find: Find, leave_out: LeaveOut, *, over: bool) -> Mended | None:
         """Rebuilds every cell that has failed, without the targets because of which.
@@ -208,12 +219,10 @@ class Sessions:
         if not isinstance(transport, Mending):
             return None
         mended: dict[str, int] = {}
-        tries = 0
         with self._moving():
             transport.drain()
             while broken := self.broken:
-                self._leave_out(broken, find, leave_out, is_last=tries == _REBUILDS)
-                tries += 1
+                self._leave_out(broken, find, leave_out)
                 left = [cell for cell in broken if cell.links]
                 for cell in broken:
                     if not cell.links:
@@ -226,14 +235,15 @@ class Sessions:
                     mended |= dict.fromkeys((link.url for link in cell.links), first)
         return Mended(min(mended.values()), mended) if mended else None
 
-    def _leave_out(self, broken: Sequence[Channel], find: Find, leave_out: LeaveOut, *, is_last: bool) -> None:
+    def _leave_out(self, broken: Sequence[Channel], find: Find, leave_out: LeaveOut) -> None:
         """Leaves out the targets because of which cells have failed; all of a cell's if it fails again and again."""
         culprits: dict[str, WeightcastError] = {}
         for cell in broken:
             failure = cell.failure
             assert failure is not None
             found = find(failure, cell.links)
-            culprits |= dict.fromkeys((link.url for link in cell.links), failure) if is_last and not found else found
+            stuck = cell.is_stuck and not found
+            culprits |= dict.fromkeys((link.url for link in cell.links), failure) if stuck else found
         if all(link.url in culprits for link in self.links):
             raise_together([cell.failure for cell in broken])
         leave_out(culprits)
