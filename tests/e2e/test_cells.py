@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.harness import (
     SMALL_BUCKETS,
     Engine,
+    ToyTrainer,
     connect,
     next_version,
     on_every_rank,
@@ -24,9 +25,12 @@ from tests.harness import (
 )
 from tests.unit.ranks import Ranks
 from weightcast import UpdateFailed, WeightUpdater
+from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.exporters.module import ModuleExporter
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
 from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout
 from weightcast.wire.status import EngineStatus
 
 pytestmark = pytest.mark.deadlines
@@ -215,6 +219,34 @@ def test_groups_of_cells_are_kept_for_the_next_update(engines, fresh):
         assert report.ok
         assert report.resent_bytes == 0
         assert serves_whole(back) == version
+
+
+class InOrder:
+    """An exporter that fills buckets from the first one on, as one does that reads its model as a stream."""
+
+    def __init__(self, model: ToyTrainer) -> None:
+        self.inner = ModuleExporter(model)
+        self.device = self.inner.device
+        self.specs, self.shards, self.prepare = self.inner.specs, self.inner.shards, self.inner.prepare
+        self.filled: list[int] = []
+
+    def fill(self, bucket: Bucket | None, layout: BucketLayout, group: TrainerGroup) -> None:
+        assert layout.index in (0, self.filled[-1] + 1 if self.filled else 0)
+        self.filled.append(layout.index)
+        self.inner.fill(bucket, layout, group)
+
+
+def test_a_stream_starts_anew_and_only_missing_buckets_are_sent(engines, fresh):
+    doomed = fresh("--local")
+    version = next_version()
+    exporter = InOrder(trainer_of(version))
+    options = {"transport": "broadcast", "on_failure": "quarantine", "timeout_s": 5.0}
+    with connect(exporter, [doomed, engines.one], progress=once_half_way(doomed.close), **options) as updater:
+        report = updater.update(version=version)
+    check_others(report, doomed, [engines.one], version)
+    assert exporter.filled.count(0) == 2
+    assert 0 < report.resent_bytes <= 2 * SMALL_BUCKETS
+    assert buckets_of(engines.one) <= report.buckets + 2
 
 
 @pytest.fixture(scope="module")

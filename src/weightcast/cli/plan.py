@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,9 @@ def plan(
     ] = None,
     engines: Annotated[int, typer.Option("--targets", metavar="N", help="Number of engines.")] = 1,
     tp: Annotated[int, typer.Option("--tp", metavar="N", help="Ranks of each engine.")] = 1,
+    cell_ranks: Annotated[
+        int, typer.Option("--cell-ranks", metavar="N", help="Most engine ranks in one process group.")
+    ] = 64,
     link_gb_per_s: Annotated[
         float | None,
         typer.Option(
@@ -70,9 +74,10 @@ def plan(
         raise ConfigError(f"--engine {engine} is unknown: choose one of {', '.join(packings)}")
     if quantise not in (None, "fp8"):
         raise ConfigError(f"--quantise {quantise} is unknown: choose fp8, or leave it out")
-    if engines < 1 or tp < 1 or trainer_ranks < 1:
+    if engines < 1 or tp < 1 or trainer_ranks < 1 or cell_ranks < 1:
         raise ConfigError(
-            f"--targets {engines}, --tp {tp} and --trainer-ranks {trainer_ranks}: each of them must be at least 1"
+            f"--targets {engines}, --tp {tp}, --trainer-ranks {trainer_ranks} and --cell-ranks {cell_ranks}: each of "
+            "them must be at least 1"
         )
     if link_gb_per_s is not None and not link_gb_per_s > 0:
         raise ConfigError(f"--link-gb-per-s {link_gb_per_s} is not a positive number")
@@ -99,6 +104,7 @@ def plan(
         trainer_ranks=trainer_ranks,
         computed=quantise is not None,
         tp=tp,
+        cell_ranks=cell_ranks,
         family=asked.family,
         not_covered=asked.not_covered,
     )
@@ -144,6 +150,7 @@ def _show(result: Plan) -> None:
         f"wire: {format_bytes(result.link_bytes)} into {of_each}{result.engine_ranks} engine "
         f"{_plural(result.engine_ranks, 'rank')}, {format_bytes(result.all_links_bytes)} in all"
     )
+    say(f"broadcast: {_cells(result.cells)}, and the head sends each bucket to each cell")
     _show_direct(result)
     for other in result.others:
         if other.engine != result.engine:
@@ -175,6 +182,13 @@ def _show_direct(result: Plan) -> None:
             f"direct by shards: {len(direct.computed)} {_plural(len(direct.computed), 'tensor')} by bucket, because "
             f"their values are computed when they are sent: {names(direct.computed)}"
         )
+
+
+def _cells(sizes: Sequence[int]) -> str:
+    """Numbers of engine ranks in each cell, in words."""
+    most, least = max(sizes), min(sizes)
+    ranks = f"{most} engine {_plural(most, 'rank')}" if most == least else f"{least} to {most} engine ranks"
+    return f"{len(sizes)} {_plural(len(sizes), 'cell')} of {ranks}"
 
 
 def _time(seconds: float) -> str:

@@ -71,14 +71,3 @@ def cells_of(
             cells = divide(its, lambda link: len(link.members), cell_ranks)
             found += (tuple(link.url for link in cell) for cell in cells)
     return tuple(found)
-
-
-def cells_in_words(sizes: Sequence[int]) -> str:
-    """Numbers of engine ranks in each cell, in words: ``"3 cells of 64, 64 and 8 engine ranks"``."""
-    if not sizes:
-        return "no cell"
-    if len(sizes) == 1:
-        return f"1 cell of {sizes[0]} engine rank{'s' if sizes[0] != 1 else ''}"
-    if len(set(sizes)) == 1:
-        return f"{len(sizes)} cells of {sizes[0]} engine rank{'s' if sizes[0] != 1 else ''} each"
-    return f"{len(sizes)} cells of {min(sizes)} to {max(sizes)} engine ranks"

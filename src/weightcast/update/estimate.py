@@ -62,6 +62,7 @@ class Plan:
         engine_ranks: Number of engine ranks that receive.
         link_bytes: Bytes that each engine rank receives.
         all_links_bytes: Bytes that all engine ranks receive.
+        cells: Number of engine ranks in each process group, where engines get their weights in groups.
         link_gb_per_s: Assumed bandwidth in 10^9 bytes per second; None if none was given.
         seconds: Transfer time alone at that bandwidth, with every link busy at once.
     """
@@ -86,6 +87,7 @@ class Plan:
     engine_ranks: int
     link_bytes: int
     all_links_bytes: int
+    cells: tuple[int, ...]
     link_gb_per_s: float | None
     seconds: float | None
     direct: DirectPlan
@@ -118,6 +120,7 @@ def make_plan(
     trainer_ranks: int = 1,
     computed: bool = False,
     tp: int = 1,
+    cell_ranks: int = 64,
     family: str | None = None,
     not_covered: tuple[str, ...] = (),
 ) -> Plan:
@@ -127,11 +130,13 @@ def make_plan(
         specs: Tensors that are sent.
         computed: True if values are computed on the way, such as by quantising.
         tp: Ranks of each engine.
+        cell_ranks: As ``UpdateConfig.cell_ranks``.
 
     Raises:
         ConfigError: A tensor, or a row of it where tensors may be cut, is larger than a bucket.
     """
     from weightcast.exporters.memory_estimate import COMPUTED_BYTES, WORK_BYTES, peak_bytes
+    from weightcast.transports.cells import divide
     from weightcast.wire.layout import plan_buckets, total_bytes
 
     layouts = plan_buckets(specs, bucket_bytes=bucket_bytes, packing=packing)
@@ -169,6 +174,7 @@ def make_plan(
         engine_ranks=engine_ranks,
         link_bytes=size_bytes,
         all_links_bytes=size_bytes * engine_ranks,
+        cells=tuple(map(sum, divide([tp] * (engine_ranks // tp), int, cell_ranks))),
         link_gb_per_s=link_gb_per_s,
         seconds=None if link_gb_per_s is None else size_bytes / (link_gb_per_s * 1e9),
         direct=_direct(

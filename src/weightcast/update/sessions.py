@@ -252,8 +252,7 @@ class Sessions:
         gone = [link for link in self.links if link.url in culprits]
         self.links = [link for link in self.links if link.url not in culprits]
         self._signature = self._sign()
-        for link in gone:
-            self._abort_each([link], str(culprits[link.url]))
+        self._abort_each(gone, {url: str(failure) for url, failure in culprits.items()})
 
     async def close_one(self, link: Link, *, by_name: bool) -> Ack:
         """Tells a target that everything was sent; ``by_name`` asks for the digest of each tensor."""
@@ -287,7 +286,7 @@ class Sessions:
         """Ends every open session, and tells the roster which targets kept one whole version."""
         if self._transport is not None:
             self._transport.abort(reason)
-        self._abort_each([link for link in self.links if link.session], reason)
+        self._abort_each([link for link in self.links if link.session], {link.url: reason for link in self.links})
         if self._transport is not None:
             self._transport.settle()
 
@@ -325,17 +324,18 @@ class Sessions:
     def _cells(self) -> Sequence[Channel]:
         return self._transport.cells if isinstance(self._transport, Mending) else ()
 
-    def _abort_each(self, links: Sequence[Link], reason: str) -> None:
+    def _abort_each(self, links: Sequence[Link], reasons: Mapping[str, str]) -> None:
+        """Ends these targets' sessions, for a reason by URL."""
         if not links:
             return
         answers: dict[str, Ack | None] = {}
 
         async def abort(link: Link) -> None:
-            answers[link.url] = await link.abort(reason)
+            answers[link.url] = await link.abort(reasons[link.url])
 
         run_each(abort, links)
         for link in links:
-            answer = answers[link.url]
+            answer, reason = answers[link.url], reasons[link.url]
             if link.silent:
                 self._roster.fell_silent(link.url, reason)
             whole = answer is not None and answer.state == "serving" and not link.mixed

@@ -1,0 +1,157 @@
+"""How engines are divided into cells, and what a trainer rank sends to which of them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from tests.unit.exports import ALONE, CPU, allocate_slots
+from tests.unit.test_cli_plan import SPECS
+from tests.unit.test_exchange import Post, invited
+from weightcast.cli.app import app
+from weightcast.comm.group_moves import Move
+from weightcast.comm.update_group import GroupFailed, UpdateGroup
+from weightcast.config import UpdateConfig
+from weightcast.digest.source_sums import SourceSums
+from weightcast.errors import ConfigError
+from weightcast.exporters.bucketize import bucketize
+from weightcast.exporters.module import ModuleExporter
+from weightcast.transports.cells import divide
+from weightcast.update.estimate import make_plan
+from weightcast.update.exchange import Exchange
+from weightcast.wire.box import Box
+from weightcast.wire.bucket import Bucket
+from weightcast.wire.layout import BucketLayout, Packing, TensorSlot, TensorSpec, plan_buckets
+from weightcast.wire.pieces import WantedBox, encode_wanted
+
+
+@given(sizes=st.lists(st.integers(1, 20), max_size=40), most=st.integers(1, 30))
+def test_no_engine_is_divided_and_no_cell_is_too_large(sizes: list[int], most: int) -> None:
+    engines = list(enumerate(sizes))
+    cells = divide(engines, lambda engine: engine[1], most)
+    assert [engine for cell in cells for engine in cell] == engines
+    for cell in cells:
+        assert len(cell) == 1 or sum(ranks for _, ranks in cell) <= most
+    for cell, after in itertools.pairwise(cells):
+        assert sum(ranks for _, ranks in cell) + after[0][1] > most  # else the next one would be in it
+
+
+def test_a_cell_has_an_engine_rank_or_more() -> None:
+    with pytest.raises(ConfigError, match="cell_ranks=0"):
+        UpdateConfig(cell_ranks=0)
+
+
+def test_plan_shows_the_cells() -> None:
+    settings: dict[str, Any] = {"model": "m", "engine": "native", "packing": Packing(), "bucket_bytes": 16384}
+    assert make_plan(SPECS, **settings, engine_ranks=130).cells == (64, 64, 2)
+    assert make_plan(SPECS, **settings, engine_ranks=24, tp=8, cell_ranks=20).cells == (16, 8)
+    assert make_plan(SPECS, **settings, engine_ranks=16, tp=8, cell_ranks=4).cells == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--targets=3"], "broadcast: 1 cell of 3 engine ranks"),
+        (["--targets=3", "--tp=2", "--cell-ranks=2"], "broadcast: 3 cells of 2 engine ranks"),
+        (["--targets=3", "--tp=2", "--cell-ranks=4"], "broadcast: 2 cells of 2 to 4 engine ranks"),
+    ],
+)
+def test_the_command_plan_shows_the_cells(tmp_path, options: list[str], words: str) -> None:
+    save_file({"w": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), *options], prog_name="weightcast")
+    assert result.exit_code == 0, result.output
+    assert words in result.output
+
+
+# -- messages of a trainer rank
+
+SPEC = TensorSpec(name="w", dtype="uint8", shape=(8, 8))
+WANTED = encode_wanted({"w": (WantedBox((0, 0), (8, 8)),)})
+PARTS = [(0, Box(offset=(0, 0), shape=(8, 8)))]
+
+
+class Breaking(Post):
+    """A group whose messages fail from some bucket on."""
+
+    def __init__(self, breaks_at: int = 99) -> None:
+        super().__init__(1, [WANTED])
+        self.breaks_at = breaks_at
+        self.closed = False
+
+    def start_moves(self, sends: list[Move]) -> list[Any]:
+        if len(self.messages.get(1, ())) >= self.breaks_at:
+            raise GroupFailed("the engine is gone")
+        return super().start_moves(sends)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def bucket(index: int) -> Bucket:
+    layout = BucketLayout(index=index, slots=(TensorSlot(spec=SPEC, offset_bytes=0, num_rows=8),), size_bytes=64)
+    return Bucket(layout, torch.full((64,), index, dtype=torch.uint8))
+
+
+def firsts(post: Post) -> list[int]:
+    """The bucket of each message."""
+    return [data[0] for data in post.messages.get(1, [])]
+
+
+def test_a_cell_that_failed_gets_buckets_again_and_the_others_get_none_twice() -> None:
+    well, broken, again = Breaking(), Breaking(breaks_at=2), Breaking()
+    end = Exchange(rank=0, num_trainers=1, device=torch.device("cpu"), timeout_s=1.0)
+    groups = {"well": well, "broken": broken}
+    assert end.use({invited(2, name): cast(UpdateGroup, group) for name, group in groups.items()}) == {}
+    end.begin()
+    for index in range(4):
+        end.send(bucket(index), PARTS)
+    assert end.failures == {"broken": "the engine is gone"}
+    assert (firsts(well), firsts(broken)) == ([0, 1, 2, 3], [0, 1])
+    end.drain()
+
+    end.keep(("well", "again"))
+    assert broken.closed
+    assert end.use({invited(2, "again", first=1, begun=3): cast(UpdateGroup, again)}) == {}
+    for index in range(1, 6):
+        end.send(bucket(index), PARTS)
+    end.drain()
+    assert end.failures == {}
+    assert (firsts(well), firsts(again)) == ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert end.resent_bytes == 2 * 64
+    end.begin()  # the next update
+    end.send(bucket(0), PARTS)
+    assert firsts(well)[-1] == firsts(again)[-1] == 0
+    assert (end.sent_bytes, end.resent_bytes) == (2 * 64, 0)
+
+
+# -- buckets that are filled again
+
+
+def test_a_bucket_that_is_filled_again_is_the_same_and_is_summed_once() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)))
+    exporter = ModuleExporter(model)
+    exporter.prepare(ALONE)
+    layouts = plan_buckets(exporter.specs(), bucket_bytes=1500, packing=Packing())
+    assert len(layouts) > 4
+    slots = allocate_slots(CPU, 1500)
+    sums = SourceSums()
+    whole = [found.data.clone() for found in bucketize(exporter, layouts, ALONE, slots, (), sums) if found is not None]
+    expected = sums.values()
+
+    sums = SourceSums()
+    buckets = bucketize(exporter, layouts, ALONE, slots, (), sums)
+    for _ in range(4):
+        next(buckets)
+    again = bucketize(exporter, layouts, ALONE, slots, (), sums, first=2, unsummed=4)
+    found = [one.data.clone() for one in again if one is not None]
+    for layout, one, same in zip(layouts[2:], found, whole[2:], strict=True):
+        for slot in layout.slots:
+            assert torch.equal(one[slot.offset_bytes : slot.end_bytes], same[slot.offset_bytes : slot.end_bytes])
+    assert torch.equal(sums.values(), expected)
