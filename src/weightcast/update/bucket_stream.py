@@ -60,7 +60,7 @@ class _Go(msgspec.Struct, frozen=True):
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What a trainer rank tells the head: failed messages by name of the group, and bytes that it has sent again."""
+    """A trainer rank's word to the head: failed messages by name of the group, and bytes that it has sent again."""
 
     failures: dict[str, str]
     resent_bytes: int
