@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -26,6 +27,8 @@ from tests.harness import (
 from tests.unit.ranks import Ranks
 from weightcast import UpdateFailed, WeightUpdater
 from weightcast.comm.trainer_group import TrainerGroup
+from weightcast.comm.update_group import UpdateGroup
+from weightcast.exporters import gather
 from weightcast.exporters.module import ModuleExporter
 from weightcast.report import UpdateReport
 from weightcast.transports.channel import Channel
@@ -125,6 +128,28 @@ def test_the_rest_of_a_cell_goes_on_from_the_last_bucket_that_it_has(engines, fr
     assert buckets_of(apart) == report.buckets
     assert [len(row.notes) for row in report.targets[1:]] == [1, 0]
     assert "bucket" in report.targets[1].notes[0]
+
+
+@pytest.mark.parametrize(("other", "die_at"), [("one", 4), ("one", 19), ("one", 30), ("two", 30), ("host", 19)])
+def test_what_is_received_where_it_belongs_comes_again_into_other_memory(engines, fresh, monkeypatch, other, die_at):
+    """Tensors travel in runs of their own, from where the trainer has them to where an engine keeps them."""
+    monkeypatch.setattr(gather, "MIN_LENT_BYTES", 1)
+    start, begun = UpdateGroup.start_broadcast, list[int]()
+    doomed, rest = fresh("--local"), getattr(engines, other)
+    assert serves_whole(doomed) == 0
+
+    def dying(self: UpdateGroup, data: torch.Tensor, **options: Any) -> Any:
+        begun.append(data.numel())
+        if len(begun) == die_at:
+            doomed.close()
+        return start(self, data, **options)
+
+    monkeypatch.setattr(UpdateGroup, "start_broadcast", dying)
+    version = next_version()
+    report = update([doomed, rest], version)
+    assert len(begun) > die_at
+    check_others(report, doomed, [rest], version)
+    assert report.resent_bytes <= 2 * SMALL_BUCKETS
 
 
 def test_an_engine_that_does_not_come_to_the_meeting_is_left_out_of_its_cell(engines, fresh):
